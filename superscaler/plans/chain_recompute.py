@@ -34,7 +34,9 @@ def chain_recompute(
         numbers, size = [n for n, (path, _) in enumerate(chain) if path], _size(every, len(layers(graph)))
         runs = [(numbers[k], numbers[min(k + size, len(numbers)) - 1] + 1) for k in range(0, len(numbers), size)]
     else:
-        runs = cheapest(graph, limit, times, n * microbatches)
+        # The first microbatches may be larger than others.
+        batch = graph.factors["batch"].size if "batch" in graph.factors else 1
+        runs = cheapest(graph, limit, times, batch // ceil(batch / (n * microbatches)))
     for first, end in runs:
         op_trans(graph, [op for path, ops in chain[first:end] if path for op in ops], Recompute())
 

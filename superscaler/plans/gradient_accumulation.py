@@ -9,7 +9,7 @@ from superscaler.verbs import Graph, InputError, Microbatch, Split, op_trans
 @along_axis(batches=True)
 def gradient_accumulation(graph: Graph, n: int, axis: str, microbatches: int = 4) -> None:
     batch = graph.factors.get("batch")
-    if batch and (microbatches < 1 or batch.size % (n * microbatches)):
+    if batch and not (1 <= microbatches <= batch.size and (n == 1 or batch.size % (n * microbatches) == 0)):
         raise InputError(
             f"microbatches={microbatches} on each of {n} devices does not divide the batch of {batch.size}; choose a "
             f"divisor of {batch.size // n}, or another batch."

@@ -102,9 +102,8 @@ class Split(_ShortRepr):
                 f"{self._call} of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
                 "give the number of parts, or the sizes."
             )
-        found = [index for factor in self.factors if (index := op.find(factor)) is not None]
-        if found:
-            index = next((i for i in found if sizes[i] % count == 0), found[0])
+        index = self.index_of(op, sizes)
+        if index is not None:
             own = self._sizes(op, sizes[index], op.indices[index].factor)
             return Axis(index, own, name=self.axis, at=tuple(self.at))
         passed = (group for factor in self.factors for f, group in op.passes if is_named(f, factor))
@@ -114,6 +113,12 @@ class Split(_ShortRepr):
             why = why_whole(op, self.factors)
             raise TransformError(f"{self._call} is required, but {op.name} ({op.target}) {why}.")
         return Replicate(count, axis=self.axis).cut(op, sizes)
+
+    def index_of(self, op: Op, sizes: tuple[int, ...]) -> int | None:
+        """Return the index of an op that is cut, one that the number of parts divides if there is one."""
+        count = self.parts or len(self.sizes)
+        found = [index for factor in self.factors if (index := op.find(factor)) is not None]
+        return next((i for i in found if sizes[i] % count == 0), next(iter(found), None))
 
     @property
     def _call(self) -> str:
@@ -184,6 +189,8 @@ class ValueSplit(_ShortRepr):
 class Microbatch(_ShortRepr):
     """Split the batch into `parts` microbatches, and number the parts.
 
+    Microbatch(4) of a batch of 8: 2 2 2 2    of 10: 3 3 2 2
+
     Microbatches can be split further: `Microbatch(2, "sequence")` of microbatch 1 makes microbatches 2 and 3. Of
     several factors, the one is taken that `Split` would take. An update runs once: it keeps its parts, but its gradient
     is reduced in each microbatch, not once at the end.
@@ -193,8 +200,13 @@ class Microbatch(_ShortRepr):
     factor: str | tuple[str, ...] = "batch"
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
-        axis = Split(self.factor, self.parts).cut(op, sizes)
-        return replace(axis, is_microbatch=True)
+        check_parts(self.parts, op)
+        split = Split(self.factor, self.parts)
+        at = split.index_of(op, sizes)
+        if at is not None and sizes[at] >= self.parts:
+            own = tuple(-(-(sizes[at] - k) // self.parts) for k in range(self.parts))
+            split = replace(split, sizes=own)
+        return replace(split.cut(op, sizes), is_microbatch=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +255,9 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     _check_types(algorithm, where)
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
+    if all(axis.index is not None and len(axis.sizes) == 1 for axis in made.values()) and len(set(made.values())) > 1:
+        # One part of each of parts that differ in size.
+        made = {some: replace(axis, index=None, sizes=(1,)) for some, axis in made.items()}
     axis = made[sizes[0]]
     is_copied = factor and axis.index is None and not axis.partial_inputs
     note = f" (replicated: it {why_whole(op, factors)})" if is_copied else ""

@@ -125,6 +125,16 @@ def test_a_step_is_never_over_its_limit(spec: str) -> None:
     assert found[0] > found[-1]
 
 
+def test_the_largest_microbatch_counts() -> None:
+    """Of a batch of 8 in 5 microbatches, with 2 rows, as in 4."""
+    graph, found = graph_of("gpt2:size=tiny,layers=6,seq=64,dropout=0.1", "SGD"), set[str]()
+    for count in (4, 5):
+        with pytest.raises(InputError, match="cannot be met") as error:
+            ss.compile(graph, f"chain_recompute:microbatches={count},limit=1", "local:1")
+        found.add(str(error.value))
+    assert len(found) == 1
+
+
 def recomputed(graph: ss.Graph) -> list[list[str]]:
     """Return the blocks of each region, in order."""
     found: dict[str, dict[str, None]] = {}

@@ -19,6 +19,8 @@ from tests.ran import equal
 Row = tuple[str, str, int]
 GPT, LLAMA, MBART, DEEP = "gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "gpt2:size=tiny,layers=4,batch=16"
 ALPHAFOLD = "alphafold2:size=tiny,layers=1,passes=2"
+# Microbatches of 3, 3, 2 and 2 rows.
+UNEVEN = "gpt2:size=tiny,batch=10"
 MESHED = f"{ALPHAFOLD},sequences=8,residues=8,hidden=32,heads=8,pair_heads=8"
 
 # In float64 and in the trained dtype.
@@ -52,6 +54,8 @@ ALWAYS: list[Row] = [
     (GPT, "fsdp:shard=2", 4),
     # Memory: microbatches, parts of blocks one after the other, the hosts, what is computed again.
     (GPT, "gradient_accumulation", 2),
+    (UNEVEN, "hybrid:tp=2,pp=2,microbatches=4,recompute=full", 4),
+    (UNEVEN, "zero:1,stage=2,microbatches=3 x tensor_parallel:2", 2),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
     (LLAMA, "recompute:2,what=attention x tensor_parallel:2", 4),
     (MBART, "chain_recompute:limit=4.5e6", 2),
@@ -141,6 +145,8 @@ MEGATRON = ["dp=2,zero=1", "tp=2,sequence=true", "pp=2,microbatches=4,chunks=2",
             "dp=2,tp=2,sequence=true,recompute=full,zero=1,vocabulary=false"]  # fmt: skip
 STACKED = [f"{GPT},layers=4", f"{LLAMA},layers=4", "bert:size=tiny,layers=4", f"{T5},layers=4",
            "vit:size=tiny,layers=4,image=28", MBART]  # fmt: skip
+ODD = ["pipeline_1f1b:microbatches=3", "hybrid:tp=2,microbatches=4", "zero:1,stage=2,microbatches=3 x tensor_parallel",
+       "pipeline_1f1b:2,microbatches=3 x recompute", "co_shard:1,parts=2,microbatches=2 x tensor_parallel"]  # fmt: skip
 # Weights with momentum, too.
 UNROLLED: list[Row] = [
     ("mbart:size=tiny,batch=4", "bytescheduler:piece=16000", 2),
@@ -189,6 +195,8 @@ def sweep() -> Iterator[Row]:
     yield from MEMORY
     yield from in_stages()
     yield from product((DEEP, f"{LLAMA},layers=4,batch=16"), PRODUCTS, [4])
+    for model, plan in product(("llama", "mbart", "bert", "vit", "swin", "alphafold2"), ODD):
+        yield f"{model}:size=tiny,batch=7", plan, 2
     for model, options in product(STACKED, MEGATRON):
         yield model, f"hybrid:{options}", 2 ** sum(f"{axis}=2" in options.split(",") for axis in ("dp", "tp", "pp"))
     yield from ALWAYS

@@ -21,7 +21,13 @@ def compiled(spec: str, plan: str, devices: int) -> Plan:
 
 
 REFUSED = [
-    ("gradient_accumulation:microbatches=3", 1, "microbatches=3 on each of 1 devices does not divide the batch of 8"),
+    ("gradient_accumulation:microbatches=9", 1, "microbatches=9 on each of 1 devices does not divide the batch of 8"),
+    ("gradient_accumulation:microbatches=3", 2, "microbatches=3 on each of 2 devices does not divide the batch of 8"),
+    (
+        "hybrid:dp=2,pp=2,microbatches=3",
+        4,
+        "Split('batch', 2) does not divide: embedding (transformer.wte) has 3 elements",
+    ),
     ("gradient_accumulation:microbatches=8", 2, "does not divide the batch of 8; choose a divisor of 4"),
     ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),
     ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 on each"),

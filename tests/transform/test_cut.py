@@ -40,6 +40,20 @@ def test_a_part_can_be_cut_apart_from_its_neighbours() -> None:
     assert graph.rows(op).device.tolist() == [3, -1, -1, -1, -1, -1]
 
 
+def test_the_first_microbatches_are_a_row_larger_where_they_do_not_divide_the_batch() -> None:
+    graph = chain(size=10)
+    parts = op_trans(graph, graph.op("mul0"), Microbatch(4))
+    # One part of each is a part of any size; two are not.
+    op_trans(graph, op_trans(graph, parts, Split("batch", 1)), Split("hidden", 2))
+    rows = graph.rows(graph.op("mul0"))
+    assert rows.microbatch.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [(lo[0], hi[0]) for lo, hi in zip(rows.lo.tolist(), rows.hi.tolist(), strict=True)] == [
+        box for box in ((0, 3), (3, 6), (6, 8), (8, 10)) for _ in range(2)
+    ]
+    with pytest.raises(TransformError, match=r"Split\('batch', 11\) does not divide: .* 10 elements"):
+        op_trans(graph, graph.op("mul1"), Microbatch(11))
+
+
 def test_a_replaced_part_says_where_it_was_replaced() -> None:
     graph = chain()
     parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))

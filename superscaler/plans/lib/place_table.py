@@ -31,7 +31,7 @@ def count_microbatches(graph: Graph, n: int, microbatches: int | None) -> int:
     if is_staged(graph):
         raise InputError("two pipelines, but a model is cut into stages once; choose one, on the devices of both.")
     if count > size:
-        raise InputError(f"microbatches={count} of a batch of {size}; choose {divisors(size)}, or a larger batch.")
+        raise InputError(f"microbatches={count} of a batch of {size}; choose 1 to {size}, or a larger batch.")
     return count
 
 
