@@ -76,7 +76,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("a ring ends a step late", "is_last = step == self.parts - 1", "is_last = step == self.parts",
      "transform/test_ring"),
     ("a place beyond a mesh is taken", "if place.max() >= size:", "if place.max() > size:", "transform/test_place"),
-    ("a routed gradient skips a reader", "if found:\n            index", "if len(found) > 1:\n            index",
+    ("a routed gradient skips a reader", "if index is not None:\n            own", "if index:\n            own",
      "transform/test_cut verbs/test_verbs"),
     # The schedule.
     ("boxes that touch overlap", "common = np.maximum(held.lo[rows], wanted.lo[row]) < np.minimum(",
