@@ -1,4 +1,6 @@
-"""`superscaler doctor --measure`: times collectives on this machine, and writes the cluster that explains them."""
+"""`superscaler doctor --measure`: times collectives and kernels on this machine, and writes a cluster that explains
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from superscaler.specs.file_errors import writing
 from superscaler.timing import cores
 
 if TYPE_CHECKING:
-    from superscaler.cluster import Cluster
+    from superscaler.cluster import Cluster, DeviceKind
     from superscaler.cluster.fit import Sample
 
 _ENDINGS = (".yaml", ".yml")
 # Processes without --cluster: more take long on a CPU and add little.
 _USUAL = 4
 _MOST = 64
+# The first so many sizes of models are measured; None: all.
+_SIZES: int | None = None
 _NUMBERS = ("bytes", "measured us", "fitted us", "error")
 
 
@@ -41,9 +45,10 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     from superscaler.comm.measure import measure as measure_links
     from superscaler.launch.launch import call
 
+    device = _device(printer, count)
     samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in call(measure_links, count)[0]]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))
-    cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]))
+    cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]), device)
     largest = max(error(cluster.links, s) for s in samples)
     fitted = [predict(cluster.links, s) for s in samples]
     shown = table(("collective", *_NUMBERS), map(_row, samples, fitted), _NUMBERS)
@@ -54,9 +59,36 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     printer.result = {
         "cluster": str(cluster),
         "links": asdict(cluster.links),
+        "device": None if device is None else asdict(device),
         "largest_error": largest,
         "samples": [{**asdict(s), "fitted": f} for s, f in zip(samples, fitted, strict=True)],
     }
+
+
+def _device(printer: Printer, count: int) -> DeviceKind | None:
+    """Return the speeds of a core with its share of the memory, while `count` processes run; None with GPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        printer.show("kernels are measured on CPUs alone; presets have the speeds of GPUs")
+        return None
+    from superscaler.cluster import LOCAL, DeviceKind
+    from superscaler.launch.launch import call
+    from superscaler.simulate.fit import errors, speeds
+    from superscaler.simulate.profile import Sample, measure
+
+    found = call(measure, count, *[] if _SIZES is None else [str(_SIZES)])[0]
+    samples = [Sample.read(s) for s in found["samples"]]
+    fitted = speeds(samples, found["floor"], found["fresh"])
+    flops = {dtype: high for dtype, (_, high) in fitted.products.items()}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+    kind = DeviceKind(LOCAL, memory, flops, fitted)
+    printer.show(
+        f"{len(samples)} kernels; of all their seconds {errors(samples, kind):.1%} are not explained",
+        *(f"  products in {dtype}: {speed / 1e9:.0f} Gflop/s" for dtype, speed in flops.items()),
+        f"  memory: {fitted.memory[1] / 1e9:.1f} GB/s; a kernel with its call: {fitted.floor * 1e6:.1f} us",
+    )
+    return kind
 
 
 def _check_out(out: Path) -> None:
@@ -91,8 +123,11 @@ def _write(out: Path, cluster: Cluster) -> None:
     import yaml
 
     head = "# Measured by superscaler doctor --measure: alpha in seconds, bandwidth in bytes per second.\n"
+    tree = yaml.safe_load(str(cluster))
     with writing(f"--out {out}", "name a file in a folder that you may write to"):
-        out.write_text(head + yaml.safe_dump(yaml.safe_load(str(cluster)), sort_keys=False), encoding="utf-8")
+        out.write_text(
+            head + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"
+        )
 
 
 def _row(sample: Sample, fitted: float) -> Sequence[str]:

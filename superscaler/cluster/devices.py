@@ -30,12 +30,11 @@ class Attention:
 class Speeds:
     """How fast a device runs kernels, in operations, bytes and seconds.
 
-    units      multiprocessors that share the tiles of a product; 0: a product computes at its speed, whatever its tiles
+    units      multiprocessors that share the tiles of a product; 0: a core, which reads and then computes
     products   operations per second of large matrix products, by dtype
-    operands   bytes per second that a product reads and writes beside computing; 0: while it computes
     attention  `forward` and `backward`, also of a dtype (`forward float32`)
     memory     bytes per second of large kernels that read and write; of others by `operators`: an operator with its
-               dtype (`gelu bfloat16`), an operator, or a class of these
+               dtype (`gelu bfloat16`), an operator, or a class of these (`product` for what a core reads)
     floor      the seconds of the shortest kernel
     issue      the seconds in which the host starts a kernel, while the device runs others; 0: the host is the device
     fresh      bytes per second at which the system gives memory for a large tensor; 0: there is a pool
@@ -46,7 +45,6 @@ class Speeds:
     memory: Pair
     attention: Mapping[str, Attention] = field(default_factory=dict)
     operators: Mapping[str, Link] = field(default_factory=dict)
-    operands: float = 0.0
     floor: float = 2e-6
     issue: float = 0.0
     fresh: float = 0.0
@@ -71,7 +69,15 @@ def _classes(memory: Pair) -> dict[str, Link]:
     """Return the classes that do not reach the bandwidth of memory. Their shares are estimates, as is the sorting of
     the numbers of rows before gradients are added to these.
     """
-    shares = {"reduction": 0.8, "columns": 0.6, "softmax": 0.8, "norm": 0.85, "norm backward": 0.6, "copy": 0.75}
+    shares = {
+        "reduction": 0.8,
+        "planes": 0.8,
+        "columns": 0.6,
+        "softmax": 0.8,
+        "norm": 0.85,
+        "norm backward": 0.6,
+        "copy": 0.75,
+    }
     middle = sum(memory) / 2
     sorting = {"gather": Link(0.0, 0.7 * middle), "scatter": Link(20e-6, 0.3 * middle)}
     return {name: Link(0.0, share * middle) for name, share in shares.items()} | sorting

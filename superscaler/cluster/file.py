@@ -91,7 +91,6 @@ class SpeedsFile(_Checked):
     memory: _Pair | None = None
     attention: dict[StrictStr, AttentionFile] | None = None
     operators: dict[StrictStr, LineFile] | None = None
-    operands: _Seconds | None = None
     floor: _Seconds | None = None
     issue: _Seconds | None = None
     fresh: _Seconds | None = None

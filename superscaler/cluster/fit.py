@@ -43,19 +43,26 @@ def _fit(name: str, samples: Sequence[Sample]) -> Link:
     # Seconds are steps * alpha + bytes / bandwidth; the cluster's own formulas give steps and bytes.
     ends = Link(1.0, math.inf), Link(0.0, 1.0)
     steps, moved = (np.array([_predict(name, link, s) for s in samples]) for link in ends)
-    seconds = np.array([s.seconds for s in samples])
-    rows = np.stack([steps / seconds, moved / seconds], axis=1)
-    alpha, per_byte = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0].tolist()
-    if alpha < 0:
-        alpha, per_byte = 0.0, _alone(rows[:, 1])
-    elif per_byte <= 0:
-        # These sizes cost nothing beside the latency: the bandwidth is at least the fastest measured one.
-        alpha, per_byte = _alone(rows[:, 0]), float(np.min(seconds / moved))
-    return Link(_rounded(alpha), _rounded(1 / per_byte))
+    return line(steps, moved, np.array([s.seconds for s in samples]))
 
 
-def _alone(column: Any) -> float:
-    return float(column.sum() / (column @ column))
+def line(steps: Any, moved: Any, seconds: Any, weights: Any = 1.0) -> Link:
+    """Return the alpha and the bandwidth for which steps * alpha + moved / bandwidth is nearest to the seconds."""
+    alpha, per_byte = nearest([steps, moved], seconds, weights)
+    # Without a slope these sizes cost nothing beside the latency: the bandwidth is at least the fastest measured one.
+    return Link(rounded(alpha), rounded(1 / (per_byte or float(np.min(seconds / moved)))))
+
+
+def nearest(columns: Sequence[Any], seconds: Any, weights: Any = 1.0) -> list[float]:
+    """Return the factors, none negative, for which the sum of the columns has the least squares of relative errors."""
+    wanted = np.ones(len(seconds)) * weights
+    rows, used = np.stack(columns, axis=1) * (wanted / seconds)[:, None], list(range(len(columns)))
+    while used:
+        factors = np.linalg.lstsq(rows[:, used], wanted, rcond=None)[0].tolist()
+        if min(factors) >= 0:
+            return [dict(zip(used, factors, strict=True)).get(n, 0.0) for n in range(len(columns))]
+        used.pop(factors.index(min(factors)))
+    return [0.0] * len(columns)
 
 
 def _predict(name: str, link: Link, sample: Sample) -> float:
@@ -74,5 +81,5 @@ def error(links: Links, sample: Sample) -> float:
     return abs(predict(links, sample) / sample.seconds - 1)
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     return float(f"{value:.4g}")

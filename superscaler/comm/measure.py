@@ -23,7 +23,7 @@ def probe(backend: str) -> None:
     if backend == "gloo":
         # This rank sees no GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    communicator = _connect()
+    communicator = connected()
     everyone = tuple(range(communicator.world))
     x = torch.full((1024,), communicator.rank + 1.0, device=communicator.device)
     total = float(communicator.all_reduce(x, everyone).wait()[0])
@@ -38,7 +38,7 @@ def measure() -> list[dict[str, Any]]:
     Seconds are the first quartile over repetitions, each that of its slowest rank: other processes can only add to
     them.
     """
-    communicator = _connect()
+    communicator = connected()
     everyone = tuple(range(communicator.world))
     communicator.prepare([everyone])
     found: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def measure() -> list[dict[str, Any]]:
     return found
 
 
-def _connect() -> DistributedCommunicator:
+def connected() -> DistributedCommunicator:
     try:
         return connect(timeout=60.0)
     except RuntimeError as error:

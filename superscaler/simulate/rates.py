@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from superscaler.cluster.devices import Attention, DeviceKind, Pair, Speeds
 from superscaler.cluster.links import Link
@@ -67,13 +67,13 @@ def seconds(kernel: Kernel, kind: DeviceKind, share: float = 0.5) -> float:
         return 0.0
     products, fresh = list(products_of(kernel)), _fresh(kernel, speeds)
     if products:
-        return fresh + sum(_product(speeds, *p, dtype=kernel.inputs[-1][1], share=share) for p in products)
+        return fresh + sum(_product(speeds, *p, dtype=dtype_of(kernel), share=share) for p in products)
     if is_attention(kernel):
         return fresh + _attend(kernel, speeds, share)
     line = line_of(kernel, speeds)
     # Bandwidths of operators are those of a device in the middle.
     scale = _at(speeds.memory, share) / _at(speeds.memory, 0.5)
-    return fresh + max(line.alpha, speeds.floor) + bytes_of(kernel) / (line.bandwidth * scale)
+    return fresh + (line.alpha or speeds.floor) + bytes_of(kernel) / (line.bandwidth * scale)
 
 
 def segment_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> float:
@@ -90,27 +90,38 @@ def segment_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 
 
 
 def name_of(kernel: Kernel) -> str:
-    """Return the operator without its overload; a sum over rows, whose result has the columns, is another one."""
-    base = kernel.name.partition(".")[0].rstrip("_")
-    if _CLASSES.get(base) != "reduction":
+    """Return the operator without its overload. Sums of whole columns, and of planes, are operators of their own."""
+    base = kernel.name.partition(".")[0]
+    if _CLASSES.get(base) != "reduction" or not kernel.inputs[0][0] or not kernel.outputs[0][0]:
         return base
-    (read, _), (made, _) = kernel.inputs[0], kernel.outputs[0]
-    return f"{base} columns" if made and read and made[-1] == read[-1] > 1 else base
+    read, made = kernel.inputs[0][0], kernel.outputs[0][0]
+    if made[-1] != read[-1] or made[-1] == 1:
+        return base
+    return f"{base} columns" if prod(made) == made[-1] else f"{base} planes"
 
 
 def class_of(kernel: Kernel) -> str:
     """Return the class of an operator; `elementwise` if it has none."""
-    name = name_of(kernel)
-    return "columns" if name.endswith(" columns") else _CLASSES.get(name, "elementwise")
+    name, _, kind = name_of(kernel).partition(" ")
+    return kind or _CLASSES.get(name.rstrip("_"), "elementwise")
 
 
 def line_of(kernel: Kernel, speeds: Speeds) -> Link:
     """Return alpha and bandwidth of an operator that is no product and no attention."""
-    name, dtype = name_of(kernel), (kernel.outputs or kernel.inputs)[0][1]
-    for key in (f"{name} {dtype}", name, class_of(kernel)):
+    for key in (key_of(kernel), name_of(kernel), class_of(kernel)):
         if key in speeds.operators:
             return speeds.operators[key]
     return Link(speeds.floor, _at(speeds.memory, 0.5))
+
+
+def key_of(kernel: Kernel) -> str:
+    """Return the operator with its dtype."""
+    return f"{name_of(kernel)} {dtype_of(kernel)}"
+
+
+def dtype_of(kernel: Kernel) -> str:
+    """Return the dtype in which a kernel computes: that of its first result."""
+    return (kernel.outputs or kernel.inputs)[0][1]
 
 
 def bytes_of(kernel: Kernel) -> int:
@@ -123,7 +134,7 @@ def bytes_of(kernel: Kernel) -> int:
     if kind == "gather":
         # A row that is read and written; of a loss, a place in each row of scores.
         return 2 * made + numbers * (5 if "loss" in kernel.name else 1)
-    if kind == "scatter" and not kernel.name.partition(".")[0].endswith("_"):
+    if kind == "scatter" and not _is_in_place(kernel):
         return made + 3 * first + numbers
     if kind == "expanded":
         return made + numbers if "loss" in kernel.name else made + 2 * first
@@ -197,6 +208,10 @@ def _at(pair: Pair, share: float) -> float:
     return pair[0] + (pair[1] - pair[0]) * share
 
 
+def _is_in_place(kernel: Kernel) -> bool:
+    return name_of(kernel).endswith("_")
+
+
 def _rate(speeds: Speeds, dtype: str, share: float) -> float:
     """Return the speed of products of a dtype; of an unknown one, that of the slowest."""
     known = speeds.products.get(dtype) or min(speeds.products.values())
@@ -204,7 +219,7 @@ def _rate(speeds: Speeds, dtype: str, share: float) -> float:
 
 
 def _fresh(kernel: Kernel, speeds: Speeds) -> float:
-    if not speeds.fresh or kernel.name.partition(".")[0].endswith("_"):
+    if not speeds.fresh or _is_in_place(kernel):
         return 0.0
     return sum(size for size in map(size_of, kernel.outputs) if size >= _LARGE) / speeds.fresh
 
@@ -213,7 +228,8 @@ def _product(speeds: Speeds, batch: int, m: int, n: int, k: int, *, dtype: str, 
     rate, width = _rate(speeds, dtype, share), width_of(dtype)
     moved = batch * (m * k + k * n + m * n) * width
     if not speeds.units:
-        return speeds.floor + 2 * batch * m * n * k / rate + (moved / speeds.operands if speeds.operands else 0.0)
+        line = speeds.operators.get(f"product {dtype}", Link(speeds.floor, inf))
+        return line.alpha + moved / line.bandwidth + 2 * batch * m * n * k / rate
     if any(size * width % _ALIGNED for size in (m, n, k)):
         rate *= _UNALIGNED
     memory = _at(speeds.memory, share)
@@ -239,7 +255,7 @@ def tiled(
 
 
 def _attend(kernel: Kernel, speeds: Speeds, share: float) -> float:
-    dtype, direction = kernel.inputs[0][1], "backward" if "backward" in kernel.name else "forward"
+    dtype, direction = dtype_of(kernel), "backward" if "backward" in kernel.name else "forward"
     table = speeds.attention.get(f"{direction} {dtype}") or speeds.attention.get(direction)
     if table is None:
         rows, keys, channels = scores_of(kernel, 1)

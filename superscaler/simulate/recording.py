@@ -172,7 +172,13 @@ def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
     names = (a.name for a in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
     name, causal = func.name().partition("::")[2], bool(given.get("is_causal"))
-    return Kernel(name, _metas(_tensors((args, kwargs))), _metas(_tensors(made)), causal)
+    if given.get("approximate") == "tanh":
+        # A kernel of its own, which takes another time.
+        name = name.replace("gelu", "gelu_tanh")
+    # An operator on lists returns nothing; a fused optimizer writes gradients only to unscale them.
+    written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write and a.name != "grads")
+    results = _tensors(made) or _tensors([given.get(n) for n in written])
+    return Kernel(name, _metas(_tensors((args, kwargs))), _metas(results), causal)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

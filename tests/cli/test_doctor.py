@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from superscaler.cli import doctor as rooms
+from superscaler.cli import measure as links
 from superscaler.cluster import LINKS, LOCAL, Cluster
+from superscaler.simulate.rates import seconds
+from superscaler.simulate.works import Kernel
 from superscaler.store import cache
 from tests.commands import run
 
@@ -79,6 +82,8 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     (text,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     measure, use = (line.split()[1:] for line in text.splitlines())
     monkeypatch.chdir(tmp_path)
+    # The smallest models alone.
+    monkeypatch.setattr(links, "_SIZES", 2)
     file = tmp_path / "cluster.yaml"
     assert run(*measure, "--json") == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
@@ -86,6 +91,14 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     assert str(cluster) == found["cluster"]
     assert cluster.is_local
     assert cluster.links != LINKS[LOCAL]
+    kind = cluster.device_kind
+    assert kind is not None
+    assert kind.speeds is not None
+    assert set(kind.speeds.products) == {"float32", "bfloat16"}
+    assert {"gelu float32", "product bfloat16", "_fused_adamw_ float32"} <= set(kind.speeds.operators)
+    x = (4096, 1024), "float32"
+    # Between 1 and 100 GB/s.
+    assert 5e-4 < seconds(Kernel("add.Tensor", (x, x), (x,)), kind) < 5e-2
     kinds = {s["kind"] for s in found["samples"]}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
     assert all(len({s["size"] for s in found["samples"] if s["kind"] == kind}) >= 4 for kind in kinds)
