@@ -254,6 +254,39 @@ def test_autocast_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: 
         assert "unknown autocast 'fp8'" in capsys.readouterr().err
 
 
+def test_precision_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, scale in (("bf16", None), ("fp16", 65536.0)):
+        assert run("compile", MODEL, *TWO, "--precision", name, "--out", str(tmp_path / name)) == 0
+        plan = json.loads((tmp_path / name / PLAN_FILE).read_text())["optimizer"]
+        assert (plan["precision"], plan["scaler"].get("scale")) == (name, scale)
+    assert run("explain", str(tmp_path / "bf16")) == 0
+    assert "AdamW on float32 copies of bf16 weights, on 2 devices" in capsys.readouterr().out
+    assert run("validate", MODEL, str(tmp_path / "bf16"), "--precision", "bf16", "--json") == 0
+    capsys.readouterr()
+    for arguments in (["capture", MODEL], ["verify", MODEL, *TWO], ["train", MODEL, *TWO]):
+        assert run(*arguments, "--precision", "fp8") == 2
+        assert "unknown precision 'fp8'" in capsys.readouterr().err
+        assert run(*arguments, "--precision", "bf16", "--autocast", "bf16") == 2
+        assert "--autocast and --precision exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_training_with_copies_goes_on_under_another_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two processes save slices of copies, one process goes on from them."""
+    folder, options = tmp_path / "saved", ("--precision", "bf16", "--clip", "1", "--json")
+    zero = "--plan", "zero:stage=3", "--cluster", "local:2"
+    assert run("train", MODEL, *zero, *options, "--steps", "2", "--save", str(folder)) == 0
+    first = last(capfd.readouterr().out)["losses"]
+    head = json.loads(next(folder.glob("step-*/manifest.json")).read_text())
+    assert head["optimizer"]["precision"] == "bf16"
+    assert all("copy" in entry["states"] for entry in head["tensors"].values() if entry["states"])
+    one = "--plan", "single", "--cluster", "local:1"
+    assert run("train", MODEL, *one, *options, "--steps", "4", "--resume", str(folder)) == 0
+    rest = last(capfd.readouterr().out)["losses"]
+    assert (len(first), len(rest)) == (2, 2)
+    assert rest == pytest.approx(first, rel=0.1)
+
+
 @pytest.mark.dist
 def test_train_in_float16_scales_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = "--steps", "4", "--autocast", "fp16", "--clip", "1", "--out", str(tmp_path / "plan")
