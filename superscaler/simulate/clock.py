@@ -313,8 +313,10 @@ class _Clock:
     def _start(self, meeting: Meeting) -> None:
         """Let a transfer begin at its time, if all of its ends are there and their streams are free."""
         posts, transfer = meeting.posts, meeting.transfer
-        if len(posts) < meeting.ends or any(p.before is not None and p.before.end is None for p, _ in posts):
+        is_there = len(posts) == meeting.ends and not meeting.is_started
+        if not is_there or any(p.before is not None and p.before.end is None for p, _ in posts):
             return
+        meeting.is_started = True
         for post, side in posts:
             met = post.time if post.before is None else np.maximum(post.time, post.before.met)
             transfer.start = np.maximum(transfer.start, side.latest(post.earliest))

@@ -47,6 +47,7 @@ class Meeting:
     transfer: Transfer
     ends: int
     seen: int = 0
+    is_started: bool = False
     posts: list[tuple[Post, Side]] = field(default_factory=list)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import superscaler as ss
 from superscaler.cluster.links import Link, Links
@@ -22,6 +21,7 @@ from superscaler.plans.lib.place_table import place_table
 from superscaler.simulate.clock import Work, clock
 from superscaler.simulate.timetable import Timetable
 from tests.ran import Around, captured
+from tests.simulate.by_hand import chain, in_turn, linear
 from tests.sweeps import slow
 
 _NONE = Link(0.0, math.inf)
@@ -44,21 +44,6 @@ def work_of(program: Program, **seconds: float) -> Work:
         return seconds[halves[i.half]] if isinstance(i, Backward) else 0.0
 
     return work
-
-
-def in_turn(m: Around, x: Tensor) -> Tensor:
-    for layer in m.layers:
-        x = layer(x)
-    return x.sum()
-
-
-def linear(count: int) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
-
-
-@cache
-def chain(count: int, microbatches: int) -> ss.Graph:
-    return captured(lambda: (Around(in_turn, layers=linear(count)), torch.randn(microbatches, 2)))
 
 
 def timed(graph: ss.Graph, plan: Callable[..., None] | str, devices: int, **seconds: float) -> Timetable:

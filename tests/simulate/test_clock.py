@@ -1,0 +1,342 @@
+"""The clock against hand-made formulas: overlap, waits for others, shared links, copies, slower work, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_plans import exact
+
+import superscaler as ss
+from superscaler.errors import ScheduleError
+from superscaler.ir.codes import Cohort
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Load, Recv, Send, Wait
+from superscaler.plans import resolve
+from superscaler.simulate.clock import clock
+from superscaler.simulate.timetable import COMPUTE, Link
+from tests.simulate.by_hand import (
+    END,
+    UPDATE,
+    UPDATES,
+    chain,
+    check_sums,
+    cluster,
+    copied,
+    made_of,
+    received,
+    reduced,
+    run,
+    sent,
+    timed,
+    wait,
+    work,
+)  # fmt: skip
+from tests.sweeps import slow
+
+TWO = cluster(1, 2)
+
+
+@pytest.mark.parametrize("beside", [0.0, 3.0, 20.0])
+def test_data_parallel_with_and_without_overlap(beside: float) -> None:
+    moved = TWO.seconds("all_reduce", [[0, 1]], 8)
+    assert moved == 8
+    code = [run(5.0), reduced("g", [0, 1], 8), run(beside), wait("g"), UPDATES, END]
+    found = timed(TWO, code, code)
+    assert found.seconds == 5 + max(beside, moved) + UPDATE
+    assert found.compute.tolist() == [5 + beside] * 2
+    assert found.optimizer.tolist() == [UPDATE] * 2
+    assert found.exposed.tolist() == [max(moved - beside, 0)] * 2
+    assert found.bytes == {"server": 16, "network": 0}
+
+
+def test_a_device_that_comes_early_waits_for_the_others_and_then_for_the_bytes() -> None:
+    codes = ([run(seconds), reduced("g", [0, 1], 8), wait("g")] for seconds in (1.0, 5.0))
+    found = timed(TWO, *codes)
+    assert found.bubble.tolist() == [4, 0]
+    assert found.exposed.tolist() == [8, 8]
+    assert found.path == (Link(1, 0, 5.0, False), Link(found.path[1].device, 1, 8.0, True))
+
+
+def test_collectives_of_a_group_go_one_after_the_other_and_those_of_two_groups_side_by_side() -> None:
+    link = cluster(3, 1, alpha=1.0, bandwidth=1e12)
+    assert link.seconds("all_reduce", [[0, 1]], 0) == 2
+    one = [reduced("a", [0, 1], 0), reduced("b", [0, 1], 0), wait("b")]
+    assert timed(link, one, one, [END]).seconds == 4
+    codes = (
+        [reduced("a", [0, 1], 0), reduced("b", [0, 2], 0), wait("b"), wait("a")],
+        [reduced("a", [0, 1], 0), wait("a")],
+        [reduced("b", [0, 2], 0), wait("b")],
+    )
+    assert timed(link, *codes).seconds == 2
+
+
+@pytest.mark.parametrize("late", [0.0, 3.0, 5.0, 20.0])
+def test_two_groups_that_share_a_nic_have_half_of_it_each(late: float) -> None:
+    """Groups (0, 2) and (1, 3) of two servers with one NIC each: the second starts so much later."""
+    servers, groups = cluster(2, 2), [[0, 2], [1, 3]]
+    alone, both = servers.seconds("all_reduce", groups[:1], 8), servers.seconds("all_reduce", groups, 8)
+    assert (alone, both) == (8, 16)
+    first, second = ([run(s), reduced("g", g, 8), wait("g")] for s, g in zip((0.0, late), groups, strict=True))
+    found = timed(servers, first, second, first, second)
+    shared = max(alone - late, 0)
+    assert found.seconds == late + alone + shared
+    assert found.exposed[:2].tolist() == [alone + shared] * 2
+    assert found.seconds - found.bubble[0] == alone + shared
+    assert found.bytes["network"] == 2 * 16
+
+
+def test_a_message_beside_a_large_collective_takes_twice_its_time() -> None:
+    servers = cluster(2, 2)
+    large = [reduced("g", [0, 2], 100), wait("g")]
+    found = timed(servers, large, [run(10.0), sent(3, 0, 4)], large, [received("m", 1, 0, 4), wait("m")])
+    assert found.exposed.tolist() == [104, 0, 104, 8]
+    assert found.bubble[3] == 10 + found.seconds - 18
+    assert found.seconds == 104
+
+
+def test_a_message_comes_when_both_ends_are_there_and_its_sender_goes_on() -> None:
+    found = timed(TWO, [run(2.0), sent(1, 0, 3), run(1.0)], [run(4.0), received("m", 0, 0, 3), wait("m")])
+    assert found.seconds == 4 + 3
+    assert found.compute.tolist() == [3, 4]
+    assert found.exposed.tolist() == [0, 3]
+    found = timed(TWO, [run(6.0), sent(1, 0, 3), UPDATES], [received("m", 0, 0, 3), run(4.0), wait("m")])
+    assert found.bubble.tolist() == [0, 2 + UPDATE]
+    # An update waits for sends.
+    assert found.exposed.tolist() == [3, 3]
+
+
+def test_directions_and_peers_have_a_stream_each() -> None:
+    link = cluster(3, 1, alpha=1.0, bandwidth=1e12)
+    middle = [
+        received("a", 0, 0, 1),
+        received("b", 2, 0, 1),
+        run(4.0),
+        sent(0, 0, 1),
+        sent(2, 0, 1),
+        wait("a"),
+        wait("b"),
+    ]
+    first, last = ([run(s), sent(1, 0, 1), received("m", 1, 0, 1), wait("m")] for s in (1.0, 9.0))
+    found = timed(link, first, middle, last)
+    assert found.seconds == pytest.approx(10)
+    # The message to device 0 passes the one that device 2 sends late.
+    assert (found.bubble[0], found.exposed[0]) == pytest.approx((4 - 1 + 10 - 5, 1))
+    # On one stream both start together, and what is behind them waits for both.
+    assert timed(link, first, middle, last, one_stream=True).seconds == pytest.approx(11)
+
+
+def test_messages_that_start_together_meet_in_any_order() -> None:
+    """On one stream: each device sends to the next one, and receives from the one before, in one batch."""
+    ring = cluster(3, 1)
+    codes = [[sent((d + 1) % 3, 0, 5, 0), received("m", (d - 1) % 3, 0, 5, 0), wait("m")] for d in range(3)]
+    for one in (False, True):
+        assert timed(ring, *codes, one_stream=one).exposed.tolist() == [5] * 3
+    apart = [[sent((d + 1) % 3, 0, 5, 0), run(0.0), received("m", (d - 1) % 3, 0, 5, 1), wait("m")] for d in range(3)]
+    assert timed(ring, *apart).exposed.tolist() == [5] * 3
+    with pytest.raises(ScheduleError, match=r"device 0, instruction 3: Wait of m never ends"):
+        timed(ring, *apart, one_stream=True)
+
+
+def test_copies_have_a_stream_for_each_direction() -> None:
+    one = cluster(1, 1)
+    found = timed(one, [copied("a", 6), copied("b", 6), copied("c", 4, to_host=False), run(5.0), wait("c"), wait("b")])
+    assert found.seconds == 12
+    assert found.copies.tolist() == [7]
+    assert found.lanes[0].streams == ("compute", "to_host", "to_device")
+    assert timed(one, [copied("a", 6), run(1.0), UPDATES]).copies.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "moved", "wanted"),
+    [(10.0, 4, 10 + 4 * 0.2), (10.0, 40, 12.5), (10.0, 0, 10.0)],
+)  # fmt: skip
+def test_work_is_slower_only_while_bytes_of_its_device_move(seconds: float, moved: int, wanted: float) -> None:
+    code = [reduced("g", [0, 1], moved), run(seconds), wait("g")]
+    found = timed(TWO, code, code, slowdown=1.25)
+    assert found.compute.tolist() == pytest.approx([wanted] * 2)
+    assert found.seconds == pytest.approx(max(wanted, moved))
+
+
+def test_work_slows_for_what_begins_later_and_no_more_for_two_transfers_than_for_one() -> None:
+    link = cluster(1, 4)
+    code = [reduced("a", [0, 1], 4), reduced("b", [0, 1, 2, 3], 0), run(20.0), wait("a")]
+    # Device 1 starts 6 seconds later: the bytes move from 6 to 10.
+    late = [run(6.0), *code]
+    found = timed(link, code, late, [reduced("b", [0, 1, 2, 3], 0)], [reduced("b", [0, 1, 2, 3], 0)], slowdown=2.0)
+    assert found.compute[0] == 20 + 4 / 2
+    two = [sent(1, 0, 4), received("m", 1, 0, 4), run(20.0), wait("m")]
+    other = [sent(0, 0, 4), received("m", 0, 0, 4), run(20.0), wait("m")]
+    assert timed(TWO, two, other, slowdown=2.0).compute.tolist() == [22, 22]
+    # Copies take no part of the device that computes.
+    assert timed(TWO, [copied("c", 5), run(10.0)], [END], slowdown=2.0).compute[0] == 10
+
+
+def test_each_communication_takes_a_launch() -> None:
+    code = [reduced("g", [0, 1], 8), copied("c", 1), run(3.0), wait("g"), wait("c")]
+    found = timed(TWO, code, code, launch=0.5)
+    assert found.launch.tolist() == [1.0] * 2
+    assert found.seconds == 0.5 + 8
+
+
+def test_devices_that_wait_for_ever_are_named() -> None:
+    with pytest.raises(ScheduleError, match=r"device 0, instruction 1: Wait of g never ends[.]"):
+        timed(TWO, [reduced("g", [0, 1], 8), wait("g")], [END])
+
+
+def test_devices_of_a_cohort_have_times_of_their_own() -> None:
+    """Two pairs run one program; one pair is on one server, the other one on two."""
+    where = ss.Cluster.of("made", "a100", 2, 3, cluster(1, 1).links)
+    assert where.seconds("send", [(0, 1)], 8) == where.seconds("send", [(2, 3)], 8)
+    pairs = [(0, 1), (2, 3)]
+    codes: list[Sequence[Instruction]] = [[END]] * 6
+    for a, b in pairs:
+        codes[a] = [run(1.0), sent(b, 0, 8)]
+        codes[b] = [received("m", a, 0, 8), wait("m"), run(1.0)]
+
+    def uneven(cohort: Cohort, at: int) -> Any:
+        return work(cohort, at) * np.where(cohort.devices == 2, 3, 1) if isinstance(cohort.code[at], Load) else 0.0
+
+    found = clock(made_of(*codes), where, uneven)
+    check_sums(found)
+    assert found.seconds == 3 + 8 + 1
+    assert found.bubble[1] == 1 + 2
+    assert found.bubble[3] == 3
+    lane = next(lane for lane in found.lanes if lane.devices.tolist() == [1, 3])
+    assert lane.end[-1].tolist() == [10, 12]
+
+
+@pytest.mark.parametrize("name", ["", *slow("pipeline", "hybrid", "experts", "folded", "broadcasts", "exchanges")])
+def test_compiled_programs_spend_all_time_on_something(name: str) -> None:
+    plan = resolve("zb_h1:2,microbatches=4 x data_parallel:2")
+    program = (exact(name) if name else ss.compile(chain(2, 8), plan, ss.Cluster.local(4)).compiled).program
+    where = ss.Cluster.preset("v100", 2, program.world // 2)
+
+    def seconds(cohort: Cohort, at: int) -> float:
+        return 1e-4 if isinstance(cohort.code[at], Forward | Backward) else 0.0
+
+    for options in ({}, {"launch": 1e-6}, {"slowdown": 1.3}, {"one_stream": True, "slowdown": 1.1, "launch": 1e-6}):
+        found = clock(program, where, seconds, **options)
+        check_sums(found)
+        codes = [device.instructions for device in program.devices]
+        runs = [sum(isinstance(i, Forward | Backward) for i in code) for code in codes]
+        least = np.array(runs) * 1e-4
+        if "slowdown" in options:
+            assert (found.compute >= least - 1e-12).all()
+        else:
+            assert found.compute.tolist() == pytest.approx(least.tolist())
+        for lane in found.lanes:
+            kinds = [type(lane.code[at]) for at in lane.instruction[lane.stream == COMPUTE].tolist()]
+            assert kinds.count(Forward) + kinds.count(Backward) == runs[lane.devices[0]]
+            moves = [type(lane.code[at]) for at in lane.instruction[lane.stream != COMPUTE].tolist()]
+            messages = sum(isinstance(i, Send | Recv) for i in lane.code)
+            assert moves.count(Send) + moves.count(Recv) == messages or options.get("one_stream")
+            assert moves.count(Collective) == sum(isinstance(i, Collective) for i in lane.code)
+            segments = lane.segment[lane.stream == COMPUTE].tolist()
+            assert [s >= 0 for s in segments] == [kind in (Forward, Backward) for kind in kinds]
+            waited = [lane.code[at] for at in lane.waited[(lane.waited >= 0) & (lane.stream == COMPUTE)].tolist()]
+            assert all(not isinstance(i, Wait) for i in waited)
+
+
+# Random programs: in one order for all devices, work, collectives and messages start, and some are waited for.
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[int, list[Any]]:
+    world = draw(st.integers(2, 4))
+    device = st.integers(0, world - 1)
+    group = st.lists(device, min_size=2, max_size=world, unique=True)
+    size = st.integers(1, 9)
+    step = st.one_of(
+        st.tuples(st.just("work"), device, size),
+        st.tuples(st.just("all_reduce"), group, size, st.lists(st.integers(0, 5), min_size=world, max_size=world)),
+        st.tuples(st.just("send"), st.permutations(range(world)).map(lambda d: d[:2]), size, st.integers(0, 5)),
+    )
+    return world, draw(st.lists(step, max_size=12))
+
+
+def codes_of(world: int, steps: list[Any]) -> list[list[Instruction]]:
+    """Return the codes: each wait comes so many instructions after its start, or at the end."""
+    codes: list[list[Instruction]] = [[] for _ in range(world)]
+    left: list[list[list[Any]]] = [[] for _ in range(world)]
+
+    def add(device: int, i: Instruction) -> None:
+        codes[device].append(i)
+        for entry in list(left[device]):
+            entry[0] -= 1
+            if entry[0] < 0:
+                codes[device].append(wait(entry[1]))
+                left[device].remove(entry)
+
+    for n, (kind, who, size, *more) in enumerate(steps):
+        if kind == "work":
+            add(who, run(float(size)))
+        elif kind == "all_reduce":
+            for device in who:
+                add(device, reduced(f"g{n}", who, size))
+                left[device].append([more[0][device], f"g{n}"])
+        else:
+            add(who[0], sent(who[1], n, size))
+            add(who[1], received(f"m{n}", who[0], n, size))
+            left[who[1]].append([more[0], f"m{n}"])
+    for device in range(world):
+        codes[device] += [wait(name) for _, name in left[device]]
+    return codes
+
+
+def alone(where: ss.Cluster, codes: list[list[Instruction]], steps: list[Any]) -> float:
+    """Return the end of the step where no two transfers share a link: the longest path, in the order of the steps."""
+    at, clocks, ends = [0] * len(codes), [0.0] * len(codes), dict[tuple[int, str], float]()
+    streams: dict[Any, float] = {}
+
+    def until(device: int, stop: type) -> None:
+        """Go on to the next start of a transfer."""
+        while at[device] < len(codes[device]):
+            i = codes[device][at[device]]
+            if isinstance(i, Collective | Send | Recv) and stop is not Wait:
+                return
+            at[device] += 1
+            if isinstance(i, Load):
+                clocks[device] += float(i.tensor)
+            elif isinstance(i, Wait):
+                clocks[device] = max(clocks[device], ends[device, i.work.name])
+
+    for n, (kind, who, size, *_) in enumerate(steps):
+        if kind == "work":
+            continue
+        for device in who:
+            until(device, Collective)
+            at[device] += 1
+        keys = [(d, frozenset(who)) if kind == "all_reduce" else (d, tuple(who)) for d in who]
+        start = max([clocks[d] for d in who] + [streams.get(key, 0.0) for key in keys])
+        end = start + where.seconds(kind, [who], size)
+        streams |= dict.fromkeys(keys, end)
+        ends |= {(d, f"{'g' if kind == 'all_reduce' else 'm'}{n}"): end for d in who}
+    for device in range(len(codes)):
+        until(device, Wait)
+    return max([*clocks, *streams.values()])
+
+
+@settings(max_examples=60, deadline=None)
+@given(orders())
+def test_random_programs(order: tuple[int, list[Any]]) -> None:
+    world, steps = order
+    codes = codes_of(world, steps)
+    if not any(codes):
+        return
+    # Where only latency counts, nothing is shared, and the end is that of the longest path.
+    latency = cluster(1, world, alpha=1.0, bandwidth=1e30)
+    found = timed(latency, *codes)
+    assert found.seconds == pytest.approx(alone(latency, codes, steps))
+    # Links that are shared make nothing faster.
+    shared = cluster(world, 1, alpha=0.5)
+    found = timed(shared, *codes)
+    assert found.seconds >= alone(shared, codes, steps) - 1e-9
+    assert found.seconds >= found.compute.max()
+    # With more work nothing is faster, where links are not shared; nor with slower work.
+    more = [(kind, who, size + (kind == "work"), *rest) for kind, who, size, *rest in steps]
+    assert timed(latency, *codes_of(world, more)).seconds >= timed(latency, *codes).seconds
+    assert timed(latency, *codes, slowdown=1.5).seconds >= timed(latency, *codes).seconds - 1e-9
