@@ -87,7 +87,7 @@ def segments(spec: str, plan: str, autocast: str | None) -> Iterable[tuple[str, 
                 continue
             seen.add(id(segment))
             metas = list(input_metas(program.model, program.functions[i.function]))
-            times, noted = timed(run[i.function], metas, any(i.grads), backward)
+            times, noted = timed(run[i.function], metas, bool(segment.backward))
             for work, name, took, samples in zip(
                 (segment.forward, *segment.backward), ("forward", "backward"), times, noted, strict=False
             ):
@@ -104,11 +104,12 @@ def compiled(spec: str, plan: str, autocast: str | None) -> Program:
 
 
 def timed(
-    run: Callable[..., tuple[torch.Tensor, ...]], metas: Sequence[Meta], tape: bool, backward: Backward | None
+    run: Callable[..., tuple[torch.Tensor, ...]], metas: Sequence[Meta], tape: bool
 ) -> tuple[list[float], list[list[tuple[Kernel, float]]]]:
     """Return the median seconds of forward and backward, and those of their kernels."""
     rank = Rank(cast(Any, SimpleNamespace(device=torch.device("cpu"))), {"weights": []}, {}, ("SGD", ()), torch.float32)
     inputs = [drawn(meta) for meta in metas]
+    again = [inputs[n] for n in run.__dict__.get("again", ())]
     saved = run.__dict__.get("saved")
 
     def once(works: list[Any], clock: Callable[[Callable[[], Any]], Any]) -> None:
@@ -116,12 +117,12 @@ def timed(
         ends = outputs if saved is None else [outputs[k] for k in saved]
         given = [torch.full_like(x, 1e-3) for x in ends]
         del outputs, ends
-        if backward is not None:
+        if tape:
             works[1](clock, given)
 
     works = [
         lambda clock: clock(lambda: rank.forward(TASK, run, inputs, tape)),
-        lambda clock, given: clock(lambda: rank.backward(TASK, given)),
+        lambda clock, given: clock(lambda: rank.backward(TASK, given, again)),
     ]
     times: list[float] = []
 
@@ -142,7 +143,7 @@ def timed(
     for _ in range(WARM + REPEATS):
         once(works, stopwatch)
     once(works, record)
-    count = 1 if backward is None else 2
+    count = 1 + tape
     return [statistics.median(times[WARM * count + k :: count]) for k in range(count)], noted
 
 
