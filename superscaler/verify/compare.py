@@ -164,15 +164,9 @@ class Comparison:
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
                 placed.add(weight.tensor)
                 state = dict(results[rank].state.get(name, {}))
-                if (copy_of := state.pop("copy", None)) is not None:
-                    error = relative_error(copy_of, slices[name].detach(), slices[name])
-                    self._found("parameter_error", error, weight, rank, "after its update the float32 copy of ", here)
-                    # The next step starts from the plan's copy.
-                    slices[name].data = copy_of.clone()
-                    want = whole = copy_of.to(self.known[weight.tensor].dtype)
+                if name in slices:
+                    want = whole = self._updated(slices[name], state, weight, rank, here)
                     floor = 0.0
-                elif name in slices:
-                    want, whole, floor = slices[name].detach(), slices[name], 0.0
                 else:
                     want, whole = self._slice(rest, weight), rest[weight.tensor]
                     floor = near[weight.tensor.rpartition(".")[0]]
@@ -183,6 +177,18 @@ class Comparison:
                     self._found("parameter_error", error, weight, rank, "the optimizer's state of ", here)
         for name in expected.buffers.keys() - placed:
             self.errors.add("parameter_error", float("inf"), name, f"{name}, a buffer that the module changes{here},")
+
+    def _updated(self, own: Tensor, state: dict[str, Tensor], weight: Weight, rank: int, here: str) -> Tensor:
+        """Return a slice that torch updated. A float32 copy is taken out of `state`, and compared with torch's; then
+        the slice is that copy, rounded, and torch's next step starts from it.
+        """
+        kept = state.pop("copy", None)
+        if kept is None:
+            return own.detach()
+        error = relative_error(kept, own.detach(), own)
+        self._found("parameter_error", error, weight, rank, "after its update the float32 copy of ", here)
+        own.data = kept.clone()
+        return kept.to(self.known[weight.tensor].dtype)
 
     def _found(self, kind: str, error: float, weight: Weight, rank: int, what: str, here: str) -> None:
         text = f"{what}{Mask(weight.tensor, weight.box)} on device {rank}{here}"

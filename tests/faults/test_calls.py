@@ -114,6 +114,7 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "a generator": (lambda c: ss.compile(c.graph, generator, "local:1"), "generator is a generator or async"),
     "a plan without arguments": (lambda c: ss.compile(c.graph, no_argument, "local:1"), "too many positional"),
     "a plan that does nothing": (lambda c: ss.compile(c.graph, lambda graph, cluster: None, "local:1"), "on no device"),
+    "precision of a dtype": (lambda c: capture(precision=torch.bfloat16), "unknown precision 'torch.bfloat16'"),
     "autocast of a dtype": (lambda c: capture(autocast=torch.bfloat16), "unknown autocast 'torch.bfloat16'"),
     "a scaler of a number": (lambda c: capture(scaler=1), "takes a torch.amp.GradScaler as scaler, not 1"),
     "a cache of a number": (lambda c: capture(cache=3), "cache"),
