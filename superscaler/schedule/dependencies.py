@@ -111,11 +111,12 @@ class DependencyGraph:
 
     @cached_property
     def early(self) -> frozenset[int]:
-        """Return the segments without weights that other devices wait for (such as the number of labels), and the
-        copies.
+        """Return the segments without weights that other devices wait for (such as the number of labels), or, where
+        the plan gives no order, other microbatches: they would keep what they have made. And the copies.
         """
         segments = self.schedule.segments
-        moved = (t for t in self.schedule.transfers if t.kind == FORWARD and not t.is_local)
+        some = (t for t in self.schedule.transfers if t.kind == FORWARD)
+        moved = (t for t in some if not t.is_local or (len(t.microbatches) > 1 and not self.graph.orders))
         sent = {place.segment for t in moved for end in t.pieces for place in end.places if place.kind == FORWARD}
         return self.copies.union(n for n in sent if all(op.from_data for op in segments[n].ops))
 

@@ -58,3 +58,12 @@ def test_the_peak_is_that_of_the_emitted_code(model: str, plan: str, devices: in
         # Nothing but weights, states and the outputs of the step outlives it: zero_grad frees gradients.
         left = dict(zip(CATEGORIES, found.curve[-1].tolist(), strict=True))
         assert not left["gradients"] + left["activations"] + left["gathered"] + left["communication"]
+
+
+def test_microbatches_one_after_the_other_keep_the_activations_of_one() -> None:
+    """The number of labels of all microbatches is counted before the first forward, which would wait for it."""
+    (whole,), (four,) = (
+        memories(ss.compile(graph_of(GPT2), plan, "local:1").compiled.program)
+        for plan in ("single", "gradient_accumulation:microbatches=4")
+    )
+    assert four.parts["activations"] < 0.26 * whole.parts["activations"]
