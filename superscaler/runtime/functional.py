@@ -285,10 +285,12 @@ def experts(
     `extents`, by default all.
     """
     count = len(gate_up)
-    numbers = _linear_index(box or [(0, count)], extents or [count], "cpu").reshape(-1).tolist()
+    numbers = _numbers(box or [(0, count)], extents or [count])
+    # Where there are no data to look at, each expert has the same number of tokens.
+    even = max(1, ids.numel() // math.prod(extents or [count]))
     total = torch.zeros(x.shape[0], down.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for number, up_weight, down_weight in zip(numbers, gate_up, down, strict=True):
-        token, place = (ids == number).nonzero(as_tuple=True)
+        token, place = _nonzero(ids == number, even)
         gate, up = F.linear(x[token], up_weight).chunk(2, -1)
         each = F.linear(getattr(F, activation)(gate) * up, down_weight) * weights[token, place, None]
         total = total.index_add(0, token, each.to(total.dtype))
@@ -316,7 +318,7 @@ def expert_rows(rows: Tensor, wanted: Tensor, gate_up: Tensor, down: Tensor, act
     """
     made = []
     for own, count, up_weight, down_weight in zip(rows, wanted, gate_up, down, strict=True):
-        used = (torch.arange(own.shape[1], device=own.device) < count.unsqueeze(-1)).nonzero(as_tuple=True)
+        used = _nonzero(torch.arange(own.shape[1], device=own.device) < count.unsqueeze(-1), own[..., 0].numel())
         gate, up = F.linear(own[used], up_weight).chunk(2, -1)
         each = F.linear(getattr(F, activation)(gate) * up, down_weight)
         made.append(each.new_zeros(*own.shape[:2], down.shape[1]).index_put(used, each))
@@ -370,6 +372,21 @@ def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
     here = _linear_index(box, extents, ids.device).reshape(-1)
     places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)
     return places, here[places] != ids
+
+
+def _nonzero(mask: Tensor, expected: int) -> tuple[Tensor, ...]:
+    """Return the places where a mask holds. A fake one has no data, so that it holds at `expected` places."""
+    if type(mask) is not Tensor:
+        return tuple(mask.new_empty(expected, dtype=torch.int64) for _ in mask.shape)
+    return mask.nonzero(as_tuple=True)
+
+
+def _numbers(box: Box, extents: Sizes) -> list[int]:
+    """Return the numbers of the elements of a box."""
+    found = [0]
+    for (low, high), size in zip(box, extents, strict=True):
+        found = [number * size + k for number in found for k in range(low, high)]
+    return found
 
 
 def _linear_index(box: Box, extents: Sizes, device: torch.device | str) -> Tensor:

@@ -75,6 +75,8 @@ class Liveness(Storages):
         self.parameters = _parameters(program)
         # The bytes of the tensor of each name, without the rest of its storage.
         self.sizes: dict[Value, int] = {}
+        # The bytes of the gradient that the optimizer takes for each weight.
+        self.wanted: dict[Value, int] = {}
         self.handles: dict[Value, _Handle] = {}
         self.tapes: dict[Task, _Tape] = {}
         self.outputs: dict[str, list[Storage]] = {}
@@ -97,7 +99,10 @@ class Liveness(Storages):
 
     def _rest(self, weights: Sequence[Weight], states: Callable[[Weight], int]) -> None:
         for w in weights:
-            self.sizes[w.name] = elements(w.box) * self._width(w.tensor)
+            tensor = self.model.tensors[w.tensor]
+            self.sizes[w.name] = elements(w.box) * width(tensor.dtype)
+            has_copy = self.model.optimizer.has_copy(tensor.dtype)
+            self.wanted[w.name] = elements(w.box) * (width("float32") if has_copy else width(tensor.dtype))
             storage = self.hold(Storage(block(self.sizes[w.name]), WEIGHTS, w.name, w.host))
             self.bind(w.name, storage)
             if w.trained and (size := states(w)):
@@ -268,7 +273,7 @@ class Liveness(Storages):
 
     def updated(self, i: p.Update) -> None:
         pairs = [
-            (self.sizes[w], self.sizes[g], self.names[g], self.names[w].is_on_host)
+            (self.wanted[w], self.sizes[g], self.names[g], self.names[w].is_on_host)
             for w, g in zip(i.weights, i.gradients, strict=True)
             if g in self.names
         ]
@@ -280,7 +285,7 @@ class Liveness(Storages):
             self.drop(storage)
         self._drop_all(self.copied)
         self.sent, self.copied = [], []
-        # Gradients of another dtype than their weights are copied, and so are those that are scaled.
+        # Gradients of another dtype than the optimizer wants are copied, and so are those that are scaled.
         copied = sum(w if w != g else 0 for w, g, _ in self.waiting)
         scaled = sum(g for _, g, _ in self.waiting) if self.clips else 0
         self.reach(copied + scaled + self.update([w for w, _, _ in self.waiting]))

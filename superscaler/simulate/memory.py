@@ -18,6 +18,7 @@ from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.storages import CATEGORIES, INSIDE, OPTIMIZER, Storage, elements
 from superscaler.simulate.works import block
+from superscaler.timing import without_garbage_collection
 
 MB, GB = 10**6, 10**9
 
@@ -104,24 +105,23 @@ def memories(
     known, update = segments or Segments(program), _update_of(program.model.optimizer)
     sized = states or (lambda weight: state_bytes(program, weight))
     found = []
-    for device, count in program.distinct:
-        run = Liveness(program, known, device, sized, update, clips=clips)
-        run.run()
-        found.append(_summed(program, run, device, count, overheads, largest))
+    with without_garbage_collection():
+        for device, count in program.distinct:
+            run = Liveness(program, known, device, sized, update, clips=clips)
+            run.run()
+            found.append(_summed(program, run, device, count, overheads, largest))
     return found
 
 
-def state_bytes(program: Program, weight: Weight, copies: bool = False) -> int:
-    """Return the bytes of the states that torch's optimizer has for a weight.
-
-    `copies`: it trains float32 copies of halves, so that it has these and states in float32: 12 bytes a parameter for
-    AdamW.
+def state_bytes(program: Program, weight: Weight) -> int:
+    """Return the bytes of the states that torch's optimizer has for a weight, with those of a float32 copy of it: 12 a
+    parameter for AdamW.
     """
-    tensor, count = program.model.tensors[weight.tensor], elements(weight.box)
-    is_copied = copies and tensor.dtype in ("float16", "bfloat16")
-    optimizer = program.model.optimizer
+    optimizer, count = program.model.optimizer, elements(weight.box)
+    dtype = program.model.tensors[weight.tensor].dtype
+    is_copied = optimizer.has_copy(dtype)
     options = json.dumps(dict(optimizer.groups[weight.group]), sort_keys=True)
-    sizes = _states(optimizer.name, options, "float32" if is_copied else tensor.dtype)
+    sizes = _states(optimizer.name, options, "float32" if is_copied else dtype)
     return sum(block(size * count) if size else block(1) for size in sizes) + is_copied * block(4 * count)
 
 

@@ -65,8 +65,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         with FakeTensorMode(allow_non_fake_inputs=True):
             inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas]
-            for x in inputs:
-                self._number(x)
+            # Their numbers are their places.
+            list(map(self._number, inputs))
             with self:
                 outputs = rank.forward(_TASK, run, inputs, call.tape)
             forward = self._work(0, 0, 0)
@@ -76,9 +76,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_given = call.given or (True,) * len(ends)
             given = [torch.empty_like(x) if g else None for x, g in zip(ends, is_given, strict=True)]
             again = [torch.empty_like(inputs[n]) for n in run.__dict__.get("again", ()) if call.tape]
-            own = {self._number(x) for x in (*given, *again) if x is not None}
-            numbers = tuple(-1 if x is None else self._number(x) for x in given)
-            del inputs, outputs, ends, x
+            numbers = [-1 if x is None else self._number(x) for x in given]
+            own = {*numbers, *map(self._number, again)}
+            del inputs, outputs, ends
             tapes, backward, gradients = [self._tape(own)], list[Work](), list[dict[int, int]]()
             elements = dict[int, int]()
             for half in self._halves(rank, call):
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self.sizes),
             results,
             sizes,
-            numbers,
+            tuple(numbers),
             tuple(gradients),
             elements,
         )

@@ -12,6 +12,7 @@ from tests.simulate.counted import counted
 
 # Activations dominate.
 GPT2, LLAMA = "gpt2:size=tiny,layers=4,seq=128", "llama:size=tiny,layers=4,seq=128"
+MIXTRAL, SWIN = "mixtral:size=tiny,seq=64", "swin:size=tiny"
 SLOW = pytest.mark.slow
 PLANS = [
     ("single", 1),
@@ -44,8 +45,9 @@ PLANS = [
     ("hybrid:dp=2,pp=2,tp=2", 8),
 ]
 FAST = [(GPT2, "single", 1), (GPT2, "zb_h1", 2), (GPT2, "zero:stage=3", 2), (GPT2, "swap:what=both", 1)]
-FAST += [(LLAMA, "sequence_parallel", 2)]
+FAST += [(LLAMA, "sequence_parallel", 2), (MIXTRAL, "expert_parallel", 2)]
 SWEEP = [(model, plan, n) for model in (GPT2, LLAMA) for plan, n in PLANS if (model, plan, n) not in FAST]
+SWEEP += [(SWIN, "single", 1), (MIXTRAL, "zero:stage=3", 2)]
 
 
 @pytest.mark.parametrize(("model", "plan", "devices"), [*FAST, *(pytest.param(*row, marks=SLOW) for row in SWEEP)])
