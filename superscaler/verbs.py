@@ -205,13 +205,14 @@ def place(
     devices: Device | int | Sequence[Device | int] | Mesh | Any,
     ahead: int | None = None,
 ) -> Parts:
-    """Cut and place a weight at rest, with its optimizer state: the parts of its optimizer op.
+    """Cut and place a weight at rest, with its optimizer state: the parts of its optimizer op, or of one that changes
+    nothing for a weight that is not trained.
 
     place(graph, w, Split("mlp", 4), range(4)):  w and its state on every reader  ->  w[0:64] on 0, w[64:128] on 1, ...
 
     Several algorithms cut one after the other; `devices` are as in `op_assign`. Readers get the weight `ahead` segments
-    before the first that reads it (0: when it is needed; default: 1). Raises InputError for a parameter that is not
-    trained.
+    before the first that reads it (0: when it is needed; default: 1). A weight that is not trained, and not placed,
+    rests on each device as far as that reads it.
     """
     where, name = _where(graph), parameter.name if isinstance(parameter, PTensor) else parameter
     update = _update(graph, graph.model.aliases.get(name, name), where)
@@ -230,18 +231,15 @@ def place(
 
 
 def _update(graph: Graph, name: str, where: str) -> Op:
-    """Return the optimizer op of a parameter."""
-    if name in graph.updates:
-        return graph.updates[name]
+    """Return the op with whose parts a parameter rests."""
     pieces = [piece for piece, (packed, *_) in graph.model.segments.items() if packed == name]
     if pieces:
         raise InputError(f"place at {where}: {name} is packed; place its segments {', '.join(pieces)}.")
-    if name in graph.model.tensors and graph.model.tensors[name].kind == "parameter":
-        raise InputError(
-            f"place at {where}: {name} is not trained, so no optimizer op determines where it rests: each device "
-            "keeps the portion that it reads. Place its readers by op_assign."
-        )
-    raise InputError(f"place at {where}: {unknown('parameter', str(name).splitlines()[0], graph.updates)}")
+    op = graph.resting(name)
+    if op is None:
+        known = [tensor.name for tensor in graph.model.parameters()]
+        raise InputError(f"place at {where}: {unknown('parameter', str(name).splitlines()[0], known)}")
+    return op
 
 
 def _items(target: Target, where: str) -> list[Op | Parts]:

@@ -87,12 +87,12 @@ def _check_weights(program: Program, masks: Masks) -> None:
             box = box.reshape(len(cohort), -1, 2)
             held[weight.tensor].append(box)
             counted[weight.tensor].append(box[counts])
-            if op.is_write and (weight.trained or counts.any()):
-                raise ScheduleError(f"{where} is trained, but {op.name} sets it.")
-            if not op.is_write and (not weight.trained or weight.group != op.group):
+            if not op.is_update and (weight.trained or counts.any()):
+                raise ScheduleError(f"{where} is trained, but {op.name} {'keeps' if op.is_rest else 'sets'} it.")
+            if op.is_update and (not weight.trained or weight.group != op.group):
                 what = f"in parameter group {weight.group}" if weight.trained else "at rest as if it were frozen"
                 raise ScheduleError(f"{where} is {what}, but {op.name} trains it in group {op.group}.")
-            turns = [later(weight.tensor, k) for k in range(model.iterations)]
+            turns = [] if op.is_rest else [later(weight.tensor, k) for k in range(model.iterations)]
             expected = sum(op.is_write or bool(masks.kinds.heads(tensor, True)) for tensor in turns)
             given = sum((weight.name, tensor) in masks.updated[number] for tensor in turns)
             if given != expected:
@@ -103,11 +103,11 @@ def _check_weights(program: Program, masks: Masks) -> None:
         whole = np.array([(0, e) for e in model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
         if not held[tensor]:
             raise ScheduleError(f"{tensor} is at rest on no device.")
-        if not op.is_write and not _tile(np.concatenate(counted[tensor]), whole):
+        if op.is_update and not _tile(np.concatenate(counted[tensor]), whole):
             raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
         parts = np.unique(np.concatenate(held[tensor]), axis=0)
         # Devices may hold parts of different sizes.
-        if op.is_write and not (_tile(parts, whole) or _cover(parts, whole)):
+        if not op.is_update and not (_tile(parts, whole) or _cover(parts, whole)):
             raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
 
 

@@ -290,7 +290,7 @@ class Masks:
         pairs += zip(i.buffers, read[2 * count : ends], read[ends:], strict=True)
         for name, weight, value in pairs:
             home, (held, box) = self.homes.get(weight.tensor), cohort.at_rest.get(name, (None, weight.box))
-            if home is None or held is None or held.tensor != first(weight.tensor):
+            if home is None or home.is_rest or held is None or held.tensor != first(weight.tensor):
                 raise Refusal(f"changes {name}, which no op updates.")
             must_equal(weight.box, box, f"changes {name} as")
             if self.memories.loaded.get((cohort.number, name)) not in weight.memory:

@@ -15,7 +15,7 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.grid import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
-from superscaler.ir.model import Factor, Model, Op, first, later, renamed
+from superscaler.ir.model import Factor, Model, Op, first, later, renamed, with_rest
 from superscaler.ir.unroll import unrolled
 from superscaler.specs.arguments import checked
 
@@ -318,6 +318,16 @@ class Graph:
             raise InputError(unknown("trained parameter", name, self.updates))
         return self.updates[name]
 
+    def resting(self, weight: str) -> Op | None:
+        """Return the op with whose parts a weight rests: its update or, for a frozen one, an op that is made on the
+        first call. None if the name is of no parameter.
+        """
+        found = {op.inputs[0].tensor: op for op in self.model.ops if op.is_update or op.is_rest}
+        if weight not in found and weight in {tensor.name for tensor in self.model.parameters()}:
+            self.rewrite(with_rest(self.model, weight))
+            return self.model.ops[-1]
+        return found.get(weight)
+
     def rewrite(self, model: Model) -> None:
         """Replace the model by one with other ops; new ones have no parts yet.
 
@@ -326,7 +336,7 @@ class Graph:
         """
         self.model = model
         self.twins = {name: twins[-1] for name, twins in model.twins.items()}
-        self.updates = {op.inputs[0].tensor: op for op in model.ops if op.kind == "optimizer" and not op.is_write}
+        self.updates = {op.inputs[0].tensor: op for op in model.ops if op.is_update}
         self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
         self._by_name = {op.name: op for op in model.ops}
         self._ops = tuple(op for op in model.ops if not op.origin)
@@ -378,15 +388,18 @@ class Graph:
     @checked
     def follow(self, update: Op | str) -> Parts:
         """Cut an optimizer op, given itself or the name of its weight, in the same way as the readers of the weight cut
-        it.
+        it. A frozen weight gets an op with whose parts it rests.
 
         x @ w cut on w's rows by 2, and on x's by 4  ->  update(w[0:8]), update(w[8:16])
 
         Returns its parts, to be cut further and placed. Replicas of a weight are no cut. Of several readers, only the
-        cuts that all share are taken, and the stage of the first. Raises InputError for a tensor that is not trained,
-        TransformError if the op is cut or placed already.
+        cuts that all share are taken, and the stage of the first. Raises InputError for a tensor that is no
+        parameter, TransformError if the op is cut or placed already.
         """
-        op = self._update(update)
+        name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
+        op = self.resting(name)
+        if op is None:
+            raise InputError(unknown("parameter", name, [tensor.name for tensor in self.model.parameters()]))
         if self.grids[op.name].is_touched:
             raise TransformError(f"graph.follow of {op.name} comes after it was cut or placed; follow first.")
         return self.cut_as_read(op)

@@ -3,7 +3,7 @@
 A forward op has a *mirror*, an op of kind `backward`, exactly when `has_mirror`. Mirrors are not stored: they follow
 from their ops. The gradient of a pTensor is a pTensor, too; its value is the sum of one addend per use, made by the
 mirror of the using op. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the op that sets
-a buffer (`ss.write`).
+a buffer (`ss.write`), and that of a frozen weight which a plan cuts and places (`ss.rest`).
 """
 
 from __future__ import annotations
@@ -177,6 +177,16 @@ class Op:
         return self.target == "ss.output"
 
     @property
+    def is_rest(self) -> bool:
+        """Return whether the op changes nothing, but has the parts in which its input, a frozen weight, rests."""
+        return self.target == "ss.rest"
+
+    @property
+    def is_update(self) -> bool:
+        """Return whether the op trains its first input."""
+        return self.kind == "optimizer" and not (self.is_write or self.is_rest)
+
+    @property
     def is_copy(self) -> bool:
         """Return whether the op was made by `Insert`. The gradient of its input is the gradient of its copy."""
         return self.target == "ss.identity"
@@ -329,7 +339,7 @@ class Model:
     @property
     def ages(self) -> dict[str, int]:
         """Return the age of each trained weight where it is read, in updates."""
-        found = {op.inputs[0].tensor: 0 for op in self.ops if op.kind == "optimizer" and not op.is_write}
+        found = {op.inputs[0].tensor: 0 for op in self.ops if op.is_update}
         return {**found, **Counter(self.versions.values())}
 
     @property
@@ -360,6 +370,15 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def with_rest(model: Model, weight: str) -> Model:
+    """Return the model with an op that has the parts in which a frozen weight rests."""
+    tensor = model.tensors[weight]
+    indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True))
+    own, module = (Operand(weight, tuple(range(len(indices)))),), weight.rpartition(".")[0]
+    op = Op(f"rest.{weight}", "ss.rest", (Ref(0),), (), own, own, indices, "optimizer", module=module)
+    return replace(model, ops=(*model.ops, op))
 
 
 def later(name: str, iteration: int) -> str:
@@ -432,7 +451,7 @@ def unread_twins(model: Model) -> frozenset[str]:
 
 
 def without_twins(model: Model) -> Model:
-    """Return the model without recomputed ops, copies, split backwards and older versions of weights."""
+    """Return the model without recomputed ops, copies, split backwards, older versions of weights and parts at rest."""
     mirrored, versions = {op.origin or op.name for op in model.ops if op.has_mirror}, model.versions
 
     def plain(op: Op) -> Op:
@@ -442,7 +461,7 @@ def without_twins(model: Model) -> Model:
         has_mirror = op.name in mirrored
         return replace(op, region="", checkpoint="", split="", regather="", has_mirror=has_mirror, inputs=inputs)
 
-    kept = (op for op in model.ops if not (op.origin or op.is_copy))
+    kept = (op for op in model.ops if not (op.origin or op.is_copy or op.is_rest))
     kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
     ops = tuple(map(plain, kept))
     return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)

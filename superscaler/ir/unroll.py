@@ -24,7 +24,7 @@ def unrolled(model: Model, count: int) -> Model:
     why = next((why for is_wrong, why in _refusals(model, count) if is_wrong), "")
     if why:
         raise TransformError(why)
-    changed = {op.inputs[0].tensor for op in model.ops if not op.is_forward}
+    changed = {op.inputs[0].tensor for op in model.ops if not (op.is_forward or op.is_rest)}
     fixed = {t.name for t in model.tensors.values() if t.kind in ("parameter", "buffer", "constant")} - changed
 
     def name(tensor: str, k: int) -> str:
@@ -46,7 +46,8 @@ def unrolled(model: Model, count: int) -> Model:
     turns = range(count)
     tensors = {made.name: made for k in turns for t in model.tensors.values() if (made := tensor_of(t, k))}
     forward = (op_of(op, k) for k in turns for op in model.forward_ops)
-    updates = (op_of(op, k) for k in turns for op in model.ops if not op.is_forward)
+    # A frozen weight rests in one place during all iterations.
+    updates = (op_of(op, k) for k in turns for op in model.ops if not (op.is_forward or (k and op.is_rest)))
     inputs = tuple(later(name, k) for k in turns for name in model.inputs)
     return replace(model, tensors=tensors, ops=(*forward, *updates), inputs=inputs, iterations=count)
 

@@ -155,7 +155,7 @@ class Residents:
         nexts = self.edges.model.nexts
         for tensor, op in self.edges.homes.items():
             rows, held = self.edges.rows[op.name], self.edges.held(op, 0)
-            counted = set() if op.is_write else set(self.edges.whole(held))
+            counted = set(self.edges.whole(held)) if op.is_update else set()
             for row, key in enumerate(rows.keys):
                 rank, box = key[0], held.box(row)
                 place = Place(UPDATE, self.edges.home_number[tensor], key, 0)
@@ -167,7 +167,7 @@ class Residents:
                     yield place, self.of[place].name
                     continue
                 name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
-                weight = Weight(name, tensor, box, not op.is_write, row in counted, op.group, rank >= HOSTS)
+                weight = Weight(name, tensor, box, op.is_update, row in counted, op.group, rank >= HOSTS)
                 self.weights[rank % HOSTS][name] = self.of[place] = weight
                 self.code.write(rank, Load(name, tensor, box))
                 yield place, name

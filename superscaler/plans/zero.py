@@ -6,7 +6,7 @@ sharding). A weight is cut on its largest index that `shard` divides, unevenly w
 stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
 stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
 stage 3  so, and weights of blocks are gathered again for the backward: all but the last `keep` are computed again then
-         (`Recompute`, one region a block), those keep activations (`Regather`)
+         (`Recompute`, one region a block), those keep activations (`Regather`). Frozen weights rest in slices, too
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microb
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
     for count in (n // shard, shard):
         op_trans(graph, graph.forward_ops, Split("batch", count, axis=axis))
-    for weight in graph.updates:
+    frozen = [t.name for t in graph.model.parameters() if t.name not in graph.updates and graph.model.uses[t.name]]
+    for weight in (*graph.updates, *(frozen if stage == 3 else ())):
         copies = op_trans(graph, graph.follow(weight), Replicate(n // shard, axis=axis))
         parts = op_trans(graph, copies, Shard(shard, axis))
-        if stage > 1 and microbatches > 1:
+        if stage > 1 and microbatches > 1 and weight in graph.updates:
             op_trans(graph, parts, Microbatch(microbatches))
     for left, block in zip(range(len(graph.blocks), 0, -1), graph.blocks if stage == 3 else (), strict=False):
         own = [op for op in block.ops if not op.region]

@@ -30,7 +30,7 @@ def describe(model: Model) -> dict[str, Any]:
         "frozen": _frozen(model, forward),
         "checkpoints": dict(Counter(collapse(f"{name}.").rstrip(".") for name in regions)),
         "mirrors": sum(op.has_mirror for op in forward),
-        "updates": sum(not (op.is_forward or op.is_output) for op in model.ops),
+        "updates": sum(not (op.is_forward or op.is_output or op.is_rest) for op in model.ops),
         "trains": bool(model.loss),
         "outputs": {t.name: [list(t.shape), t.dtype] for t in model.tensors.values() if t.kind == "output"},
         "parameters": _elements(parameters),

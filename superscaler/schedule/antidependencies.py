@@ -20,6 +20,8 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
     """
     uses, nexts, known = edges.model.uses, edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
     for tensor, op in edges.homes.items():
+        if op.is_rest:
+            continue
         number, older = edges.home_number[tensor], edges.home_number.get(nexts.get(tensor, ""))
         if older is not None:
             yield from (((UPDATE, older, k), (UPDATE, number, k), "next iteration") for k in edges.rows[op.name].keys)

@@ -57,6 +57,8 @@ class Dataflow:
             if not op.is_forward:
                 tensor = op.inputs[0].tensor
                 self.makers[tensor] = [(op, 0)]
+                if op.is_rest:
+                    continue
                 read = op.inputs[1].tensor if op.is_write else self.model.gradient(tensor)
                 self.readers.setdefault(read, []).append((self._update(op), 1))
         for tensor, uses in self.model.uses.items():
@@ -87,7 +89,9 @@ class Dataflow:
 
     @cached_property
     def homes(self) -> dict[str, Op]:
-        """Return the optimizer op of each trained weight, and the op that sets each changed buffer."""
+        """Return the optimizer op of each trained weight, the op that sets each changed buffer, and that with whose
+        parts a frozen weight rests.
+        """
         return {op.inputs[0].tensor: op for op in self.model.ops if not op.is_forward}
 
     @cached_property
@@ -102,8 +106,8 @@ class Dataflow:
 
     @cached_property
     def bases(self) -> dict[str, str]:
-        """Return for each view of a weight or buffer with a home, or a view of one, which that is."""
-        found = dict.fromkeys(self.homes, "")
+        """Return for each view of a weight or buffer that changes, or a view of one, which that is."""
+        found = {tensor: "" for tensor, op in self.homes.items() if not op.is_rest}
         for op in self.model.forward_ops:
             if row_of(op.target).is_view and (read := op.inputs[0].tensor) in found:
                 found |= {output.tensor: found[read] or read for output in op.outputs}

@@ -138,7 +138,7 @@ class DependencyGraph:
     def _add_updates(self) -> None:
         edges = self.schedule.edges
         for tensor, op in edges.homes.items():
-            for key in edges.rows[op.name].keys:
+            for key in () if op.is_rest else edges.rows[op.name].keys:
                 self._add(Node("U", edges.home_number[tensor], key))
         for before, after, why in of_weights(edges, self.segment_of):
             self._edge(Node(*before), Node(*after), why)
@@ -157,7 +157,7 @@ class DependencyGraph:
             for place in piece.places:
                 if place.kind != UPDATE:
                     self._edge(Node(*maker_of(segments, place)), node)
-                elif transfer.kind == FORWARD:
+                elif transfer.kind == FORWARD and not self.home(place.segment).is_rest:
                     self._edge(node, Node(*place[:3]), "sent before update")
                     older = self.schedule.edges.home_number.get(self.nexts.get(transfer.tensor, ""))
                     if older is not None:

@@ -46,7 +46,7 @@ class Stale:
             )
         if model.iterations > 1:
             raise TransformError("Stale of a graph with several iterations; unroll it, or let weights be older.")
-        updates = {op.inputs[0].tensor: op for op in model.ops if not op.is_forward and not op.is_write}
+        updates = {op.inputs[0].tensor: op for op in model.ops if op.is_update}
         read = dict.fromkeys(o.tensor for op in ops if op.is_forward for o in op.inputs if o.tensor in updates)
         if not read:
             raise TransformError("Stale needs ops that read the newest trained weights; none of these does.")

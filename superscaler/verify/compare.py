@@ -82,7 +82,7 @@ class Comparison:
         self.known = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         self.errors = Errors()
         self.steps = 0
-        self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if not (op.is_forward or op.is_write)}
+        self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if op.is_update}
         self.trained = [self._trained_slices(device.weights) for device in exact.program.devices]
 
     def _trained_slices(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from math import prod
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.errors import InputError
+from superscaler.certify.certificate import check_program
+from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.graph import block_of
-from superscaler.ir.program import Collective
+from superscaler.ir.program import Collective, Free, Update
 from superscaler.plans import resolve
 from tests.graphs import graph_of
+from tests.ran import Around, captured, equal
+from tests.sweeps import few
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:
@@ -72,3 +79,71 @@ def test_options_that_do_not_hold_are_refused() -> None:
     for option in ("stage=4", "keep=-1", "microbatches=0", "microbatches=-1"):
         with pytest.raises(InputError, match=f"zero:.*{option}.*: choose stage 1"):
             ss.compile(graph, resolve(f"zero:{option}"), "local:4")
+
+
+class Adapted(nn.Module):
+    """A frozen product beside a trained one of two thin matrices (LoRA)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(size, size).requires_grad_(False)
+        self.thin = nn.Sequential(nn.Linear(size, 2, bias=False), nn.Linear(2, size, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.thin(x))
+
+
+@cache
+def adapted() -> ss.Graph:
+    def run(m: Around, x: Tensor, y: Tensor) -> Tensor:
+        for block in m.h:
+            x = block(x)
+        return nn.functional.cross_entropy(x, y)
+
+    module = Around(run, h=nn.ModuleList(Adapted(32) for _ in range(3)))
+    return captured(lambda: (module, (torch.randn(8, 32), torch.randint(0, 4, (8,)))))
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_frozen_weights_rest_in_slices_and_are_gathered_for_forward_and_backward(keep: int) -> None:
+    program = equal(adapted(), f"zero:stage=3,keep={keep}", 4).program
+    trained, frozen = elements(adapted(), ".thin."), elements(adapted(), ".base.")
+    for device in program.devices:
+        held = [prod(hi - lo for lo, hi in w.box) for w in device.weights if ".base." in w.tensor]
+        assert sum(held) == frozen / 4
+    data = equal(adapted(), "data_parallel", 4).program.bytes_moved - 8 * 2 * 3 * trained
+    assert program.bytes_moved == data + 8 * 3 * (3 * trained + 2 * frozen)
+
+
+PLANS = [
+    ("zero:stage=1", 2, 1),
+    ("zero:stage=3,shard=2,microbatches=2", 4, 2),
+    ("zero:2,stage=3 x tensor_parallel:2", 4, 4),
+    ("zero:2,stage=3 x pipeline_1f1b:2,microbatches=2", 4, 2),
+]
+
+
+@pytest.mark.parametrize(("plan", "devices", "slices"), few(PLANS, 0, 1, 3))
+def test_frozen_weights_in_slices_multiply_with_other_plans(plan: str, devices: int, slices: int) -> None:
+    weights = equal(adapted(), plan, devices).program.devices[0].weights
+    sizes = [prod(hi - lo for lo, hi in w.box) for w in weights if w.tensor.endswith("base.weight")]
+    assert set(sizes) == {32 * 32 // slices}
+
+
+def test_a_frozen_weight_is_placed_and_never_updated() -> None:
+    def placed(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve("data_parallel")(graph, cluster)
+        factor = graph.model.tensors["h.0.base.weight"].factors[0]
+        ss.place(graph, "h.0.base.weight", ss.Split(factor, sizes=(8, 24)), cluster.devices, ahead=0)
+        graph.unroll(2)
+
+    program = equal(adapted(), placed).program
+    rows = [w for device in program.devices for w in device.weights if w.tensor == "h.0.base.weight"]
+    assert [prod(hi - lo for lo, hi in w.box) for w in rows] == [8 * 32, 24 * 32]
+    assert not any(w.trained or w.counted for w in rows)
+    first, name = program.devices[0], rows[0].name
+    code = [replace(i, names=tuple({*i.names} - {name})) if isinstance(i, Free) else i for i in first.instructions]
+    at, update = [(at, i) for at, i in enumerate(code) if isinstance(i, Update)][-1]
+    code[at] = replace(update, buffers=(*update.buffers, name), values=(*update.values, name))
+    with pytest.raises(ScheduleError, match="changes h_0_base_weight, which no op updates"):
+        check_program(replace(program, devices=(replace(first, instructions=tuple(code)), *program.devices[1:])))
