@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from superscaler.errors import InputError, unknown
-from superscaler.specs.options import HALVES, OPTIMIZERS
+from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -118,7 +118,11 @@ class ModelRequest:
     ] = None
     precision: Annotated[
         str | None,
-        option("--precision", "bf16, or fp16 with loss scaling: of the weights, whose updates are float32.", "NAME"),
+        option(
+            "--precision",
+            "bf16, or fp16 with loss scaling: of the weights, whose updates are float32; fp32: as they are.",
+            "NAME",
+        ),
     ] = None
     no_cache: Annotated[bool, option("--no-cache", "Capture anew, and keep nothing of it on disk.")] = False
 
@@ -128,10 +132,13 @@ class ModelRequest:
         """Raise InputError for an unknown optimizer, autocast or precision, for both of these, or a learning rate that
         is not a positive number.
         """
-        for kind, name in (("autocast", self.autocast), ("precision", self.precision)):
-            if name is not None and name not in HALVES:
-                raise InputError(unknown(kind, name, HALVES))
-        if self.autocast and self.precision:
+        for kind, name, known in (
+            ("autocast", self.autocast, [*HALVES]),
+            ("precision", self.precision, [*HALVES, FULL]),
+        ):
+            if name is not None and name not in known:
+                raise InputError(unknown(kind, name, known))
+        if self.autocast and self.precision in HALVES:
             raise InputError(
                 "--autocast and --precision exclude each other: autocast casts float32 weights in the graph, precision "
                 "has 16-bit weights with float32 copies; give one of them."
@@ -155,8 +162,9 @@ class ModelRequest:
 
         built = build(self.model)
         name = None if self.no_cache else built.cache
+        precision = None if self.precision == FULL else self.precision
         captured = partial(
-            capture, built.module, built.args, built.kwargs, autocast=self.autocast, precision=self.precision,
+            capture, built.module, built.args, built.kwargs, autocast=self.autocast, precision=precision,
             cache=name, check=not self.no_check,
         )  # fmt: skip
         parameters = [p for p in built.module.parameters() if p.requires_grad]

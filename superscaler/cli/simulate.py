@@ -12,8 +12,10 @@ import typer
 
 from superscaler.cli.common import Printer, command, option, table
 from superscaler.cli.validate import Request
+from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError, PlanError
 from superscaler.specs.neighbours import neighbours
+from superscaler.specs.options import HALVES
 from superscaler.specs.sizes import read_bytes
 
 if TYPE_CHECKING:
@@ -52,8 +54,8 @@ def simulate(
 
         return _show(printer, {request.model: simulate_directory(Path(request.model), capacity)})
     request.check_plan()
-    shapes = replace(request, model=_without_memory(request.model))
-    _, cluster = shapes.read()
+    _, cluster = request.read()
+    shapes = replace(request, model=_without_memory(request.model), precision=_precision(request, cluster))
     specs = list(dict.fromkeys([request.plan, *(compare or ())]))
     graph, _ = shapes.capture()
     found = {spec: _simulated(graph, spec, cluster, capacity) for spec in specs}
@@ -70,6 +72,13 @@ def _without_memory(model: str) -> str:
     if name.endswith(".py") or "device=" in keys:
         return model
     return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
+
+
+def _precision(request: Request, cluster: Cluster) -> str | None:
+    """Return the precision that was asked for; else, on a GPU, that of its fastest products."""
+    if request.precision or request.autocast or cluster.kind == LOCAL or cluster.device_kind is None:
+        return request.precision
+    return next((name for name, dtype in HALVES.items() if dtype in cluster.device_kind.flops), None)
 
 
 def _simulated(graph: Graph, spec: str, cluster: Cluster, capacity: int | None) -> Prediction:

@@ -95,13 +95,16 @@ class _Device:
         return (*kernels, *added)
 
     def _update(self, i: p.Update) -> Kernels:
-        weights = tuple(self.metas[name] for name in i.weights)
-        gradients = tuple(self.metas[name] for name in i.gradients)
-        casts = [_copied(w) for w, g in zip(weights, gradients, strict=True) if w[1] != g[1]]
+        weights = [self.metas[name] for name in i.weights]
+        # Halves are updated as their float32 copies.
+        updated = tuple((s, "float32") if self.optimizer.has_copy(d) else (s, d) for s, d in weights)
+        pairs = zip(updated, (self.metas[name] for name in i.gradients), strict=True)
+        casts = [_copied(meta) for meta, gradient in pairs if meta[1] != gradient[1]]
+        casts += [_copied(meta) for meta, weight in zip(updated, weights, strict=True) if meta != weight]
         buffers = [_copied(self.metas[name]) for name in i.buffers]
         name = self.optimizer.name.lower()
-        states = weights * (2 if name.startswith("adam") else 1)
-        fused = [Kernel(f"_fused_{name}_", (*weights, *weights, *states), (*weights, *states))] if weights else []
+        states = updated * (2 if name.startswith("adam") else 1)
+        fused = [Kernel(f"_fused_{name}_", (*updated, *updated, *states), (*updated, *states))] if weights else []
         return (*casts, *fused, *buffers)
 
 

@@ -15,6 +15,8 @@ DEVICES = ("cpu", "meta")
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 # 16-bit dtypes of autocast and of weights.
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+# The precision of a module as it is.
+FULL = "fp32"
 # Other names of options.
 _ALIASES = {"vocabulary": "vocab"}
 # Options of every named model, beside its own.
