@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Value
-from superscaler.simulate.ports import Floats, Transfer, of_rows
+from superscaler.ir.program import Instruction, Value
+from superscaler.simulate.ports import Floats, Transfer, even, of_rows
 from superscaler.simulate.timetable import COMPUTE, Link
 
 ZERO = np.zeros(1)
@@ -84,6 +84,7 @@ class Run:
     """A cohort on its way through its code. `clock`: of its compute stream; `seconds`: where its time went."""
 
     cohort: Cohort
+    code: Sequence[Instruction]
     # Messages that start together, by the first: the last one.
     batches: dict[int, int]
     at: int = 0
@@ -114,6 +115,19 @@ class Run:
         if stream == COMPUTE:
             self.own.append(len(self.events))
         self.events.append((stream, at, start, end, post))
+
+    def work(self, name: str, seconds: Floats) -> None:
+        """Spend seconds on the current instruction."""
+        end = even(self.clock + seconds)
+        self.spend(name, seconds)
+        self.note(self.at, self.clock, end)
+        self.clock = end
+
+    def runs_beside(self, transfer: Transfer, side: Side) -> None:
+        """Note a transfer of these devices that begins, and forget those that ended before their current work."""
+        start = float(self.clock.min())
+        self.beside = [(t, s) for t, s in self.beside if float(t.end.max()) > start]
+        self.beside.append((transfer, side))
 
     def spend(self, name: str, seconds: Floats) -> None:
         self.seconds[name] = self.seconds[name] + seconds
