@@ -36,8 +36,9 @@ class WithCopies(torch.optim.Optimizer):
         copies = [w.detach().float() if copy is None else copy for w, copy in zip(some, kept, strict=True)]
         with _as_data(some, copies):
             super().step()
+        if some:
+            torch._foreach_copy_([w.detach() for w in some], copies)
         for weight, copy in zip(some, copies, strict=True):
-            weight.detach().copy_(copy)
             self.state[weight]["copy"] = copy
 
     def load_state_dict(self, state_dict: Any) -> None:
