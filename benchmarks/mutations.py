@@ -50,6 +50,14 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "transform/test_cut transform/test_place property/test_random_plans"),
     ("data of all places move along an axis", "found[self.places[:, axis] > 0] &= other",
      "found[self.places[:, axis] >= 0] &= other", "property/test_spmd emit/test_steps"),
+    # Seconds of kernels.
+    ("a wave of tiles is not counted", "waves = ceil(batch * ceil(m / rows)", "waves = int(batch * ceil(m / rows)",
+     "simulate/test_rates"),
+    ("attention computes keys that are masked", "min(keys, (keys + tile) / 2) if kernel.causal else keys", "keys",
+     "simulate/test_rates"),
+    ("a kernel starts before its host", "device = max(host, device) + seconds", "device = device + seconds",
+     "simulate/test_rates"),
+    ("a fitted speed is below zero", "if min(factors) >= 0:", "if factors:", "cluster/test_seconds"),
     # Rules of operators.
     ("a mean is not divided", """reduction="sum") / {x.full_size(0)}'""", """reduction="sum")'""", "ops/test_rules"),
     ("distances are summed in parts", '"b.. m k^, b.. n k -> b.. m n"', '"b.. m k+, b.. n k -> b.. m n"',

@@ -74,21 +74,21 @@ def _device(printer: Printer, count: int) -> DeviceKind | None:
         return None
     from superscaler.cluster import LOCAL, DeviceKind
     from superscaler.launch.launch import call
-    from superscaler.simulate.fit import errors, speeds
+    from superscaler.simulate.fit import errors, speeds, widened
     from superscaler.simulate.profile import Sample, measure
 
     found = call(measure, count, *[] if _SIZES is None else [str(_SIZES)])[0]
     samples = [Sample.read(s) for s in found["samples"]]
     fitted = speeds(samples, found["floor"], found["fresh"])
-    flops = {dtype: high for dtype, (_, high) in fitted.products.items()}
+    flops = {dtype: speed for dtype, (speed, _) in fitted.products.items()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
-    kind = DeviceKind(LOCAL, memory, flops, fitted)
+    error = errors(samples, DeviceKind(LOCAL, memory, flops, fitted))
     printer.show(
-        f"{len(samples)} kernels; of all their seconds {errors(samples, kind):.1%} are not explained",
+        f"{len(samples)} kernels; of all their seconds {error:.1%} are not explained",
         *(f"  products in {dtype}: {speed / 1e9:.0f} Gflop/s" for dtype, speed in flops.items()),
         f"  memory: {fitted.memory[1] / 1e9:.1f} GB/s; a kernel with its call: {fitted.floor * 1e6:.1f} us",
     )
-    return kind
+    return DeviceKind(LOCAL, memory, flops, widened(fitted, error))
 
 
 def _check_out(out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +48,20 @@ def errors(samples: Iterable[Sample], kind: DeviceKind) -> float:
     """Return the sum of the errors of all samples beside that of their seconds."""
     pairs = [(rates.seconds(s.kernel, kind), s.seconds) for s in samples if rates.class_of(s.kernel) != "free"]
     return sum(abs(fitted - seconds) for fitted, seconds in pairs) / sum(seconds for _, seconds in pairs)
+
+
+def widened(speeds: Speeds, error: float) -> Speeds:
+    """Return speeds that are an error lower and higher than the fitted ones."""
+
+    def wide(pair: Pair) -> Pair:
+        return rounded(pair[0] * (1 - error)), rounded(pair[1] * (1 + error))
+
+    attention = {
+        key: replace(table, rates={c: wide(pair) for c, pair in table.rates.items()})
+        for key, table in speeds.attention.items()
+    }
+    products = {dtype: wide(pair) for dtype, pair in speeds.products.items()}
+    return replace(speeds, products=products, memory=wide(speeds.memory), attention=attention)
 
 
 def _by(samples: Iterable[Sample], key: Callable[[Kernel], K]) -> dict[K, list[Sample]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -70,6 +71,19 @@ def test_speeds_come_back_from_the_seconds_that_they_give() -> None:
     unknown, *others = (Kernel(n, (meta(1024, 512),), (meta(1024, 512),)) for n in ("erfinv", "add.Tensor", "gelu"))
     fast, slow = (seconds(k, found) for k in others)
     assert fast < seconds(unknown, found) < slow
+
+
+def test_the_error_of_a_fit_is_that_of_its_speeds() -> None:
+    samples = [Sample(k, seconds(k, KIND) * factor) for k, factor in zip(kernels(), cycle((0.9, 1.1)))]
+    found = fit.speeds(samples, 1e-5, 2e9)
+    error = fit.errors(samples, replace(KIND, speeds=found))
+    assert 0.005 < error < 0.12
+    wide = replace(KIND, speeds=fit.widened(found, error))
+    for kernel in kernels():
+        if kernel.name in ("mm", "add.Tensor"):
+            slow, middle, fast = (seconds(kernel, wide, share) for share in (0.0, 0.5, 1.0))
+            assert slow > middle > fast
+            assert middle == pytest.approx(seconds(kernel, replace(KIND, speeds=found)), rel=1e-3)
 
 
 def test_a_profile_is_read_back_from_its_cluster() -> None:
