@@ -24,6 +24,7 @@ from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.residents import check_copies, place_updates
 from superscaler.schedule.steady_state import SteadyState, find_steady, first_microbatches
 from superscaler.timing import timed, without_garbage_collection
+from superscaler.transform.place import check_cut_first
 from superscaler.transform.recompute import recompute_checkpoints
 
 SProgram = Callable[[Graph, Cluster], Any]
@@ -113,6 +114,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
     planned.place_twins()
     check_assigned(planned)
+    check_cut_first(planned)
     place_updates(planned, len(cluster.devices))
     last = len(cluster.devices) - 1
     for op in planned.model.ops:

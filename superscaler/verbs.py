@@ -181,9 +181,14 @@ def _put(graph: Graph, parts: Parts, devices: Ints, where: str) -> None:
     try:
         parts.grid.place(parts.cells, devices)
     except ValueError:
+        name, count, given = parts.op.name, parts.cells.size, devices.size
         raise InputError(
-            f"op_assign at {where}: {parts.op.name} has {parts.cells.size} parts, but {devices.size} devices "
-            "were given; give one device, or one for each part."
+            f"op_assign at {where}: {name} has 1 part, but {given} devices were given; no op_trans cut it. Give one "
+            f"device, Replicate({given}) it, or give a mesh, as cluster.mesh(tp={given}), where copies of what is not "
+            "cut are made."
+            if count == 1
+            else f"op_assign at {where}: {name} has {count} parts, but {given} devices were given; give one device, or "
+            "one for each part."
         ) from None
     graph.hosted.discard(parts.op.name)
     graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))

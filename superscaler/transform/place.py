@@ -66,6 +66,22 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
     return (replace(parts, cells=parts.cells.reshape(shape)) if covers(parts.cells, prod(shape)) else parts), number
 
 
+def check_cut_first(graph: Graph) -> None:
+    """Raise InputError for an op that was cut along a mesh axis after it was placed along that axis."""
+    for op in graph.model.ops:
+        grid = graph.grids[op.name]
+        named = [(axis.name, at) for at, axis in enumerate(grid.axes) if axis.name and len(axis.sizes) > 1]
+        if len({name for name, _ in named}) == len(named):
+            continue
+        placed = {name for name, at in named if grid.slim.shape[at] > 1}
+        late = (name for name, at in named if name in placed and grid.slim.shape[at] == 1 and not grid.axes[at].at)
+        for name in late:
+            raise InputError(
+                f"{op.name} is cut along {name} at {grid.replaced_at}, but it was placed before, so that the parts of "
+                f"this cut share a device; op_assign it once it is cut."
+            )
+
+
 def _above(graph: Graph, parts: Parts) -> Iterator[tuple[Axis, Ints]]:
     """Yield the axes of the grids above parts and of their own, outer first, each with their coordinates along it."""
     grid: Grid = graph.grids[parts.op.name]

@@ -10,6 +10,7 @@ import pytest
 from chains import chain
 
 from superscaler.cluster import Cluster, Mesh
+from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Graph
 from superscaler.verbs import Algorithm, Microbatch, Replicate, Split, Stage, op_assign, op_trans, place
@@ -91,6 +92,15 @@ def test_cuts_that_do_not_fit_a_mesh_are_refused_with_both_numbers(
     cut(graph, *algorithms)
     with pytest.raises(InputError, match=rf"op_assign at .*test_place.py:\d+: {re.escape(message)}"):
         op_assign(graph, graph.op("mul0"), Cluster.local(6).mesh(dp=2, tp=3))
+
+
+def test_a_cut_after_the_placement_is_refused() -> None:
+    def late(graph: Graph, cluster: Cluster) -> None:
+        op_assign(graph, graph.ops, cluster.mesh(tp=2))
+        op_trans(graph, graph.forward_ops, HIDDEN)
+
+    with pytest.raises(InputError, match=r"mul0 is cut along tp at .*test_place\.py:\d+, but it was placed before"):
+        compile_graph(chain(), late, Cluster.local(2))
 
 
 def test_a_stage_is_a_number_from_zero() -> None:

@@ -79,6 +79,8 @@ def test_parts_and_devices_are_as_many() -> None:
     parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
     with pytest.raises(InputError, match="has 2 parts, but 3 devices"):
         op_assign(graph, parts, [0, 1, 2])
+    with pytest.raises(InputError, match=r"mul1 has 1 part, but 2 devices .* Replicate\(2\) it, or give a mesh, as "):
+        op_assign(graph, graph.op("mul1"), [0, 1])
     with pytest.raises(TransformError, match="selects none of the parts of mul0"):
         op_trans(graph, parts[2:], Replicate(2))
 
