@@ -212,6 +212,20 @@ def test_devices_of_a_cohort_have_times_of_their_own() -> None:
     assert lane.end[-1].tolist() == [10, 12]
 
 
+def test_groups_of_one_program_start_when_their_own_last_device_comes() -> None:
+    codes = [[run(1.0), reduced("g", group, 8), wait("g")] for group in ([0, 1], [0, 1], [2, 3], [2, 3])]
+
+    def uneven(cohort: Cohort, at: int) -> Any:
+        return work(cohort, at) * (1.0 + cohort.devices)
+
+    found = clock(made_of(*codes), cluster(1, 4), uneven)
+    check_sums(found)
+    assert len(found.lanes) == 1
+    assert found.lanes[0].end[-1].tolist() == [2 + 8, 2 + 8, 4 + 8, 4 + 8]
+    assert found.bubble.tolist() == [1 + 2, 0 + 2, 1, 0]
+    assert [link.device for link in found.path] == [3, found.path[1].device]
+
+
 @pytest.mark.parametrize("name", ["", *slow("pipeline", "hybrid", "experts", "folded", "broadcasts", "exchanges")])
 def test_compiled_programs_spend_all_time_on_something(name: str) -> None:
     plan = resolve("zb_h1:2,microbatches=4 x data_parallel:2")
