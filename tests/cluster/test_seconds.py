@@ -14,6 +14,7 @@ from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
 from superscaler.cluster.fit import Sample, error, fit, predict
 from superscaler.cluster.seconds import COLLECTIVES, COPIES, LOCAL_KINDS, MESSAGES
 from superscaler.errors import InputError
+from superscaler.ir.program import links
 
 KINDS = [*COLLECTIVES, *MESSAGES]
 # No two numbers are alike, so that a formula cannot take one for another.
@@ -168,6 +169,34 @@ def test_time_grows_with_size_and_with_groups_and_is_above_the_bound(
     assert seconds <= cluster.seconds(kind, groups, size + more)
     assert cluster.seconds(kind, groups[1:], size) <= seconds * (1 + 1e-12)
     assert all(cluster.bound(kind, [g], size) <= cluster.bound(kind, groups, size) * (1 + 1e-12) for g in groups)
+
+
+@given(case=cases(), size=st.floats(0, 1e10))
+def test_no_port_of_a_way_is_busy_for_longer_than_the_groups_that_use_it(
+    case: tuple[Cluster, str, list[list[int]]], size: float
+) -> None:
+    cluster, kind, groups = case
+    if not groups:
+        return
+    way = cluster.way(kind, groups, size)
+    slowest, seconds = max(latency + slope * size for latency, slope in way.lines), cluster.seconds(kind, groups, size)
+    # Messages are priced by the longest latency and the busiest link of all.
+    assert slowest <= seconds if kind in MESSAGES else slowest == pytest.approx(seconds)
+    assert set(way.loads) == {port for ports in way.ports for port in ports}
+    for (_, slope), ports in zip(way.lines, way.ports, strict=True):
+        assert ports
+        assert max(way.loads[port] for port in ports) <= slope * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_bytes_of_a_way_by_class_of_link(kind: str) -> None:
+    """Inside a server those of a ring, or of an exchange; over two, those that leave a server are on the network."""
+    n = 4
+    assert lab(1, n).way(kind, [range(n)], S).bytes == pytest.approx({"server": links(kind, n), "network": 0})
+    assert lab(n, 1).way(kind, [range(n)], S).bytes == pytest.approx({"server": 0, "network": links(kind, n)})
+    both = Cluster.of("gloo", LOCAL, 2, 2, LAB).way(kind, [range(n)], S).bytes
+    assert sum(both.values()) == pytest.approx(links(kind, n))
+    assert both["network"] == pytest.approx(2 if kind == "all_to_all" else links(kind, n) / 2)
 
 
 @pytest.mark.parametrize("kind", LOCAL_KINDS)
