@@ -97,7 +97,9 @@ def _attention(samples: Sequence[Sample]) -> Attention:
     operations = rates.operations_of(samples[0].kernel)
     scores = np.array([rows * keys for rows, keys, _ in found])
     channels = np.array([c for *_, c in found])
-    _, score, operation = nearest([np.ones(len(found)), scores, scores * channels * operations], _seconds(samples))
+    seconds = _seconds(samples)
+    columns = [np.ones(len(found)), scores, scores * channels * operations]
+    _, score, operation = nearest(columns, seconds, np.sqrt(seconds))
 
     def rate(c: int) -> Pair:
         speed = rounded(operations * c / (score + operations * c * operation))

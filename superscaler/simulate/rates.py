@@ -56,6 +56,7 @@ _CHANNELS, _QUERIES = 32, 128
 # glibc takes memory for larger tensors from the system, which gives it page by page (M_MMAP_THRESHOLD, mallopt(3)).
 _LARGE = 32 << 20
 
+_PLAIN = "float32"
 _BYTES = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "float32": 4}
 
 
@@ -111,6 +112,10 @@ def line_of(kernel: Kernel, speeds: Speeds) -> Link:
     for key in (key_of(kernel), name_of(kernel), class_of(kernel)):
         if key in speeds.operators:
             return speeds.operators[key]
+    plain = speeds.operators.get(f"{name_of(kernel)} {_PLAIN}")
+    if plain is not None:
+        # An element takes as long in another dtype.
+        return Link(plain.alpha, plain.bandwidth * width_of(dtype_of(kernel)) / width_of(_PLAIN))
     return Link(speeds.floor, _at(speeds.memory, 0.5))
 
 
@@ -121,7 +126,7 @@ def key_of(kernel: Kernel) -> str:
 
 def dtype_of(kernel: Kernel) -> str:
     """Return the dtype in which a kernel computes: that of its first result."""
-    return (kernel.outputs or kernel.inputs)[0][1]
+    return (*kernel.outputs, *kernel.inputs, ((), _PLAIN))[0][1]
 
 
 def bytes_of(kernel: Kernel) -> int:
@@ -256,15 +261,17 @@ def tiled(
 
 def _attend(kernel: Kernel, speeds: Speeds, share: float) -> float:
     dtype, direction = dtype_of(kernel), "backward" if "backward" in kernel.name else "forward"
-    table = speeds.attention.get(f"{direction} {dtype}") or speeds.attention.get(direction)
-    if table is None:
+    wanted = (f"{direction} {dtype}", direction, f"{direction} {_PLAIN}")
+    key = next((key for key in wanted if key in speeds.attention), None)
+    if key is None:
         rows, keys, channels = scores_of(kernel, 1)
         return speeds.floor + operations_of(kernel) * rows * keys * channels / _rate(speeds, dtype, share)
+    table = speeds.attention[key]
     rows, keys, channels = scores_of(kernel, table.tile)
     found = rows * keys * _score(table, channels, bool(speeds.units), operations_of(kernel), share)
     found *= 1 + table.ramp / keys
     found /= table.causal if kernel.causal else 1.0
-    if f"{direction} {dtype}" not in speeds.attention and width_of(dtype) > 2:
+    if key == direction and width_of(dtype) > 2:
         # Rates are those of halves.
         found *= _rate(speeds, "float16", share) / _rate(speeds, dtype, share)
     found *= max(1.0, speeds.units / ceil(rows / _QUERIES))
