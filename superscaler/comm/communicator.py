@@ -274,8 +274,17 @@ def to_plan_order(rows: Tensor, group: Group) -> list[Tensor]:
 
 
 def from_plan_order(chunks: Sequence[Tensor], group: Group) -> Tensor:
-    """Return chunks stacked in ascending order of the ranks, from chunks in the order of the group."""
-    return torch.stack([chunks[group.index(rank)] for rank in sorted(group)])
+    """Return chunks stacked in ascending order of the ranks, from chunks in the order of the group.
+
+    Chunks that lie in memory so already are not copied.
+    """
+    ordered = [chunks[group.index(rank)] for rank in sorted(group)]
+    first, size = ordered[0], ordered[0].numel()
+    lie = [(x.untyped_storage()._cdata, x.storage_offset()) for x in ordered]
+    is_stacked = lie == [(lie[0][0], lie[0][1] + k * size) for k in range(len(ordered))]
+    if is_stacked and all(x.is_contiguous() for x in ordered):
+        return first.as_strided((len(ordered), *first.shape), (size, *first.stride()))
+    return torch.stack(ordered)
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

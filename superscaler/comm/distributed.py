@@ -215,7 +215,8 @@ class DistributedCommunicator(c.Communicator):
         return self._begin(what, group, dist.all_reduce, buffer, kind).giving(lambda: buffer)
 
     def _gather(self, what: str, group: Group, x: Tensor, dim: int, root: int | None = None) -> Handle:
-        gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
+        is_mine = root is None or group[root] == self.rank
+        gathered = torch.empty((len(group) * is_mine, *x.shape), dtype=x.dtype, device=x.device)
         mine = _bytes(x.detach().contiguous())
 
         def finish() -> Tensor:
@@ -225,7 +226,7 @@ class DistributedCommunicator(c.Communicator):
 
         if root is None:
             return self._begin(what, group, _all_gather, _bytes(gathered), mine).giving(finish)
-        incoming = list(map(_bytes, gathered)) if group[root] == self.rank else None
+        incoming = list(map(_bytes, gathered)) if is_mine else None
         return self._rooted(what, group, root, dist.gather, mine, incoming, group[root]).giving(finish)
 
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -44,15 +45,26 @@ def buffers(i: Collective, place: int) -> Buffers:
             return Buffers(result=flat)
         case "broadcast":
             return Buffers(source=True) if i.root == place or i.sources[0] is not None else Buffers(result=results[0])
+        case "rd_gather" if place != i.root:
+            return Buffers(sources=True)
         case "all_gather" | "rd_gather":
             return _gathered(i, p, is_one, ascending, flat, results)
         case "reduce_scatter":
-            # Chunks of another dim than the first are copied, then all are stacked.
-            copied = 0 if is_one and not way.sizes and way.give == 0 else flat
-            return Buffers(inside=copied, shared=flat, result=block(flat // p))
+            return _scattered(i, is_one, ascending, given, flat, block(flat // p))
         case _:
-            copied = flat if way.give > 0 else 0
-            return Buffers(inside=copied, shared=2 * flat, made=results)
+            # Chunks of the first dim, in the order of the ranks, lie in memory as they are sent.
+            is_read = way.give == 0 and ascending
+            return Buffers(flat if way.give else 0, shared=flat * (2 - is_read), made=results, sources=is_read)
+
+
+def _scattered(i: Collective, is_one: bool, ascending: bool, given: Sequence[int], flat: int, result: int) -> Buffers:
+    # Chunks of another dim than the first are copied; those that do not lie in the order of the ranks are stacked.
+    copied = sum(size for size, way in zip(given, i.ways, strict=True) if way.give or way.sizes)
+    if not is_one:
+        # The copies are joined, and freed before the result is made.
+        return Buffers(max(copied - result, 0 if ascending else flat), shared=flat, result=result)
+    is_read = ascending and not copied
+    return Buffers(copied, shared=flat * (not is_read), result=result, sources=is_read)
 
 
 def _gathered(i: Collective, p: int, is_one: bool, ascending: bool, flat: int, results: tuple[int, ...]) -> Buffers:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from superscaler.comm import buckets
-from superscaler.comm.communicator import Communicator, Group, Handle
+from superscaler.comm.communicator import Communicator, Group, Handle, from_plan_order
 from superscaler.comm.distributed import DistributedCommunicator, connect
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError, RuntimeFailure
@@ -351,3 +351,12 @@ def test_wrong_calls_are_refused(call: Callable[[Communicator], object], text: s
 
 if __name__ == "__main__":
     check_and_leave(connect(timeout=60))
+
+
+def test_chunks_that_lie_in_order_are_sent_without_a_copy() -> None:
+    x = torch.arange(12.0).reshape(6, 2)
+    for group, is_copied in (((0, 1, 2), False), ((2, 0, 1), True)):
+        sent = from_plan_order(x.chunk(3), group)
+        assert (sent.data_ptr() != x.data_ptr()) == is_copied
+        assert torch.equal(sent, torch.stack([x.chunk(3)[group.index(rank)] for rank in range(3)]))
+    assert torch.equal(from_plan_order(x.chunk(2, 1), (0, 1)), torch.stack(x.chunk(2, 1)))
