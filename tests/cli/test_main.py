@@ -63,6 +63,7 @@ def test_the_options_of_every_command() -> None:
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
+        "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "directory", "model"]),
         "train": sorted(
             [*compiling, *training, "--check-finite", "--clip", "--data", "--out", "--seed", "--steps", "model"]
         ),

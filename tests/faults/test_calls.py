@@ -108,8 +108,8 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "no stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=0", "local:2"), "stages=0 on 2 devices"),
     "no microbatches": (
         lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=0", "local:2"), "0 microbatches"),
-    "microbatches that do not divide": (
-        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=3", "local:2"), "4 % 3 = 1"),
+    "more microbatches than rows": (
+        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=5", "local:2"), "=5 of a batch of 4"),
     "more copies than devices": (lambda c: ss.compile(c.graph, f"hybrid:dp={10**20}", "local:2"), f"{10**20}"),
     "a generator": (lambda c: ss.compile(c.graph, generator, "local:1"), "generator is a generator or async"),
     "a plan without arguments": (lambda c: ss.compile(c.graph, no_argument, "local:1"), "too many positional"),
