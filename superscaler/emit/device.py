@@ -67,7 +67,7 @@ def emit(program: Program) -> Emitted:
     segments, names = emit_segments(program)
     groups: dict[str, list[int]] = {}
     tables: dict[int, Callable[[], Tables]] = {}
-    for ranks, samples in _runs(program):
+    for ranks, samples in program.groups:
         writer = _Writer(program, samples, names)
         groups.setdefault(writer.write(), []).extend(ranks)
         tables |= {rank: partial(writer.tables_of, rank) for rank in ranks}
@@ -89,19 +89,6 @@ def _head(ranks: Sequence[int], most: int) -> str:
 
 def _fits(text: str) -> bool:
     return len(text.splitlines()[0]) <= WIDTH
-
-
-def _runs(program: Program) -> Iterator[tuple[list[int], list[Device]]]:
-    """Yield the devices that run one program, and its sampled devices: at place 0, and at place 1 of each axis."""
-    devices = program.devices
-    if not isinstance(devices, Folded):
-        yield from (([device.rank], [device]) for device in devices)
-        return
-    for base, ranks in enumerate(devices.fold.devices):
-        yield ranks.reshape(-1).tolist(), [devices.compiled[d] for d in devices.fold.samples(base)]
-    idle = [rank for rank in range(len(devices)) if rank not in devices.fold.places]
-    if idle:
-        yield idle, [devices.idle]
 
 
 @dataclass(slots=True)

@@ -114,13 +114,12 @@ def cohorts(program: Program) -> list[Cohort]:
     if not isinstance(devices, Folded):
         return _refined(devices)
     fold, found = devices.fold, list[Cohort]()
-    for base, own in enumerate(fold.devices):
-        places = np.indices(own.shape).reshape(own.ndim, -1).T
-        samples = [devices.compiled[device] for device in fold.samples(base)]
+    places = np.indices(fold.widths).reshape(len(fold.widths), -1).T
+    for number, (ranks, samples) in enumerate(devices.groups):
         _check_alike(samples)
-        found.append(Cohort(base, own.reshape(-1), samples, places, fold))
-    idle = [rank for rank in range(len(devices)) if rank not in fold.places]
-    return [*found, Cohort(len(found), np.array(idle), [devices.idle])] if idle else found
+        is_idle = number == len(fold.devices)
+        found.append(Cohort(number, np.array(ranks), samples, *(() if is_idle else (places, fold))))
+    return found
 
 
 def _check_alike(samples: Sequence[Device]) -> None:

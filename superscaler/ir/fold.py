@@ -198,12 +198,21 @@ class Folded(Sequence[Device]):
     def __iter__(self) -> Iterator[Device]:
         return (self._device(rank) for rank in range(self.world))
 
-    def distinct(self) -> Iterator[tuple[Device, int]]:
-        """Yield one device of each base, and an idle one, with the number of devices that it stands for."""
-        size = self.fold.devices[0].size
-        yield from ((self.compiled[self.fold.samples(b)[0]], size) for b in range(len(self.fold.devices)))
-        if rest := self.world - self.fold.devices.size:
-            yield self.idle, rest
+    @cached_property
+    def groups(self) -> list[tuple[list[int], list[Device]]]:
+        """Return the devices of each base with its sampled ones, and the devices without any part with an idle one."""
+        fold = self.fold
+        found = [
+            (ranks.reshape(-1).tolist(), [self.compiled[d] for d in fold.samples(base)])
+            for base, ranks in enumerate(fold.devices)
+        ]
+        idle = [rank for rank in range(self.world) if rank not in fold.places]
+        return [*found, (idle, [self.idle])] if idle else found
+
+    def changed(self, change: Callable[[Device], Device]) -> Folded:
+        """Return the devices with other compiled ones."""
+        compiled = {rank: change(device) for rank, device in self.compiled.items()}
+        return replace(self, compiled=compiled, idle=change(self.idle))
 
     def _device(self, rank: int) -> Device:
         if rank not in self.fold.places:

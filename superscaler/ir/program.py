@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from math import prod
 from typing import Annotated, NamedTuple, get_type_hints
@@ -452,10 +452,20 @@ class Program:
         return tuple(self.devices[rank].weights if known is None else known(rank))
 
     @property
+    def groups(self) -> list[tuple[list[int], list[Device]]]:
+        """Return devices that run one program, each with data of its own, and those of them that determine the data."""
+        known = getattr(self.devices, "groups", None)
+        return [([device.rank], [device]) for device in self.devices] if known is None else known
+
+    @property
     def distinct(self) -> list[tuple[Device, int]]:
         """Return devices with different code, each with the number of devices that run it (with data of their own)."""
-        known = getattr(self.devices, "distinct", None)
-        return [(device, 1) for device in self.devices] if known is None else list(known())
+        return [(device, len(ranks)) for ranks, (device, *_) in self.groups]
+
+    def changed(self, change: Callable[[Device], Device]) -> Program:
+        """Return the program with other devices. In a folded program `change` is called for the compiled ones."""
+        known = getattr(self.devices, "changed", None)
+        return replace(self, devices=tuple(map(change, self.devices)) if known is None else known(change))
 
     @property
     def bytes_moved(self) -> int:

@@ -81,7 +81,7 @@ def check_rendezvous(program: Program) -> None:
     In a folded program one device of each base is checked: the devices that it stands for run in step with it.
     """
     devices = program.devices
-    left = meetings(tuple(device for device, _ in devices.distinct()) if isinstance(devices, Folded) else devices)
+    left = meetings(device for device, _ in program.distinct)
     _check_members(left, len(devices))
     if isinstance(devices, Folded):
         groups = {group for meets in left for _, group, _ in meets}

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.codes import NONE, Loop, Rolled
-from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Group
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import (
@@ -41,6 +39,8 @@ from superscaler.schedule.segments import Segment
 from superscaler.schedule.steady_state import SteadyState
 
 MADE, READ, FREED, ADDED = range(4)
+# More than the microbatches of any plan.
+_MOST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,16 @@ class Uses:
     microbatch: Ints
     time: Ints
 
-    @staticmethod
-    def of(code: Rolled, cache: UsesCache) -> Uses:
-        return Uses(cache.families, *np.concatenate(list(_rows(code, cache))).T)
-
     def key(self, role: int) -> tuple[Ints, Ints]:
         """Return, for each use in a role, the value as one number, and the time."""
         own = self.role == role
-        return self.family[own] * self.width + self.microbatch[own] + 1, self.time[own]
+        return self.family[own] * _MOST + self.microbatch[own] + 1, self.time[own]
 
-    @cached_property
-    def width(self) -> int:
-        return 1 << 24
+    def microbatches(self, family: Value) -> list[int]:
+        """Return the microbatches in which a value is made, in order of time."""
+        own = (self.family == self.families[family]) & (self.role == MADE)
+        found: list[int] = self.microbatch[own][np.argsort(self.time[own])].tolist()
+        return found
 
     def check(self) -> None:
         """Raise Aperiodic if a value is made twice, read before it is made, or read after it is freed."""
@@ -77,7 +75,7 @@ class Uses:
         made, when = made[order], when[order]
         first = np.append(True, made[1:] != made[:-1])
         again = made[~first]
-        if (again[~np.isin(again, self.key(ADDED)[0])] % self.width != 0).any():
+        if (again[~np.isin(again, self.key(ADDED)[0])] % _MOST != 0).any():
             raise Aperiodic
         made, when = made[first], when[first]
         freed, end = self.key(FREED)
@@ -98,20 +96,36 @@ class Uses:
         found = np.zeros((len(self.families), 3), dtype=np.int64)
         for role in (MADE, READ, FREED):
             distinct = np.unique(self.key(role)[0])
-            found[:, role] = np.bincount(distinct // self.width, minlength=len(self.families))
+            found[:, role] = np.bincount(distinct // _MOST, minlength=len(self.families))
         return found
 
 
 class UsesCache:
-    """A cache: instruction -> rows (value family, role, microbatch). Rolled and plain code share instructions, so each
-    is looked up once.
+    """The uses of code whose values have the same families. Rolled and plain code share instructions: each is looked up
+    once.
     """
 
     def __init__(self) -> None:
         self.families: dict[Hashable, int] = {}
         self._known: dict[int, tuple[Instruction, list[int]]] = {}
 
-    def rows(self, code: Sequence[Instruction]) -> Ints:
+    def of(self, code: Rolled) -> Uses:
+        return Uses(self.families, *np.concatenate(list(self._repeated(code))).T)
+
+    def _repeated(self, code: Rolled) -> Iterator[Ints]:
+        """Yield the uses of code [uses, 4], repetition by repetition: value family, role, microbatch, time."""
+        time = 0
+        for run in code.runs:
+            first, second, count = (run.first, run.second, run.count) if isinstance(run, Loop) else (run, run, 1)
+            one = self._rows(first)
+            step = self._rows(second) - one
+            step[:, -1] = len(first)
+            found = one + step * np.arange(count)[:, None, None]
+            found[..., -1] += time
+            yield found.reshape(-1, 4)
+            time += len(run)
+
+    def _rows(self, code: Sequence[Instruction]) -> Ints:
         """Return the uses of instructions [uses, 4]: value family, role, microbatch, position of the instruction."""
         found = list[int]()
         counts = list[int]()
@@ -126,24 +140,10 @@ class UsesCache:
         return np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
 
 
-def _rows(code: Rolled, cache: UsesCache) -> Iterator[Ints]:
-    """Yield the uses of code [uses, 4], repetition by repetition: value family, role, microbatch, time."""
-    time = 0
-    for run in code.runs:
-        first, second, count = (run.first, run.second, run.count) if isinstance(run, Loop) else (run, run, 1)
-        one, other = cache.rows(first), cache.rows(second)
-        step = other - one
-        step[:, -1] = len(first)
-        found = one + step * np.arange(count)[:, None, None]
-        found[..., -1] += time
-        yield found.reshape(-1, 4)
-        time += len(run)
-
-
 def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
     """Yield (value family, role, microbatch) for all values of an instruction."""
     for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ended(i)), (ADDED, names(i, Role.SUM))):
-        yield from ((_family(v), role, v.microbatch) for v in some if v != ONE)
+        yield from ((v._replace(microbatch=NONE), role, v.microbatch) for v in some if v != ONE)
     if isinstance(i, Forward | Backward):
         yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch
 
@@ -155,10 +155,6 @@ class Work(NamedTuple):
     half: str
     segment: int
     part: int
-
-
-def _family(v: Value) -> Hashable:
-    return (v.name, v.is_gradient, v.part, v.slice, v.is_handle, v.number)
 
 
 def check_whole(before: Uses, after: Uses, counts: tuple[int, int]) -> None:
@@ -186,17 +182,12 @@ def _with_loss(code: Rolled, made: Uses) -> Rolled:
     assert isinstance(loss, Loss)
     if not loss.parts:
         return code
-    pairs = list(zip(map(_family, loss.parts), zip(loss.counted, loss.of or loss.counted, strict=True), strict=True))
-    own_of = dict(pairs)
-    is_clear = all(own_of[name] == own for name, own in pairs)
-    if not is_clear or any(v.microbatch == NONE for v in loss.parts):
-        raise Aperiodic
-    known = {made.families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
-    own = (made.role == MADE) & np.isin(made.family, list(known))
-    order = np.lexsort((made.time[own], made.family[own]))
-    ordered = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
-    parts = tuple(known[name]._replace(microbatch=at) for name, at in ordered)
-    counted, of = zip(*(own_of[_family(v)] for v in parts), strict=True)
+    own_of = dict[Value, tuple[bool, int]]()
+    for v, counts, turn in zip(loss.parts, loss.counted, loss.of or loss.counted, strict=True):
+        if v.microbatch == NONE or own_of.setdefault(v._replace(microbatch=NONE), (counts, turn)) != (counts, turn):
+            raise Aperiodic
+    found = [(v._replace(microbatch=at), *own) for v, own in own_of.items() for at in made.microbatches(v)]
+    parts, counted, of = zip(*found, strict=True)
     loss = replace(loss, parts=parts, counted=counted, of=of if loss.of else ())
     return Rolled((*rest, (*last, loss)))
 
@@ -205,9 +196,8 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
     """Return the program of all microbatches from the program of the first ones. Raises Aperiodic where these do not
     determine it.
     """
-    devices, found = program.devices, dict[int, Device]()
-    groups = _groups(program)
-    for samples in groups:
+    found = dict[int, Rolled]()
+    for _, samples in program.groups:
         first = samples[0]
         shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
         for device in samples:
@@ -215,30 +205,16 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
             # All devices of a group use the names of the first one.
             if device is first:
                 cache = UsesCache()
-                made = Uses.of(repeated, cache)
+                made = cache.of(repeated)
             code = _with_loss(repeated, made)
             if device is first:
-                made = made if code is repeated else Uses.of(code, cache)
-                check_whole(Uses.of(Rolled((tuple(device.instructions),)), cache), made, (steady.few, steady.total))
+                made = made if code is repeated else cache.of(code)
+                check_whole(cache.of(Rolled((tuple(device.instructions),))), made, (steady.few, steady.total))
                 _check_orders(steady, schedule, made)
-            found[device.rank] = replace(device, instructions=code)
-    if isinstance(devices, Folded):
-        idle = found.get(devices.idle.rank, devices.idle)
-        devices = replace(devices, compiled={rank: found[rank] for rank in devices.compiled}, idle=idle)
-    else:
-        devices = tuple(found[device.rank] for device in devices)
-    whole = replace(program, devices=devices)
+            found[device.rank] = code
+    whole = program.changed(lambda device: replace(device, instructions=found[device.rank]))
     _check_meetings(whole)
     return whole
-
-
-def _groups(program: Program) -> Iterator[list[Device]]:
-    """Yield the compiled devices in groups that run the same program."""
-    devices = program.devices
-    if isinstance(devices, Folded):
-        yield from ([devices.compiled[d] for d in devices.fold.samples(b)] for b in range(len(devices.fold.devices)))
-    else:
-        yield from ([device] for device in devices)
 
 
 def _check_meetings(program: Program) -> None:
@@ -248,13 +224,8 @@ def _check_meetings(program: Program) -> None:
         assert isinstance(device.instructions, Rolled)
         return replace(device, instructions=device.instructions.changed(_meeting))
 
-    devices = program.devices
-    if isinstance(devices, Folded):
-        devices = replace(devices, compiled={rank: only(device) for rank, device in devices.compiled.items()})
-    else:
-        devices = tuple(map(only, devices))
     try:
-        check_rendezvous(replace(program, devices=devices))
+        check_rendezvous(program.changed(only))
     except ScheduleError:
         raise Aperiodic from None
 

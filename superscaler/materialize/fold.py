@@ -21,7 +21,7 @@ def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
                 raise Unfoldable(axis)
             compiled[other.rank] = other
         compiled[first.rank] = first
-    idle = next((d for d in devices if d.rank not in fold.places), devices[0])
+    idle = next((d for d in devices if d.rank not in fold.places), compiled[fold.samples(0)[0]])
     return Folded(fold, compiled, idle, len(devices))
 
 

@@ -134,11 +134,7 @@ def without_frees(program: Program) -> Program:
     def bare(device: Device) -> Device:
         return replace(device, instructions=tuple(i for i in device.instructions if not isinstance(i, Free)))
 
-    devices = program.devices
-    if isinstance(devices, Folded):
-        compiled = {rank: bare(device) for rank, device in devices.compiled.items()}
-        return replace(program, devices=replace(devices, compiled=compiled, idle=bare(devices.idle)))
-    return replace(program, devices=tuple(map(bare, devices)))
+    return program.changed(bare)
 
 
 # Paths to what an instruction holds.

@@ -10,9 +10,8 @@ import superscaler as ss
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, SProgram, compile_graph
 from superscaler.ir.codes import Loop, Rolled, Span, find_spans
-from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
-from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Role, names
+from superscaler.ir.program import Backward, Forward, Instruction, Program, Role, names
 from superscaler.ir.program_text import parse_program, print_program
 from superscaler.plans import resolve
 from tests.graphs import graph_of
@@ -42,17 +41,6 @@ def loops(program: Program) -> list[list[int]]:
     """Return per distinct program how often each of its loops is done."""
     codes = (device.instructions for device, _ in program.distinct)
     return [[run.count for run in code.runs if isinstance(run, Loop)] for code in codes if isinstance(code, Rolled)]
-
-
-def expanded(program: Program) -> Program:
-    def whole(device: Device) -> Device:
-        return replace(device, instructions=tuple(device.instructions))
-
-    devices = program.devices
-    if not isinstance(devices, Folded):
-        return replace(program, devices=tuple(map(whole, devices)))
-    kept = {rank: whole(device) for rank, device in devices.compiled.items()}
-    return replace(program, devices=replace(devices, compiled=kept, idle=whole(devices.idle)))
 
 
 PLANS = [
