@@ -34,7 +34,9 @@ class Check:
 @command
 def doctor(
     printer: Printer,
-    measure: Annotated[bool, option("--measure", "Time collectives instead, and fit the links.")] = False,
+    measure: Annotated[
+        bool, option("--measure", "Time collectives and kernels instead; fit links and speeds.")
+    ] = False,
     cluster: Annotated[
         str | None, option("--cluster", "With --measure: local:N; default: one process a GPU or core.", "CLUSTER")
     ] = None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,12 +66,11 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
 
 
 def _device(printer: Printer, count: int) -> DeviceKind | None:
-    """Return the speeds of a core with its share of the memory, while `count` processes run; None with GPUs."""
+    """Return the speeds of a core with its share of the memory, while `count` processes run; of a GPU what is known."""
     import torch
 
     if torch.cuda.is_available():
-        printer.show("kernels are measured on CPUs alone; presets have the speeds of GPUs")
-        return None
+        return _gpu(printer, torch.cuda.get_device_name(0))
     from superscaler.cluster import LOCAL, DeviceKind
     from superscaler.launch.launch import call
     from superscaler.simulate.fit import errors, speeds, widened
@@ -89,6 +88,16 @@ def _device(printer: Printer, count: int) -> DeviceKind | None:
         f"  memory: {fitted.memory[1] / 1e9:.1f} GB/s; a kernel with its call: {fitted.floor * 1e6:.1f} us",
     )
     return DeviceKind(LOCAL, memory, flops, widened(fitted, error))
+
+
+def _gpu(printer: Printer, name: str) -> DeviceKind | None:
+    """Return the kind of a GPU of a preset: kernels are measured on CPUs alone."""
+    from superscaler.cluster import LOCAL, PRESETS
+
+    known = [kind for preset, kind in PRESETS.items() if preset in name.lower()]
+    source = f"those of the preset {known[0].name}" if known else "unknown; add device.speeds for simulations"
+    printer.show(f"the speeds of kernels on {name} are not measured, but {source}")
+    return replace(known[0], name=LOCAL) if known else None
 
 
 def _check_out(out: Path) -> None:

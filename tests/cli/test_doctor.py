@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from superscaler.cli import doctor as rooms
 from superscaler.cli import measure as links
-from superscaler.cluster import LINKS, LOCAL, Cluster
+from superscaler.cli.common import Printer
+from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel
 from superscaler.store import cache
@@ -107,6 +109,16 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     assert errors[-1] == pytest.approx(found["largest_error"])
     assert errors[len(errors) // 2] < 1
     assert run(*use) == 0
+
+
+def test_kernels_of_a_gpu_are_those_of_its_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    kind = links._gpu(Printer(False), "NVIDIA H100 80GB HBM3")
+    assert kind == replace(PRESETS["h100"], name=LOCAL)
+    assert links._gpu(Printer(False), "NVIDIA T4") is None
+    assert capsys.readouterr().out.splitlines() == [
+        "the speeds of kernels on NVIDIA H100 80GB HBM3 are not measured, but those of the preset h100",
+        "the speeds of kernels on NVIDIA T4 are not measured, but unknown; add device.speeds for simulations",
+    ]
 
 
 @pytest.mark.parametrize(
