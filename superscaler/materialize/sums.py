@@ -6,7 +6,7 @@ as partial sums on every data-parallel copy, and both stages keep it. A weight m
 devices; its gradient is first reduced in slices inside each group. No single collective does either; a few steps do.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from superscaler.ir.mask import Box
@@ -32,7 +32,8 @@ def reduction(transfer: Transfer, context: Context) -> Lowered | None:
     for (box, numbers), held in classes.items():
         slices = steps.scatter(box, held, [transfer.readers[r] for r in numbers])
         for own, pieces in (slices or {box: held}).items():
-            sums[steps.sum(own, pieces)] = {r for r in numbers if own in (box, transfer.readers[r].box)}
+            wanted = {r for r in numbers if own in (box, transfer.readers[r].box)}
+            sums[steps.sum(own, pieces, {transfer.readers[r].device for r in wanted})] = wanted
     items_of = {r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))}
     by_box: dict[Box, list[int]] = {}
     for r, reader in enumerate(transfer.readers):
@@ -136,6 +137,8 @@ class _Steps:
     def _add(self, box: Box, sources: Mapping[int, Slot], how: Sequence[Match] = ()) -> int:
         """Add the item of a box on some devices: a device takes it from its source, by a collective or in a message."""
         n = self.item(box, sources)
+        if how and how[0].root >= 0:
+            self.slots[n] = {d: slot for d, slot in self.slots[n].items() if d == how[0].group[how[0].root]}
         outs, steps = self.slots[n], self.rounds[self.round_of[n]]
         steps += self.collectives(how, sources, outs)
         for device, source in sources.items() if not how else ():
@@ -158,17 +161,23 @@ class _Steps:
         for one in how:
             emitted = [d for d in one.group if d in sources and self.context.is_emitted(d)]
             if emitted:
-                yield Collective(one, tuple((sources[d], outs[d]) for d in emitted), REASONS[one.kind])
+                yield Collective(one, tuple((sources[d], outs.get(d)) for d in emitted), REASONS[one.kind])
 
     def holds(self, numbers: Sequence[int], device: int) -> bool:
         return any(device in self.slots[n] for n in numbers)
 
-    def sum(self, box: Box, pieces: Mapping[int, Slot]) -> int:
-        """Return the item that is the sum of one piece per device, on all of these devices."""
+    def sum(self, box: Box, pieces: Mapping[int, Slot], readers: Collection[int] = ()) -> int:
+        """Return the item that is the sum of one piece per device, on all of these devices; if only one device reads
+        it (a parameter server), on that device or the one closest to it.
+        """
         if len(pieces) == 1:
             return next(iter(pieces.values())).item
-        group = sorted(self.extended(dict.fromkeys(pieces, box)))
-        return self._add(box, pieces, [Match("all_reduce", tuple(group))])
+        group = tuple(sorted(self.extended(dict.fromkeys(pieces, box))))
+        if len(readers) != 1:
+            return self._add(box, pieces, [Match("all_reduce", group)])
+        (reader,) = readers
+        root = max(pieces, key=lambda d: (d == reader, self._near(d, reader), -d))
+        return self._add(box, pieces, [Match("reduce", group, root=group.index(root))])
 
     def scatter(self, whole: Box, held: Mapping[int, Slot], readers: Sequence[End]) -> dict[Box, dict[int, Slot]]:
         """Reduce the whole in slices, within each of several groups of devices that together read all slices.

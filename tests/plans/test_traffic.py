@@ -24,6 +24,7 @@ import superscaler as ss
 from superscaler.ir.program import Collective, Program, Send, links
 from tests.graphs import graph_of
 from tests.plans.test_equal import MESHED
+from tests.ran import equal
 
 # Of both models.
 BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32
@@ -137,3 +138,22 @@ def test_axial_parallelism_has_collectives_only() -> None:
     spec = MESHED
     found = program(spec, 1, "dap", 4)
     assert {kind for _, kind in moved(found)} == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(("devices", "apart"), [(3, 0), (4, 1)])
+def test_a_parameter_server_gets_one_sum_and_sends_each_worker_the_weights(devices: int, apart: int) -> None:
+    """Of psi weights 2 psi for each worker beside the server, which may be a worker itself: gradients are summed on
+    the way to the server, and the new weights broadcast. An all_reduce of workers would be 3 psi.
+    """
+
+    def served(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        server, workers = cluster.devices[0], list(cluster.devices[apart:])
+        for op in graph.forward_ops:
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", len(workers))), workers)
+        for weight in graph.updates:
+            ss.place(graph, weight, ss.Replicate(1), [server])
+
+    ran = equal(graph_of(f"{GPT},batch=12", "SGD"), served, devices)
+    psi = sum(prod(tensor.shape) for tensor in ran.graph.model.parameters())
+    # What is left are counts of labels and the parts of the loss.
+    assert 0 <= ran.program.bytes_moved // 8 - 2 * (devices - 1) * psi < 10
