@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from superscaler.ir import program as p
 from superscaler.ir.mask import extents
@@ -18,6 +19,9 @@ class Works:
     def __init__(self, program: Program) -> None:
         self.program, self.segments = program, Segments(program)
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
+        # Equal kernels are one object, which is priced once: of backwards by what they add to sums, of buckets.
+        self._backwards: dict[tuple[object, ...], Kernels] = {}
+        self._buckets: dict[int, tuple[object, Kernels]] = {}
 
     def of(self, device: Device) -> list[Kernels]:
         """Return the kernels of each instruction of a device."""
@@ -25,6 +29,23 @@ class Works:
         code = device.instructions[:]
         run = _Device(self, device, code)
         return [run.kernels(i) for i in code]
+
+    def backward(self, work: Kernels, added: tuple[tuple[Meta, bool], ...]) -> Kernels:
+        """Return the kernels of a backward and of its sums: each with its shape, and whether there is one already."""
+        key = id(work), added
+        if key not in self._backwards:
+            self._backwards[key] = *work, *(k for meta, is_old in added for k in (_added if is_old else _copied)(meta))
+        return self._backwards[key]
+
+    def bucket(self, i: p.Collective) -> Kernels:
+        """Return the copies into the buffer of a collective."""
+        # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
+        if len(i.ways) == 1 and max(i.ways[0].take, i.ways[0].give) <= 0:
+            return ()
+        if id(i.ways) not in self._buckets:
+            # With the ways: an object that is freed gives its number to another one.
+            self._buckets[id(i.ways)] = i.ways, [k for way in i.ways for k in _copied(((way.elements,), i.dtype))]
+        return self._buckets[id(i.ways)][1]
 
     def metas(self, function: int) -> tuple[list[Meta], list[Meta]]:
         """Return shape and dtype of the inputs and of the outputs of a function."""
@@ -60,19 +81,18 @@ class _Device:
                 return self._backward(i)
             case p.Slice():
                 metas[i.out] = i.shape, metas[i.source][1]
-                return (_copied(metas[i.out]),)
+                return _copied(metas[i.out])
             case p.Combine():
                 metas[i.out] = i.shape, i.dtype
-                return Kernel("fill_.Scalar", (), (metas[i.out],)), *(_added(metas[piece]) for piece in i.pieces)
+                pieces = (k for piece in i.pieces for k in _added(metas[piece]))
+                return Kernel("fill_.Scalar", (), (metas[i.out],)), *pieces
             case p.Accumulate():
                 metas[i.out] = metas[i.into]
-                return (_added(metas[i.value]),)
+                return _added(metas[i.value])
             case p.Collective():
                 pairs = zip(i.works, i.ways, strict=True)
                 self.started |= {work: (way.shape, i.dtype) for work, way in pairs if work is not None}
-                # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
-                is_copied = len(i.ways) > 1 or max(i.ways[0].take, i.ways[0].give) > 0
-                return [_copied(((way.elements,), i.dtype)) for way in i.ways] if is_copied else ()
+                return self.works.bucket(i)
             case p.Recv():
                 self.started[i.work] = i.shape, i.dtype
             case p.Copy():
@@ -90,27 +110,29 @@ class _Device:
         made = [(inputs[n][0], "float32" if n in function.wide else inputs[n][1]) for n in function.grads]
         self.metas |= {out: meta for out, meta in zip(i.outputs, made, strict=True) if out is not None}
         totals = [(total, meta) for total, meta in zip(i.sums, made, strict=False) if total is not None]
-        added = [_added(meta) if total in self.metas else _copied(meta) for total, meta in totals]
+        added = tuple((meta, total in self.metas) for total, meta in totals)
         self.metas |= dict(totals)
-        return (*kernels, *added)
+        return self.works.backward(kernels, added)
 
     def _update(self, i: p.Update) -> Kernels:
         weights = [self.metas[name] for name in i.weights]
         # Halves are updated as their float32 copies.
         updated = tuple((s, "float32") if self.optimizer.has_copy(d) else (s, d) for s, d in weights)
         pairs = zip(updated, (self.metas[name] for name in i.gradients), strict=True)
-        casts = [_copied(meta) for meta, gradient in pairs if meta[1] != gradient[1]]
-        casts += [_copied(meta) for meta, weight in zip(updated, weights, strict=True) if meta != weight]
-        buffers = [_copied(self.metas[name]) for name in i.buffers]
+        casts = [meta for meta, gradient in pairs if meta[1] != gradient[1]]
+        casts += [meta for meta, weight in zip(updated, weights, strict=True) if meta != weight]
+        copies = [k for meta in (*casts, *(self.metas[name] for name in i.buffers)) for k in _copied(meta)]
         name = self.optimizer.name.lower()
         states = updated * (2 if name.startswith("adam") else 1)
         fused = [Kernel(f"_fused_{name}_", (*updated, *updated, *states), (*updated, *states))] if weights else []
-        return (*casts, *fused, *buffers)
+        return (*copies, *fused)
 
 
-def _copied(meta: Meta) -> Kernel:
-    return Kernel("copy_", (meta,), (meta,))
+@cache
+def _copied(meta: Meta) -> Kernels:
+    return (Kernel("copy_", (meta,), (meta,)),)
 
 
-def _added(meta: Meta) -> Kernel:
-    return Kernel("add_.Tensor", (meta, meta), (meta,))
+@cache
+def _added(meta: Meta) -> Kernels:
+    return (Kernel("add_.Tensor", (meta, meta), (meta,)),)
