@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 
 import superscaler as ss
-from superscaler.certify.certificate import CHECKS
+from superscaler.certify.certificate import CHECKS, check_program
 from superscaler.compiler import Compiled, SProgram, compile_graph
 from superscaler.ir.codes import Loop, Rolled, Span, find_spans
 from superscaler.ir.graph import Graph
-from superscaler.ir.program import Backward, Forward, Instruction, Program, Role, names
+from superscaler.ir.program import (
+    Backward,
+    Collective,
+    Device,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Recv,
+    Role,
+    Send,
+    Wait,
+    names,
+)  # fmt: skip
 from superscaler.ir.program_text import parse_program, print_program
+from superscaler.materialize import check_unrolled
+from superscaler.materialize.loops import roll
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 from tests.ran import equal
 from tests.rewrites import on_top, unrolled
 from tests.sweeps import slow
 
+MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
+
 
 @pytest.fixture
 def mlp() -> Graph:
-    return graph_of("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64", "SGD")
+    return graph_of(MLP, "SGD")
 
 
 @pytest.fixture
@@ -115,6 +135,118 @@ def test_loops_that_do_not_repeat_are_refused(mlp: Graph, was: str, now: str) ->
     assert was in text
     with pytest.raises(ss.InputError):
         parse_program(text.replace(was, now, 1), program.model)
+
+
+Wrong = Callable[[Loop], Loop]
+
+
+def bodies(turn: Callable[[list[Any]], object], *, later: bool = False) -> Wrong:
+    """Return the change of both repetitions that are given, or of the second one alone: then what moves does so by
+    another step.
+    """
+
+    def change(loop: Loop) -> Loop:
+        first, second = list(loop.first), list(loop.second)
+        for body in (second,) if later else (first, second):
+            turn(body)
+        return replace(loop, first=tuple(first), second=tuple(second))
+
+    return change
+
+
+def place(body: Sequence[Instruction], kind: type) -> int:
+    return next(n for n, i in enumerate(body) if isinstance(i, kind))
+
+
+def left_out(kind: type) -> Wrong:
+    return bodies(lambda body: body.pop(place(body, kind)))
+
+
+def other(kind: type, turn: Callable[[Any], dict[str, Any]], *, later: bool = False) -> Wrong:
+    """Return the change of some fields of the first instruction of a kind."""
+
+    def change(body: list[Any]) -> None:
+        n = place(body, kind)
+        body[n] = replace(body[n], **turn(body[n]))
+
+    return bodies(change, later=later)
+
+
+def exchanged(body: list[Any]) -> None:
+    a, b = place(body, Forward), place(body, Backward)
+    body[a], body[b] = body[b], body[a]
+
+
+def freed_early(body: list[Any]) -> None:
+    n = place(body, Free)
+    body[n - 1], body[n] = body[n], body[n - 1]
+
+
+def without_first(names: Sequence[Any]) -> tuple[Any, ...]:
+    first = next(n for n, name in enumerate(names) if name is not None)
+    return (*names[:first], None, *names[first + 1 :])
+
+
+def before(value: Any) -> Any:
+    return value._replace(microbatch=value.microbatch - 1)
+
+
+WRONG: dict[str, Wrong] = {
+    "a part moves by another step": other(Forward, lambda i: {"at": tuple(2 * x for x in i.at)}, later=True),
+    "a message has another number": other(Recv, lambda i: {"message": i.message + 1}, later=True),
+    "a forward runs in other microbatches": other(Forward, lambda i: {"task": before(i.task)}, later=True),
+    "the peer is another device": other(Recv, lambda i: {"peer": i.peer + 1}),
+    "a group is smaller": other(Collective, lambda i: {"group": i.group[:1]}),
+    "a backward is of the microbatch before": other(Backward, lambda i: {"task": before(i.task)}),
+    "a gradient is in no sum": other(Backward, lambda i: {"sums": without_first(i.sums)}),
+    "the backward comes before the forward": bodies(exchanged),
+    "a value is freed before its last use": bodies(freed_early),
+    "a repetition more": lambda loop: replace(loop, count=loop.count + 1),
+    "a repetition less": lambda loop: replace(loop, count=loop.count - 1),
+    **{f"no {kind.__name__}": left_out(kind) for kind in (Forward, Backward, Send, Recv, Wait, Collective)},
+}
+
+
+def with_loop(code: Rolled, wrong: Wrong) -> Rolled:
+    """Return code with another longest loop."""
+    n = max(range(len(code.runs)), key=lambda n: isinstance(code.runs[n], Loop) * len(code.runs[n]))
+    loop = code.runs[n]
+    assert isinstance(loop, Loop)
+    return Rolled((*code.runs[:n], wrong(loop), *code.runs[n + 1 :]))
+
+
+@cache
+def with_collectives() -> Program:
+    return compiled(graph_of(MLP, "SGD"), "hybrid:dp=1,tp=2,pp=2,microbatches=32", 4).program
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_loops_are_refused(name: str) -> None:
+    program = with_collectives()
+    ranks = {device.rank for device in program.groups[0][1]}
+
+    def change(device: Device) -> Device:
+        if device.rank not in ranks:
+            return device
+        assert isinstance(device.instructions, Rolled)
+        return replace(device, instructions=with_loop(device.instructions, WRONG[name]))
+
+    with pytest.raises(ss.PlanError):
+        check_program(program.changed(change))
+
+
+# The certificate does not ask whether all values are freed.
+@pytest.mark.parametrize("name", ["no Free", "no Send", "a value is freed before its last use", "a repetition more"])
+def test_code_that_does_not_go_on_evenly_is_compiled_whole(
+    mlp: Graph, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rolled(*given: Any) -> Rolled:
+        return with_loop(roll(*given), WRONG.get(name, left_out(Free)))
+
+    monkeypatch.setattr(check_unrolled, "roll", rolled)
+    program = compiled(mlp, PLANS[0][0], 2).program
+    assert not loops(program)
+    check_program(program)
 
 
 @pytest.mark.parametrize("plan", ["pipeline_1f1b", "zbv", "chimera"])
