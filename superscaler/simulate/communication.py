@@ -185,7 +185,7 @@ class Communication:
         if end > self.agenda.now:
             self.agenda.push(end, self._end, meeting)
             return
-        self.ports.end(meeting.transfer)
+        self.ports.end(meeting.transfer, self.agenda.now)
         for post, _ in meeting.posts:
             post.left -= 1
             if not post.left:

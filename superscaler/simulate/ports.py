@@ -1,13 +1,14 @@
 """The ports of a cluster: transfers that use one at the same time share its bandwidth.
 
-A transfer keeps a port busy for its bytes over the bandwidth of the port. Two transfers on a port slow each other for
-as long as both have bytes left, as fair shares do. No transfer ends later than if all bytes before it went first.
+A transfer keeps a port busy for its bytes over the bandwidth of the port. Groups on a port have equal shares of it for
+as long as they have bytes left there; a group ends late by as much as on the port that delays it most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,11 @@ class Route:
     group_starts: Ints
     bytes: Mapping[str, float]
 
+    @cached_property
+    def counts(self) -> Ints:
+        """Return the number of groups that use each port."""
+        return np.diff(np.append(self.port_starts, len(self.users)))
+
     def of_ports(self, times: Floats) -> Floats:
         """Return the earliest time of the groups of each port."""
         return times if len(times) == 1 else np.minimum.reduceat(times[self.users], self.port_starts)
@@ -62,7 +68,8 @@ class Route:
 class Transfer:
     """A route that is taken once. Times are of its groups: all ends are there (`met`), bytes move, bytes are there.
 
-    `began` and `delays` are of its ports.
+    Of its ports: when it `began`; the seconds that each of its groups had `left` when the last transfer began there;
+    its `delays`.
     """
 
     route: Route
@@ -70,7 +77,14 @@ class Transfer:
     start: Floats = field(default_factory=lambda: np.zeros(1))
     end: Floats = field(default_factory=lambda: np.zeros(1))
     began: Floats = field(default_factory=lambda: np.zeros(1))
+    left: Floats | None = None
     delays: Floats | None = None
+
+    def shared(self) -> tuple[Floats, Floats]:
+        """Return the seconds left and the delays, once it shares ports."""
+        if self.left is None or self.delays is None:
+            self.left, self.delays = self.route.loads / self.route.counts, np.zeros(len(self.route.loads))
+        return self.left, self.delays
 
     def set_end(self) -> None:
         late = 0.0 if self.delays is None else self.route.of_groups(self.delays)
@@ -83,7 +97,8 @@ class Ports:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._number: dict[Port, int] = {}
-        self._busy = np.zeros(0)
+        # Until when each port is busy, and when a transfer began there last.
+        self._busy, self._last = np.zeros(0), np.zeros(0)
         self._routes: dict[Hashable, Route] = {}
         self._common: dict[tuple[int, int], tuple[Ints, Ints]] = {}
         self._active: dict[int, Transfer] = {}
@@ -99,7 +114,8 @@ class Ports:
         way = self.cluster.way(kind, groups.tolist(), size)
         for port in way.loads:
             self._number.setdefault(port, len(self._number))
-        self._busy = np.append(self._busy, np.zeros(len(self._number) - len(self._busy)))
+        more = np.zeros(len(self._number) - len(self._busy))
+        self._busy, self._last = np.append(self._busy, more), np.append(self._last, more)
         place = {port: n for n, port in enumerate(way.loads)}
         pairs = np.array([(place[port], g) for g, some in enumerate(way.ports) for port in some])
         by_port = pairs[np.argsort(pairs[:, 0], kind="stable")]
@@ -120,31 +136,48 @@ class Ports:
         busy, began = self._busy[route.ports], route.of_ports(transfer.start)
         transfer.began = began
         if (busy - began > EQUAL).any():
-            self._share(transfer, np.broadcast_to(began, busy.shape), busy)
-        self._busy[route.ports] = np.maximum(busy, began) + route.loads
+            self._share(transfer, np.broadcast_to(began, busy.shape))
+        self._busy[route.ports], self._last[route.ports] = np.maximum(busy, began) + route.loads, began
         transfer.set_end()
         self._active[id(transfer)] = transfer
 
-    def end(self, transfer: Transfer) -> None:
+    def end(self, transfer: Transfer, now: float) -> None:
+        """Forget a transfer. Those beside it have had a part of the ports until now."""
+        if transfer.delays is not None:
+            self._progress(transfer, np.full(len(transfer.delays), now))
+            self._last[transfer.route.ports] = now
         del self._active[id(transfer)]
 
-    def _share(self, transfer: Transfer, began: Floats, busy: Floats) -> None:
-        """Delay a transfer, and those that are under way on its ports, by the time for which each has the other beside
-        it.
-        """
-        loads, delays = transfer.route.loads, np.zeros(len(busy))
-        for other in self._active.values():
-            mine, theirs = self._ports_of_both(transfer.route, other.route)
-            if not len(mine):
-                continue
-            if other.delays is None:
-                other.delays = np.zeros(len(other.route.ports))
-            ends = (other.began + other.route.loads + other.delays)[theirs]
-            both = np.minimum(loads[mine], np.maximum(ends - began[mine], 0.0))
-            delays[mine] += both
-            other.delays[theirs] += both
+    def _share(self, transfer: Transfer, began: Floats) -> None:
+        """Share ports that are busy between a transfer and those that are under way on them."""
+        every = np.arange(len(began))
+        users, left, counts = self._progress(transfer, began)
+        users = [(transfer, every, every), *users]
+        left, counts = np.vstack([transfer.shared()[0][None], left]), np.vstack([transfer.route.counts[None], counts])
+        # With equal shares, a group has waited in the end for as much of each other one as it has left itself.
+        ends = began + (counts[None] * np.minimum(left[:, None], left[None])).sum(axis=1)
+        for row, end, (other, mine, theirs) in zip(left, ends, users, strict=True):
+            _, delays = other.shared()
+            late = end[mine] - (other.began + other.route.loads)[theirs]
+            delays[theirs] = np.where(row[mine] > EQUAL, late, delays[theirs])
             other.set_end()
-        transfer.delays = np.minimum(delays, np.maximum(busy - began, 0.0))
+
+    def _progress(self, transfer: Transfer, now: Floats) -> tuple[list[tuple[Transfer, Ints, Ints]], Floats, Floats]:
+        """Bring all that is under way on the ports of a transfer to a time. Return it with the places of its ports
+        among those, what its groups have left there, and their number.
+        """
+        pairs = ((other, *self._ports_of_both(transfer.route, other.route)) for other in self._active.values())
+        users = [(other, mine, theirs) for other, mine, theirs in pairs if len(mine)]
+        left, counts = np.zeros((2, len(users), len(now)))
+        last = self._last[transfer.route.ports]
+        for row, count, (other, mine, theirs) in zip(left, counts, users, strict=True):
+            own, delays = other.shared()
+            is_there = (other.began + other.route.loads + delays)[theirs] > last[mine] + EQUAL
+            row[mine], count[mine] = own[theirs] * is_there, other.route.counts[theirs]
+        left = _after(left, counts, now - last)
+        for row, (other, mine, theirs) in zip(left, users, strict=True):
+            other.shared()[0][theirs] = row[mine]
+        return users, left, counts
 
     def _ports_of_both(self, one: Route, other: Route) -> tuple[Ints, Ints]:
         key = id(one), id(other)
@@ -152,3 +185,14 @@ class Ports:
             _, mine, theirs = np.intersect1d(one.ports, other.ports, return_indices=True)
             self._common[key] = mine, theirs
         return self._common[key]
+
+
+def _after(left: Floats, counts: Floats, seconds: Floats) -> Floats:
+    """Return the seconds that groups of transfers [transfers, ports] have left later, with equal shares."""
+    order = np.argsort(left, axis=0)
+    users = np.take_along_axis(counts, order, axis=0)[::-1].cumsum(axis=0)[::-1]
+    done, rest = np.zeros(left.shape[1]), np.maximum(seconds, 0.0)
+    for least, of in zip(np.take_along_axis(left, order, axis=0), users, strict=True):
+        step = np.minimum((least - done) * of, rest)
+        done, rest = done + step / np.maximum(of, 1), rest - step
+    return np.maximum(left - done, 0.0)

@@ -98,6 +98,33 @@ def test_a_message_beside_a_large_collective_takes_twice_its_time() -> None:
     assert found.seconds == 104
 
 
+def fluid(jobs: list[tuple[int, int]]) -> list[float]:
+    """Return the ends of jobs (start, seconds alone) that have equal shares of one link, step by step."""
+    now, left, ends = 0.0, dict[int, float](), dict[int, float]()
+    while len(ends) < len(jobs):
+        left |= {n: seconds for n, (start, seconds) in enumerate(jobs) if start == now}
+        starts = [float(start) for start, _ in jobs if start > now]
+        least = min(left, key=left.__getitem__, default=-1)
+        then = min([*starts, *([now + left[least] * len(left)] if left else [])])
+        left = {n: seconds - (then - now) / len(left) for n, seconds in left.items()}
+        ends |= {n: then for n, seconds in left.items() if seconds < 1e-9}
+        left = {n: seconds for n, seconds in left.items() if n not in ends}
+        now = then
+    return [ends[n] for n in range(len(jobs))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4, 9])), min_size=1, max_size=6))
+def test_messages_on_one_nic_have_equal_shares(jobs: list[tuple[int, int]]) -> None:
+    """Each device of a server sends to one of another server, so many bytes at some time."""
+    k = len(jobs)
+    codes = [[run(float(start)), sent(k + n, 0, size)] for n, (start, size) in enumerate(jobs)]
+    codes += [[received("m", n, 0, size), wait("m")] for n, (_, size) in enumerate(jobs)]
+    found = timed(cluster(2, k), *codes)
+    ends = {d: lane.end[-1, row] for lane in found.lanes for row, d in enumerate(lane.devices.tolist())}
+    assert [ends[k + n] for n in range(k)] == pytest.approx(fluid(jobs))
+
+
 def test_a_message_comes_when_both_ends_are_there_and_its_sender_goes_on() -> None:
     found = timed(TWO, [run(2.0), sent(1, 0, 3), run(1.0)], [run(4.0), received("m", 0, 0, 3), wait("m")])
     assert found.seconds == 4 + 3
