@@ -214,6 +214,8 @@ class Graph:
         self.hosted: set[str] = set()
         # Whether gradients of weights are sent while others are computed.
         self.overlaps = True
+        # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
+        self.gathers_each = True
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
@@ -222,7 +224,7 @@ class Graph:
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
         twin.orders, twin.journal = list(self.orders), list(self.journal)
         twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
-        twin.pieces, twin.overlaps = dict(self.pieces), self.overlaps
+        twin.pieces, twin.overlaps, twin.gathers_each = dict(self.pieces), self.overlaps, self.gathers_each
         return twin
 
     @property
@@ -298,6 +300,13 @@ class Graph:
         """Send the gradients of weights once the backward of a device has ended, not while others are computed."""
         self.overlaps = False
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
+
+    def gather_once(self) -> None:
+        """Gather weights once for all microbatches: for the forward, and again for the backward where ops are
+        recomputed or regathered. For orders with all microbatches of an op after each other.
+        """
+        self.gathers_each = False
+        self.journal.append(Entry("gather_once", "", "", caller()))
 
     @checked
     def send_in_pieces(self, update: Op | str, count: int) -> None:

@@ -38,5 +38,7 @@ def pipeline(
     microbatches = count_microbatches(graph, n, microbatches) if schedule in RULES else microbatches
     options = {"microbatches": microbatches, "chunks": chunks, "slices": slices}
     table, slices = table_of(schedule, n, {k: v for k, v in options.items() if v is not None})
+    if schedule == "breadth_first":
+        graph.gather_once()
     parts = balanced(graph, 1 + max(work.stage for row in table for work in row), blocks)
     place_table(graph, axis, compute_again(graph, table, parts, recompute), parts, slices)

@@ -124,12 +124,14 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
         is_free = tensor in unread
         is_late = tensor in edges.homes or edges.makers[tensor][0][0].is_copy
-        for readers, microbatch in _by_region(reads.get(tensor, []), is_late, tensor in edges.homes):
+        each = tensor in edges.homes and edges.graph.gathers_each
+        for readers, microbatch in _by_region(reads.get(tensor, []), is_late, each):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, [made], taken, joins, is_free=is_free) if taken else []
             taken = []
         for read in (read for read in reads.get(tensor, []) if read[1] in read[0].regathered):
-            for at in sorted({key[1] for key in read[0].keys}):
+            is_once = tensor in edges.homes and not each
+            for at in [None] if is_once else sorted({key[1] for key in read[0].keys}):
                 found += _move(edges, tensor, FORWARD, [made], [_alias(edges, *read, at, REGATHER)], joins)
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
@@ -143,14 +145,14 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
     return found
 
 
-def _by_region(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
-    """Return groups of readers of a resident weight or a copy: one per recomputed region, and for regathered weights
-    one per microbatch, because each gathers the weight once more.
+def _by_region(readers: Reads, is_late: bool, each: bool) -> list[tuple[Reads, int | None]]:
+    """Return groups of readers of a resident weight or a copy: one per recomputed region, and with `each` for
+    regathered weights one per microbatch, because each gathers the weight once more.
     """
     found: dict[str, Reads] = {}
     for read in readers:
         found.setdefault(read[0].region if is_late else "", []).append(read)
-    is_regather = is_at_rest and (any(found) or any(number in segment.regathered for segment, number, _ in readers))
+    is_regather = each and (any(found) or any(number in segment.regathered for segment, number, _ in readers))
     microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if is_regather else [None]
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 

@@ -23,6 +23,7 @@ import pytest
 import superscaler as ss
 from superscaler.ir.program import Collective, Program, Send, links
 from tests.graphs import graph_of
+from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
 from tests.ran import equal
 
@@ -157,3 +158,17 @@ def test_a_parameter_server_gets_one_sum_and_sends_each_worker_the_weights(devic
     psi = sum(prod(tensor.shape) for tensor in ran.graph.model.parameters())
     # What is left are counts of labels and the parts of the loss.
     assert 0 <= ran.program.bytes_moved // 8 - 2 * (devices - 1) * psi < 10
+
+
+@pytest.mark.parametrize(("options", "gathers"), [("breadth_first:2", 2), ("interleaved:2", 2 * 4)])
+def test_a_breadth_first_pipeline_gathers_the_weights_of_a_chunk_once(options: str, gathers: int) -> None:
+    """For the forward of all microbatches, and once more for the backward; other orders for each microbatch."""
+    ran = equal(graph_of(f"{GPT},layers=4", "SGD"), f"zero:2,stage=3 x {options},microbatches=4,chunks=2", 4)
+    inside, found = sum(prod(t.shape) for t in ran.graph.model.parameters() if ".h." in t.name), Counter[str]()
+    for i in (i for device in ran.program.devices for i in device.instructions if isinstance(i, Collective)):
+        for note, way in zip(i.notes, i.ways, strict=True):
+            if ".h." in note.tensor and ran.graph.model.tensors[note.tensor].kind == "parameter":
+                found[i.kind] += prod(way.view) * links(i.kind, len(i.group)) // len(i.group)
+    assert found == {"all_gather": gathers * inside, "reduce_scatter": inside}
+    # Those of a block, and of the next one, which are on their way.
+    assert blocks_at_once(ran.program) == 2
