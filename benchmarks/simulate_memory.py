@@ -26,7 +26,7 @@ from tests.simulate.counted import counted
 from tests.simulate.test_memory import PLANS
 
 MODELS = ("gpt2:size=tiny,layers=4,seq=128", "llama:size=tiny,layers=4,seq=128", "mixtral:size=tiny,seq=64")
-MORE = [("expert_parallel", 2), ("ring_attention", 2), ("seq1f1b", 2), ("terapipe", 2), ("fsdp", 2)]
+MORE = [("expert_parallel", 2), ("seq1f1b", 2), ("fsdp", 2)]
 
 
 def captured(spec: str) -> ss.Graph:

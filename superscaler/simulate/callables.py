@@ -8,6 +8,7 @@ from functools import wraps
 from torch import Tensor
 
 from superscaler.emit.segments import draws_of, emit_segments
+from superscaler.ir.mask import Box
 from superscaler.ir.model import Model, Op, once, without_twins
 from superscaler.ir.program import Function, Program
 from superscaler.ops.table import RANDOM, parts_of
@@ -29,14 +30,14 @@ def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Call
             return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
 
         pairs = zip(function.ops, function.boxes, strict=True)
-        parts = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]
-        extra = [random] * bool(draws) + [parts] * bool(parts)
+        own = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]
+        extra = [random] * bool(draws)
         run = getattr(code, name)
 
-        # With its name, and the gradients that it needs.
+        # With its name, and the gradients that it needs. `parts`: of another place than the first.
         @wraps(run)
-        def called(*inputs: Tensor) -> tuple[Tensor, ...]:
-            made: tuple[Tensor, ...] = run(*inputs, *extra)
+        def called(*inputs: Tensor, parts: tuple[Box, ...] = tuple(own)) -> tuple[Tensor, ...]:
+            made: tuple[Tensor, ...] = run(*inputs, *extra, *([parts] if parts else []))
             return made
 
         return called

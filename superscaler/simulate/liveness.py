@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -50,6 +51,14 @@ class _Tape:
     held: dict[int, Storage]
     others: Storage
 
+    def own(self, ended: Mapping[int, int]) -> dict[int, int]:
+        """Return the bytes that nothing else holds, each storage under the last of its numbers that is let go."""
+        numbers: dict[int, list[int]] = {}
+        for n, storage in self.held.items():
+            numbers.setdefault(id(storage), []).append(n)
+        found = {max(some, key=lambda n: ended.get(n, math.inf)): some for some in numbers.values()}
+        return {n: self.held[n].bytes for n, some in found.items() if self.held[n].holders == len(some)}
+
 
 class Liveness(Storages):
     """The storages of a device, instruction by instruction.
@@ -77,6 +86,8 @@ class Liveness(Storages):
         self.sizes: dict[Value, int] = {}
         # The bytes of the gradient that the optimizer takes for each weight.
         self.wanted: dict[Value, int] = {}
+        # Names that are not contiguous, so that they are copied to be sent.
+        self.strided: set[Value] = set()
         self.handles: dict[Value, _Handle] = {}
         self.tapes: dict[Task, _Tape] = {}
         self.outputs: dict[str, list[Storage]] = {}
@@ -135,6 +146,7 @@ class Liveness(Storages):
         known = {n: self.names[name] for n, name in enumerate(i.inputs) if name in self.names}
         on_host = any(s.is_on_host for s in known.values())
         self.reach(0 if on_host else segment.forward.peak)
+        self.strided |= {name for name, strides in zip(i.outputs, segment.strides, strict=True) if strides}
         for name, number, size in zip(i.outputs, segment.results, segment.bytes, strict=True):
             known.setdefault(number, Storage(segment.sizes[number], self.category(name), name, on_host))
             self.sizes[name] = size
@@ -154,7 +166,7 @@ class Liveness(Storages):
         segment, known, half = tape.segment, tape.known, int(i.half == "weight")
         given = zip(i.gradients, segment.given, strict=False)
         known |= {n: self.names[name] for name, n in given if name is not None and name in self.names}
-        own = {n: s.bytes for n, s in tape.held.items() if s.holders == 1}
+        own = tape.own(segment.backward[half].ended)
         self.reach(segment.backward[half].peak_of(own))
         if i.half == "input":
             gradients = segment.gradients[half]
@@ -215,7 +227,7 @@ class Liveness(Storages):
 
     def collective(self, i: p.Collective) -> None:
         found = buffers(i, i.group.index(self.rank))
-        sources = [self.names[s] for s in i.sources if s is not None and s in self.names]
+        sources = [self._source(s) for s in i.sources if s is not None and s in self.names]
         shared = [Storage(found.shared, COMMUNICATION, i.works[0])] * bool(found.shared)
         shared += sources if found.sources else []
         last = [Storage(found.last, COMMUNICATION, i.works[0])] * bool(found.last)
@@ -243,7 +255,13 @@ class Liveness(Storages):
         self.sent = [x for x in self.sent if x[0] == batch] + [(batch, self.hold(s)) for s in sources]
 
     def send(self, i: p.Send) -> None:
-        self._sends(i.point, [self.names[i.source]] if i.source in self.names else [])
+        self._sends(i.point, [self._source(i.source)] if i.source in self.names else [])
+        self.reach(0)
+
+    def _source(self, name: Value) -> Storage:
+        """Return what is sent of a name: its storage, or a copy of it."""
+        size = block(self.sizes[name])
+        return Storage(size, COMMUNICATION, name) if name in self.strided else self.names[name]
 
     def recv(self, i: p.Recv) -> None:
         size = prod(i.shape) * width(i.dtype)

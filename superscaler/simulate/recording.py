@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
@@ -64,13 +65,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.float32,
         )
         with FakeTensorMode(allow_non_fake_inputs=True):
-            inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas]
+            strides, placed = dict(call.strides), partial(run, parts=call.parts) if call.parts else run
+            placed.__dict__.update(run.__dict__)
+            inputs = [_empty(shape, strides.get(n), dtype) for n, (shape, dtype) in enumerate(metas)]
             # Their numbers are their places.
             list(map(self._number, inputs))
             with self:
-                outputs = rank.forward(_TASK, run, inputs, call.tape)
+                outputs = rank.forward(_TASK, placed, inputs, call.tape)
             forward = self._work(0, 0, 0)
             results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
+            layouts = tuple(() if x.is_contiguous() else x.stride() for x in outputs)
             saved = run.__dict__.get("saved")
             ends = outputs if saved is None else [outputs[k] for k in saved]
             is_given = call.given or (True,) * len(ends)
@@ -97,6 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self.sizes),
             results,
             sizes,
+            layouts,
             tuple(numbers),
             tuple(gradients),
             elements,
@@ -179,6 +184,11 @@ def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
     written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write and a.name != "grads")
     results = _tensors(made) or _tensors([given.get(n) for n in written])
     return Kernel(name, _metas(_tensors((args, kwargs))), _metas(results), causal)
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    return torch.empty(shape, dtype=kind) if strides is None else torch.empty_strided(shape, strides, dtype=kind)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

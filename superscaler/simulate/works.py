@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from superscaler.ir.mask import Box
+
 # The shape and the dtype of a tensor.
 Meta = tuple[tuple[int, ...], str]
 # The unit of torch's CUDA allocator: c10/cuda/CUDACachingAllocator.h, kMinBlockSize.
@@ -89,7 +91,7 @@ class Segment:
     backward   no work without a tape, one, or two where the backward is split
     tapes      after the forward, and between two halves
     sizes      the bytes of each storage with a number
-    results    the number of the storage of each result; `bytes`: of its elements
+    results    the number of the storage of each result; `bytes`: of its elements; `strides`: () if it is contiguous
     given      the number of the storage of each given gradient
     gradients  for each work of the backward, the storage of each gradient that it makes, by the number of the alias
     elements   the bytes of the elements of these gradients, by the number of the alias
@@ -101,6 +103,7 @@ class Segment:
     sizes: tuple[int, ...]
     results: tuple[int, ...]
     bytes: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
     given: tuple[int, ...]
     gradients: tuple[Mapping[int, int], ...]
     elements: Mapping[int, int]
@@ -115,3 +118,5 @@ class Call:
     tape: bool
     given: tuple[bool, ...] = ()
     first: tuple[int, ...] = ()
+    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    parts: tuple[Box, ...] = ()

@@ -25,6 +25,8 @@ PLANS = [
     ("sequence_parallel", 2),
     ("sequence_parallel:regather=true", 2),
     ("ulysses", 2),
+    ("ring_attention", 2),
+    ("terapipe", 2),
     ("gpipe", 2),
     ("pipeline_1f1b", 4),
     ("pipeline_1f1b:recompute=early", 2),
