@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -244,3 +246,16 @@ def test_memory_for_large_results_comes_from_the_system() -> None:
 def test_an_unknown_device_names_the_measurement() -> None:
     with pytest.raises(InputError, match="local devices; measure them with superscaler doctor --measure --out"):
         seconds(elementwise(8), DeviceKind("local", 1, {}))
+
+
+def test_the_page_has_the_speeds_of_the_presets() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
+    for name, kind in PRESETS.items():
+        speeds, row = kind.speeds, re.search(rf"^\| `{name}` \| (.*) \|$", page, re.MULTILINE)
+        assert speeds is not None
+        assert row is not None
+        pairs = (speeds.products["float16"], *(speeds.attention[d].rates[128] for d in ("forward", "backward")))
+        (products, forward, backward), memory = ([x / 1e12 for x in pair] for pair in pairs), speeds.memory
+        wanted = [speeds.units, *products, *(x / 1e9 for x in memory), *forward, *backward]
+        found = [float(x) for cell in row[1].split(" | ")[:5] for x in cell.split(" to ")]
+        assert found == pytest.approx(wanted)
