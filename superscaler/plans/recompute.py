@@ -20,12 +20,16 @@ from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 @along_axis(recomputes=True)
 def recompute(graph: Graph, n: int, axis: str, what: str = "block", levels: int = 1, microbatches: int = 1) -> None:
-    regions = {"block": _blocks, "full": _full, "attention": _attention}
+    regions = {
+        "block": lambda: [list(layer.ops) for layer in layers(graph)],
+        "full": lambda: [ops for _, ops in stretches(graph)],
+        "attention": lambda: _attention(graph),
+    }
     if what not in regions:
         raise InputError(f"recompute:what={what}: choose {', '.join(regions)}.")
     if levels < 1 or (levels > 1 and what == "attention"):
         raise InputError(f"recompute:levels={levels}: give 1 or more, and 1 for attention, whose inputs are kept.")
-    found = [ops for ops in regions[what](graph) if any(op.has_mirror or op.region for op in ops)]
+    found = [ops for ops in regions[what]() if any(op.has_mirror or op.region for op in ops)]
     if not found:
         raise InputError(f"recompute:what={what}: the model has nothing of this kind to compute again.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
@@ -42,14 +46,6 @@ def _runs(count: int, levels: int) -> list[tuple[int, int]]:
     size = ceil(round(count ** (1 / levels), 6))
     sizes = [size**level for level in reversed(range(levels))]
     return list(dict.fromkeys((k, min(k + some, count)) for some in sizes for k in range(0, count, some)))
-
-
-def _blocks(graph: Graph) -> list[list[Op]]:
-    return [list(layer.ops) for layer in layers(graph)]
-
-
-def _full(graph: Graph) -> list[list[Op]]:
-    return [ops for _, ops in stretches(graph)]
 
 
 def _attention(graph: Graph) -> list[list[Op]]:
