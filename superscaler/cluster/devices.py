@@ -38,6 +38,7 @@ class Speeds:
     floor      the seconds of the shortest kernel
     issue      the seconds in which the host starts a kernel, while the device runs others; 0: the host is the device
     fresh      bytes per second at which the system gives memory for a large tensor; 0: there is a pool
+    slowdown   how many times longer a kernel takes while communication runs beside it
     """
 
     units: int
@@ -48,6 +49,7 @@ class Speeds:
     floor: float = 2e-6
     issue: float = 0.0
     fresh: float = 0.0
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,9 @@ def _half(large: Pair, plain: Pair) -> dict[str, Pair]:
 # The seconds in which eager torch starts a kernel: 5 to 10 us with autograd on a server CPU (an estimate; the null
 # kernel alone takes 2 to 3 us on the host and as much on the device: NVIDIA's developer blog on CUDA graphs, 2019).
 _ISSUE, _FLOOR = 7e-6, 2.0e-6
+# Kernels beside those of NCCL take 18.9 % longer on average, 40 % at most, on A100, H100 and others (Lee et al. 2025,
+# Characterizing Compute-Communication Overlap, arXiv 2507.03114).
+_BESIDE = 1.19
 # FlashAttention-3 (Shah et al. 2024), figures 5 and 6, H100 SXM, 16,384 keys: FlashAttention-2 and cuDNN. Torch takes
 # cuDNN from 9.15.1 on (sdp_utils.cpp, check_prefer_cudnn_attention), FlashAttention-2 before. The ramps and the causal
 # factor are read off the same figures from 512 keys on.
@@ -110,6 +115,7 @@ _H100 = Speeds(
     operators=_classes(_H100_MEMORY),
     floor=_FLOOR,
     issue=_ISSUE,
+    slowdown=_BESIDE,
 )
 SPEEDS: Mapping[str, Speeds] = {
     # cuBLAS reaches 101 of the 112 Tflop/s of a V100 PCIe at 8192 (forums.developer.nvidia.com 79781): 90 %, which are
@@ -126,6 +132,7 @@ SPEEDS: Mapping[str, Speeds] = {
         operators=_classes((750e9, 830e9)),
         floor=_FLOOR,
         issue=_ISSUE,
+        slowdown=_BESIDE,
     ),
     # MAMF 268; 250 at the power limit (an estimate). Memory: 85 to 90 % (an estimate). FlashAttention-2 (Dao 2023): up
     # to 73 % of the peak forward, 63 % backward; the rates of 64 channels are an estimate.
@@ -140,6 +147,7 @@ SPEEDS: Mapping[str, Speeds] = {
         operators=_classes((1730e9, 1840e9)),
         floor=_FLOOR,
         issue=_ISSUE,
+        slowdown=_BESIDE,
     ),
     "h100": _H100,
     "h200": replace(
@@ -162,6 +170,7 @@ SPEEDS: Mapping[str, Speeds] = {
         operators=_classes((6000e9, 7000e9)),
         floor=_FLOOR,
         issue=_ISSUE,
+        slowdown=_BESIDE,
     ),
 }
 

@@ -94,6 +94,7 @@ class SpeedsFile(_Checked):
     floor: _Seconds | None = None
     issue: _Seconds | None = None
     fresh: _Seconds | None = None
+    slowdown: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] | None = None
 
     def joined(self, known: Speeds | None, where: str) -> Speeds:
         """Return the known speeds with those of the file in their place."""

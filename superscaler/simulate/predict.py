@@ -45,7 +45,7 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> 
             "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
         )
     work = _Work(Works(program), kind)
-    table = clock(program, cluster, work.seconds, launch=kind.speeds.issue)
+    table = clock(program, cluster, work.seconds, launch=kind.speeds.issue, slowdown=kind.speeds.slowdown)
     flops = model_flops(program.model)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
     total, rate = sum(flops.values()), sum(kind.speeds.products[dtype]) / 2
