@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import superscaler as ss
+from superscaler.ir.program import Update
+from superscaler.models import build
 from superscaler.simulate.memory import memories
 from superscaler.simulate.storages import CATEGORIES
 from tests.graphs import graph_of
 from tests.simulate.counted import counted
+from tests.sweeps import slow
 
 # Activations dominate.
 GPT2, LLAMA = "gpt2:size=tiny,layers=4,seq=128", "llama:size=tiny,layers=4,seq=128"
 MIXTRAL, SWIN = "mixtral:size=tiny,seq=64", "swin:size=tiny"
-SLOW = pytest.mark.slow
 PLANS = [
     ("single", 1),
     ("recompute", 1),
@@ -52,7 +55,7 @@ SWEEP = [(model, plan, n) for model in (GPT2, LLAMA) for plan, n in PLANS if (mo
 SWEEP += [(SWIN, "single", 1), (MIXTRAL, "zero:stage=3", 2)]
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), [*FAST, *(pytest.param(*row, marks=SLOW) for row in SWEEP)])
+@pytest.mark.parametrize(("model", "plan", "devices"), [*FAST, *slow(*SWEEP)])
 def test_the_peak_is_that_of_the_emitted_code(model: str, plan: str, devices: int) -> None:
     compiled = ss.compile(graph_of(model), plan, f"local:{devices}")
     for found in memories(compiled.compiled.program):
@@ -71,3 +74,34 @@ def test_microbatches_one_after_the_other_keep_the_activations_of_one() -> None:
         for plan in ("single", "gradient_accumulation:microbatches=4")
     )
     assert four.parts["activations"] < 0.26 * whole.parts["activations"]
+
+
+@pytest.mark.parametrize("precision", ["copies", *slow("autocast")])
+@pytest.mark.parametrize("plan", ["zero:stage=2,microbatches=2", *slow("single", "tensor_parallel", "pipeline_1f1b")])
+def test_halves_count_with_their_casts_and_copies(plan: str, precision: str) -> None:
+    built = build("gpt2:size=tiny,layers=4,seq=8")
+    optimizer = torch.optim.AdamW(built.module.parameters())
+    given = {"autocast": "bf16"} if precision == "autocast" else {"precision": "bf16"}
+    graph = ss.capture(built.module, built.args, built.kwargs, optimizer, check=False, **given)
+    compiled = ss.compile(graph, plan, f"local:{1 if plan == 'single' else 2}")
+    for found in memories(compiled.compiled.program):
+        assert found.peak == pytest.approx(counted(compiled, found.rank), rel=0.01)
+
+
+def test_scaled_gradients_are_a_copy_of_all() -> None:
+    compiled = ss.compile(graph_of("mlp"), "single", "local:1")
+    (plain,), (clipped,) = (memories(compiled.compiled.program, clips=clips) for clips in (False, True))
+    code = compiled.compiled.program.devices[0].instructions
+    assert isinstance(code[clipped.at], Update)
+    assert clipped.peak > plain.peak
+    assert clipped.peak == pytest.approx(counted(compiled, 0, clip=1e-6), rel=0.02)
+
+
+def test_the_largest_tensors_have_the_module_that_made_them_and_their_microbatch() -> None:
+    compiled = ss.compile(graph_of(GPT2), "gpipe", "local:2")
+    found = memories(compiled.compiled.program, largest=40)[0]
+    kept = [held for held in found.largest if held.microbatch >= 0]
+    assert {held.microbatch for held in kept} == set(range(4))
+    assert {"gelu"} <= {held.name for held in found.largest} or {"mul"} <= {held.name for held in found.largest}
+    assert all(held.made_by for held in found.largest)
+    assert [held.bytes for held in found.largest] == sorted((h.bytes for h in found.largest), reverse=True)
