@@ -1,16 +1,20 @@
 """The interlaced pipeline (the paper's algorithm 2): for models whose embedding and head are heavy, as mBART.
 
 All devices have a slice of the vocabulary: they look up, and compute scores and loss, together, between the work of the
-other layers, which are a pipeline. `recompute` (early, late) computes blocks again, as in a pipeline.
+other layers, which are a pipeline. What is not cut belongs to its stages: rows that were looked up are summed on the
+first one's device, and the gradient of the head's input on the last one's. `recompute` (early, late) computes blocks
+again, as in a pipeline.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import decompose_losses, stages, tensor_splits
-from superscaler.verbs import Graph, InputError, op_trans
+from superscaler.verbs import Graph, InputError, Op, op_trans
 
 
 @along_axis(batches=True)
@@ -25,8 +29,34 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None,
     if all(op.from_data for op in ops[:first]) or all(op.from_data for op in ops[last:]):
         raise InputError("interlaced needs an embedding, repeated blocks and a head; choose pipeline_1f1b.")
     table = schedules.interlaced(n, microbatches)
-    parts = [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]]
+    middle = stages(graph, n, ops=ops[first:last])
+    before, after = _read_by(graph, ops[:first], middle[0], splits), _made_by(ops[last:], middle[-1], splits)
+    middle[0], middle[-1] = [*before, *middle[0]], [*middle[-1], *after]
+    shared = [[op for op in some if op not in (*before, *after)] for some in (ops[:first], ops[last:])]
+    parts = [shared[0], *middle, shared[1]]
     place_table(graph, axis, compute_again(graph, table, parts, recompute), parts)
     for op in (*ops[:first], *ops[last:]):
         for split in splits.get(op.name, ()):
             op_trans(graph, [op], split)
+
+
+def _read_by(graph: Graph, ops: Sequence[Op], stage: Sequence[Op], splits: Collection[str]) -> list[Op]:
+    """Return, beside cut ops, those that are not cut and that only a stage reads: it alone needs the sum of looked up
+    rows.
+    """
+    inside = {op.name for op in stage}
+    for op in reversed(ops) if any(op.name in splits for op in ops) else ():
+        readers = {reader.name for o in op.outputs for reader, _ in graph.model.uses[o.tensor]}
+        if readers and readers <= inside and op.name not in splits and not op.from_data:
+            inside.add(op.name)
+    return [op for op in ops if op.name in inside]
+
+
+def _made_by(ops: Sequence[Op], stage: Sequence[Op], splits: Collection[str]) -> list[Op]:
+    """Return, beside cut ops, those that are not cut and that read what a stage makes: it alone needs the gradient."""
+    made, found = {o.tensor for op in stage for o in op.outputs}, list[Op]()
+    for op in ops if any(op.name in splits for op in ops) else ():
+        if op.name not in splits and any(o.tensor in made for o in op.inputs):
+            found.append(op)
+            made.update(o.tensor for o in op.outputs)
+    return found

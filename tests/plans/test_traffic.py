@@ -172,3 +172,12 @@ def test_a_breadth_first_pipeline_gathers_the_weights_of_a_chunk_once(options: s
     assert found == {"all_gather": gathers * inside, "reduce_scatter": inside}
     # Those of a block, and of the next one, which are on their way.
     assert blocks_at_once(ran.program) == 2
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_them(devices: int) -> None:
+    """Of tokens of h channels, over P - 1 devices: rows to the first stage, their gradient back, the head's input to
+    all, its gradient back, and twice what stages hand on. The loss takes three numbers a token, in all_reduces.
+    """
+    found = moved(program(f"{GPT},layers=4", 4, f"interlaced:{devices},microbatches=4", devices))
+    assert sum(found.values()) == (devices - 1) * BATCH * TOKENS * (6 * HIDDEN + 6)
