@@ -14,7 +14,7 @@ from superscaler.artifact import initial_values, reuse, write
 from superscaler.certify.certificate import CHECKS
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
-from superscaler.errors import InputError
+from superscaler.errors import InputError, brief
 from superscaler.frontend.agreement import SKIPPED
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.graph import Graph
@@ -23,7 +23,7 @@ from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
-from superscaler.simulate.predict import predict
+from superscaler.simulate.predict import memory_line, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
@@ -93,6 +93,14 @@ class Plan:
         """
         return predict(self.compiled.program, self.compiled.cluster, capacity)
 
+    def memory(self) -> str:
+        """Return in one line the memory that the plan is predicted to need, and whether the cluster has it."""
+        try:
+            return memory_line(self.compiled.program, self.compiled.cluster)
+        except Exception as error:
+            # An operator of a user may not run on tensors without data. The plan holds all the same.
+            return f"memory: not predicted ({brief(error)})"
+
     def explain(self) -> str:
         """Return the plan in words: splits, weights and communication of each block; the order; the totals."""
         return explain.words(self._account)
@@ -134,7 +142,7 @@ def compile_to(
     plan = Plan(finish(planned, cluster, phases))
     plan.validate()
     is_new = directory is None or write(plan.compiled, directory, values, seed)
-    return plan.summary(), plan.counts, plan.seconds, is_new
+    return f"{plan.summary()}\n{plan.memory()}", plan.counts, plan.seconds, is_new
 
 
 def capture(

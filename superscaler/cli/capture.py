@@ -6,7 +6,7 @@ from typing import Any
 from superscaler.cli.common import ModelRequest, Printer, command, table
 from superscaler.errors import some
 from superscaler.report.model import collapse, describe, group
-from superscaler.report.words import scaled
+from superscaler.specs.sizes import scaled
 
 # Places and factors that a cell of the tables names; --json has all.
 _PLACES = 4

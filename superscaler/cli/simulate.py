@@ -43,8 +43,8 @@ def simulate(
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
-    A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; of
-    several, when none does.
+    A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
+    --compare, when none does.
     """
     capacity = read_bytes("--memory", memory) if memory else None
     if os.path.isdir(request.model) and not request.plan:
@@ -52,7 +52,9 @@ def simulate(
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
         from superscaler.verify.plan_dir import simulate_directory
 
-        return _show(printer, {request.model: simulate_directory(Path(request.model), capacity)})
+        only = simulate_directory(Path(request.model), capacity)
+        _show(printer, {request.model: only})
+        return only.fits
     request.check_plan()
     _, cluster = request.read()
     shapes = replace(request, model=_without_memory(request.model), precision=_precision(request, cluster))
@@ -63,7 +65,8 @@ def simulate(
         others = dict(_tried(graph, neighbours(request.plan), cluster, capacity, found))
         best = sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]
         found |= {spec: others[spec] for spec in best}
-    return _show(printer, found)
+    _show(printer, found)
+    return any(found[spec].fits for spec in specs)
 
 
 def _without_memory(model: str) -> str:
@@ -104,8 +107,8 @@ def _rank(p: Prediction) -> tuple[bool, float]:
     return not p.fits, p.step_seconds if p.fits else p.fullest.peak_bytes
 
 
-def _show(printer: Printer, found: Mapping[str, Prediction]) -> bool:
-    """Print the first prediction, and all in a table, the best first; return whether any plan fits."""
+def _show(printer: Printer, found: Mapping[str, Prediction]) -> None:
+    """Print the first prediction, and all in a table, the best first."""
     from superscaler.simulate.prediction import COLUMNS, PLANS, device_rows, plan_row, words
 
     first, *others = found.values()
@@ -117,4 +120,3 @@ def _show(printer: Printer, found: Mapping[str, Prediction]) -> bool:
         best = sorted(found, key=lambda spec: _rank(found[spec]))
         printer.show(table(PLANS, (plan_row(spec, found[spec]) for spec in best), right=PLANS[1:-1]))
         printer.result = {**printer.result, "plans": {spec: found[spec].as_json() for spec in best}}
-    return any(p.fits for p in found.values())

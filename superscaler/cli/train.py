@@ -63,6 +63,7 @@ def train(
     if not compiled.trains:
         why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
         raise InputError(f"{request.model} {why}, so there is nothing to train; compile it, and call its step.")
+    printer.show(compiled.memory())
     # The directory of --out, or one that is removed afterwards.
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)

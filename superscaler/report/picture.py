@@ -11,8 +11,8 @@ import numpy as np
 
 from superscaler.errors import InputError, some
 from superscaler.ir.layout import Layout
-from superscaler.report.words import duration, size
 from superscaler.specs.file_errors import writing
+from superscaler.specs.sizes import duration, size
 
 # Lengths, in pixels.
 CELL, GAP, ARROW, MARGIN, LINE = 28, 6, 150, 20, 16

@@ -10,6 +10,7 @@ from typing import Any
 from superscaler.errors import some
 from superscaler.report.model import group
 from superscaler.report.schema import Account, Axis, Block, Sent, Split, Weights, adapter
+from superscaler.specs.sizes import duration, size
 from superscaler.store.plan import EXPLAIN_FILE, read_plan
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
@@ -56,29 +57,6 @@ def heading(names: Sequence[str]) -> str:
 def _follows(before: str, name: str) -> bool:
     a, b = _NUMBER.match(before), _NUMBER.match(name)
     return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
-
-
-def scaled(value: float, units: Iterable[tuple[float, str]], digits: str) -> str:
-    """Return a value in the first unit that it reaches; '' if it reaches none."""
-    return next((f"{value / unit:{digits}} {name}" for unit, name in units if value >= unit), "")
-
-
-def size(count: int) -> str:
-    """Return bytes in words.
-
-    >>> size(12), size(34_567), size(8_000_000)
-    ('12 B', '34.6 KB', '8.0 MB')
-    """
-    return scaled(count, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")), ".1f") or f"{count} B"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words.
-
-    >>> duration(0.0000123), duration(0.0123), duration(2.5)
-    ('12.3 us', '12.3 ms', '2.5 s')
-    """
-    return scaled(seconds, ((1, "s"), (1e-3, "ms")), ".3g") or f"{seconds * 1e6:.3g} us"
 
 
 def _block(block: Block) -> Iterator[str]:

@@ -21,7 +21,7 @@ from superscaler.simulate.instructions import Kernels, Works
 from superscaler.simulate.kernels import Kernel, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.ports import Floats
-from superscaler.simulate.prediction import DeviceTimes, Prediction
+from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
 from superscaler.simulate.rates import is_attention, operations_of, products_of, segment_seconds
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.timetable import Lane, Timetable
@@ -49,7 +49,7 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> 
     flops = model_flops(program.model)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
     total, rate = sum(flops.values()), sum(kind.speeds.products[dtype]) / 2
-    overheads = NO_OVERHEADS if cluster.kind == LOCAL else Overheads()
+    overheads = _overheads(cluster)
     found = memories(program, work.works.segments, overheads=overheads)
     samples, tokens = _batch(program.model)
     return Prediction(
@@ -68,6 +68,20 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> 
         reserved=overheads.context,
         links=table.bytes,
     )
+
+
+def memory_line(program: Program, cluster: Cluster) -> str:
+    """Return in one line the memory that a plan needs, and whether the devices of the cluster have it."""
+    overheads = _overheads(cluster)
+    found = memories(program, overheads=overheads)
+    fullest = max(found, key=lambda m: m.total)
+    where = "every device" if fullest.count == program.world > 1 else f"device {fullest.rank}"
+    capacity = cluster.device_kind.memory if cluster.device_kind else None
+    return fit_line(fullest.total, where, capacity, overheads.context)
+
+
+def _overheads(cluster: Cluster) -> Overheads:
+    return NO_OVERHEADS if cluster.kind == LOCAL else Overheads()
 
 
 def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory]) -> DeviceTimes:

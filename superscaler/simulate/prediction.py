@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from superscaler.specs.sizes import duration, size
+
 # Parts of a step below this share are not said.
 _SMALL = 0.005
 
@@ -100,36 +102,37 @@ class Prediction:
         return {**asdict(self), **whole}
 
 
-def first_line(p: Prediction) -> str:
-    """Return whether the plan fits, in one line."""
-    peak, where = _gb(p.fullest.peak_bytes), _devices(p.fullest.devices, p.world)
-    if p.capacity is None:
-        return f"{peak} GB on {where}; their memory is not known (--memory BYTES)"
-    of = f"which has {_gb(p.capacity)}" if len(p.fullest.devices) == 1 else f"which have {_gb(p.capacity)} each"
-    reserved = f" ({_gb(p.reserved)} of it for CUDA and NCCL)" if p.reserved else ""
-    return f"{'fits' if p.fits else 'does not fit'}: {peak} GB on {where}, {of}{reserved}"
+def fit_line(peak: int, where: str, capacity: int | None, reserved: int) -> str:
+    """Return whether devices have the memory that they need, in one line. `where`: these devices."""
+    if capacity is None:
+        return f"memory: {size(peak)} at most, on {where}"
+    verdict = "fits" if peak <= capacity else "does not fit"
+    part = f" ({size(reserved)} of it for CUDA and NCCL)" if reserved else ""
+    return f"{verdict}: {size(peak)} on {where}, of {size(capacity)}{part}"
 
 
 def words(p: Prediction) -> str:
     """Return a prediction for people, in lines."""
-    return "\n".join([first_line(p), *(f"  {line}" for line in _lines(p))])
+    where = devices_text(p.fullest.devices, p.world)
+    first = fit_line(p.fullest.peak_bytes, where, p.capacity, p.reserved)
+    return "\n".join([first, *(f"  {line}" for line in _lines(p))])
 
 
 def _lines(p: Prediction) -> Iterator[str]:
     full = p.fullest
-    yield "  ".join(f"{name} {_gb(size)}" for name, size in full.memory.items() if size)
-    largest = "; ".join(f"{_gb(size)} GB {name}" for name, size in full.largest)
+    yield "  ".join(f"{name} {size(count)}" for name, count in full.memory.items() if count)
+    largest = "; ".join(f"{size(count)} {name}" for name, count in full.largest)
     yield f"the peak is in {full.peak_at}" + (f": {largest}" if largest else "")
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{amount / p.step_seconds:,.4g} {what}/s"
     peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.peak_flops else ""
-    spread = f"{_seconds(p.low)} to {_seconds(p.high)}"
+    spread = f"{duration(p.low)} to {duration(p.high)}"
     condition = "" if p.fits else ", if it did fit"
-    yield f"step {_seconds(p.step_seconds)} ({spread}){peak}, {speed}{condition}"
+    yield f"step {duration(p.step_seconds)} ({spread}){peak}, {speed}{condition}"
     if p.bound:
         yield f"{p.step_seconds / p.bound:.2f}x of what this hardware allows" + _said(_losses(p))
     if p.links:
-        yield "bytes of a step: " + ", ".join(f"{name} {_gb(size)} GB" for name, size in p.links.items())
+        yield "bytes of a step: " + ", ".join(f"{name} {size(count)}" for name, count in p.links.items() if count)
     yield f"precision: {p.precision}"
 
 
@@ -155,20 +158,21 @@ def device_rows(p: Prediction) -> Iterator[tuple[str, ...]]:
     """Yield a row of text for each distinct program: its devices, where their time goes, their peak."""
     for d in p.devices:
         times = (d.compute, d.communication, d.bubble, d.optimizer, d.launch + d.copies)
-        yield _devices(d.devices, p.world), *map(_seconds, times), f"{_gb(d.peak_bytes)} GB"
+        yield devices_text(d.devices, p.world), *map(duration, times), size(d.peak_bytes)
 
 
 def plan_row(spec: str, p: Prediction) -> tuple[str, ...]:
     """Return a row of text for a plan among others."""
     losses = ", ".join(f"{share:.2f} {name}" for share, name in _losses(p)[:2] if share > _SMALL)
-    return spec, f"{_gb(p.fullest.peak_bytes)} GB", "yes" if p.fits else "no", _seconds(p.step_seconds), losses
+    return spec, size(p.fullest.peak_bytes), "yes" if p.fits else "no", duration(p.step_seconds), losses
 
 
 PLANS = ("plan", "peak", "fits", "step", "beside the bound")
 COLUMNS = ("devices", "compute", "communication", "bubble", "optimizer", "other", "peak")
 
 
-def _devices(devices: Sequence[int], world: int) -> str:
+def devices_text(devices: Sequence[int], world: int) -> str:
+    """Return devices in words."""
     if len(devices) == world:
         return "every device" if world > 1 else "the device"
     if len(devices) == 1:
@@ -176,13 +180,3 @@ def _devices(devices: Sequence[int], world: int) -> str:
     ends = devices[0], devices[-1]
     is_row = list(devices) == list(range(ends[0], ends[1] + 1))
     return f"devices {ends[0]} to {ends[1]}" if is_row else f"{len(devices)} devices ({ends[0]} to {ends[1]})"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 0.9995:
-        return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
-    return f"{seconds * 1e3:.3g} ms"

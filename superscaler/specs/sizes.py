@@ -1,7 +1,8 @@
-"""Sizes in text: bytes with a unit."""
+"""Bytes and seconds in text, with their units."""
 
 import math
 import re
+from collections.abc import Iterable
 
 from superscaler.errors import InputError
 
@@ -24,3 +25,26 @@ def read_bytes(name: str, text: str) -> int:
     if not (1 <= size < 2**63 and math.isfinite(size)):
         raise InputError(f"{name} is '{text}', but it must be bytes above 0, as 32GB, 16GiB or 32e9.")
     return int(size)
+
+
+def scaled(value: float, units: Iterable[tuple[float, str]], digits: str) -> str:
+    """Return a value in the first unit that it reaches; '' if it reaches none."""
+    return next((f"{value / unit:{digits}} {name}" for unit, name in units if value >= unit), "")
+
+
+def size(count: float) -> str:
+    """Return bytes in words.
+
+    >>> size(12), size(34_567), size(8_000_000)
+    ('12 B', '34.6 KB', '8.0 MB')
+    """
+    return scaled(count, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")), ".1f") or f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words.
+
+    >>> duration(0.0000123), duration(0.0123), duration(2.5)
+    ('12.3 us', '12.3 ms', '2.5 s')
+    """
+    return scaled(seconds, ((1, "s"), (1e-3, "ms")), ".3g") or f"{seconds * 1e6:.3g} us"

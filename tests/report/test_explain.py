@@ -316,7 +316,8 @@ def test_compiling_the_same_again_is_not_compiling(
     assert command(*arguments) == 0
     again = capsys.readouterr().out.splitlines()
     assert "unchanged: " in again[-2] + again[-1]
-    assert again[:-2] == first[:-2]
+    # What the plan needs is predicted while it is compiled.
+    assert again[:-2] == [line for line in first[:-2] if not line.startswith("memory: ")]
     assert command(*arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["unchanged"] is True
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before

@@ -15,7 +15,7 @@ from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
 from superscaler.report.picture import draw
-from superscaler.report.words import duration, size
+from superscaler.specs.sizes import duration, size
 from tests.ran import command
 
 SVG = "{http://www.w3.org/2000/svg}"
