@@ -123,10 +123,11 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "emit/test_execute"),
     ("an addition changes its operand", 'sign = "+=" if i.in_place else', 'sign = "+=" if i.out else',
      "emit/test_steps plans/test_equal"),
-    ("an early update ends the step", 'early = ["early=True"] if i.is_early else []', "early = []",
+    ("an early update ends the step", 'early = ", early=True" * i.is_early', 'early = ""',
      "integration/test_updates integration/test_stale"),
     ("an emitted loop lacks its last turn", "range({self._first}, {self._first + self._period * loop.count}",
      "range({self._first}, {self._first + self._period * (loop.count - 1)}", "emit/test_execute"),
+    ("a loop over layers lacks its last turn", "self.count - (not self.tail)", "self.count - 1", "emit/test_execute"),
     ("a value is sent in its own shape", "is_cut = source is not None and way.view != way.local and",
      "is_cut = source is None and way.view != way.local and", "emit/test_steps plans/test_equal"),
     # The runtime.

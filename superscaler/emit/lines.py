@@ -34,8 +34,10 @@ def wrapped(line: str) -> str:
 
 
 def _parts(line: str) -> Iterator[str]:
-    """Yield the parts of a line, each up to a bracket that opens, or a space inside of brackets, not in strings."""
-    depth, quote, start = 0, "", 0
+    """Yield the parts of a line, each up to a bracket that opens, or a space inside of brackets; not in strings or in
+    the place of a list.
+    """
+    depth, places, quote, start = 0, 0, "", 0
     for at, letter in enumerate(line):
         if quote:
             quote = "" if letter == quote else quote
@@ -43,7 +45,8 @@ def _parts(line: str) -> Iterator[str]:
             quote = letter
         else:
             depth += (letter in "([{") - (letter in ")]}")
-            if letter in " (" and depth:
+            places += (letter == "[") - (letter == "]")
+            if letter in " (" and depth and not places:
                 yield line[start : at + 1]
                 start = at + 1
     yield line[start:]

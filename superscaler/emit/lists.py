@@ -1,80 +1,232 @@
-"""Values that are written as one list, because the same instructions use them: weights at rest, and sums of gradients.
+"""Values that are written as one list: weights of a module, and gradients or handles with one fate.
 
-transformer_h = rt.weights_of("transformer.h")
-d_transformer_h = rt.sums(24)
+transformer = rt.weights_of("transformer")
+d_transformer = rt.sums(24)
 """
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, takewhile
+from typing import Any, NamedTuple
 
+from superscaler.ir import program as p
 from superscaler.ir.codes import NONE
-from superscaler.ir.program import FIELDS, VALUES, Instruction, Load, Role, Update, Value, Weight, names
+from superscaler.ir.program import FIELDS, VALUES, Role, Shape, Value, Weight
 
-# By value without its microbatch, the list that it is in, as a value, and its place there.
-Places = dict[Value, tuple[Value, int]]
 Modules = Mapping[str, Sequence[str]]
-# Values in one field of an instruction; None for those that are in no list.
-Field = tuple[Value | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Waits one after the other, which end their handles."""
+
+    outs: tuple[Value, ...]
+    works: tuple[Value, ...]
+    shapes: tuple[Shape, ...]
+
+
+Instruction = p.Instruction | Waits
+# An instruction on each of the sampled devices of a program.
+Row = tuple[Instruction, ...]
+_WAITS = {Role.READ: ("works",), Role.WRITE: ("outs",), Role.END: ("works",)}
+
+
+class Run(NamedTuple):
+    """Values one after the other in the list `of`."""
+
+    of: Value
+    start: int
+    size: int
+
+
+Item = Value | Run | None
 
 
 def family(value: Value) -> Value:
     """Return a value without its microbatch."""
-    return value._replace(microbatch=0)
+    return value if value.microbatch == 0 else Value._make((*value[:2], 0, *value[3:]))
 
 
-def lists_of(rows: Sequence[Instruction], weights: Container[Value]) -> Places:
-    """Return the places of sums, and of those of the `weights` that are in a list.
+def fields(i: Instruction, role: Role) -> Iterator[tuple[str, tuple[Value | None, ...]]]:
+    """Yield the fields of an instruction with a role, each with its values."""
+    # After an update, the names of weights still hold them.
+    known = _WAITS.get(role, ()) if isinstance(i, Waits) else FIELDS[type(i), role]
+    for name in known if not (isinstance(i, p.Update) and role is Role.WRITE) else ():
+        value = getattr(i, name)
+        yield name, (value,) if isinstance(value, Value) else value
 
-    Values share a list if they end together, and stand one after the other wherever segments, backwards or
-    communication use them. A sum without such neighbours, or of one microbatch, has a list of its own.
+
+def names(i: Instruction, role: Role) -> tuple[Value, ...]:
+    """Return the values in the fields of an instruction with a role."""
+    return tuple(v for _, some in fields(i, role) for v in some if v is not None)
+
+
+def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[Row]:
+    """Return rows without loads and ends of weights at rest. Waits for one collective that follow each other are one
+    row. The values that end together, or for which one row waits, are in the order in which they were made.
     """
-    fields = {(n, f): some for n, i in enumerate(rows) for f, some in enumerate(_fields(i, weights))}
-    uses: dict[Value, list[tuple[int, int]]] = {}
-    for at, some in fields.items():
-        for value in some:
-            if value is not None:
-                uses.setdefault(value, []).append(at)
-    ends = {value: n for n, i in enumerate(rows) for value in names(i, Role.END)}
-    taken = {str(v) for i in rows for role in VALUES for v in names(i, role)}
-    found: Places = {}
-    for some in fields.values():
-        for _, group in groupby(some, lambda v: v and (v.microbatch == NONE, uses[v], ends.get(v))):
-            own = [v for v in group if v is not None and family(v) not in found]
-            if len(own) > 1 and own[0].microbatch == NONE and _is_run(own, [fields[at] for at in uses[own[0]]]):
-                name = _name(own, taken)
-                found |= {family(v): (name, place) for place, v in enumerate(own)}
+    found, made, makers = list[Row](), dict[Value, int](), dict[Value, int]()
+    for n, row in enumerate(rows):
+        i = row[0]
+        if isinstance(i, p.Load) and i.out in at_rest:
+            continue
+        # What ends with the step needs no line.
+        if isinstance(i, p.Loss) and found and isinstance(found[-1][0], p.Free):
+            found.pop()
+        if isinstance(i, p.Free):
+            kept = [k for k, v in enumerate(i.names) if v not in at_rest]
+            kept.sort(key=lambda k: made.get(i.names[k], -1))
+            found += [tuple(p.Free(tuple(j.names[k] for k in kept)) for j in row)] * bool(kept)
+        elif isinstance(i, p.Wait):
+            one, k = tuple(Waits((j.out,), (j.work,), (j.shape,)) for j in row), len(found) - 1
+            while k >= 0 and isinstance(w := found[k][0], Waits) and makers.get(w.works[0]) != makers.get(i.work, -1):
+                k -= 1
+            if k < 0 or not isinstance(w := found[k][0], Waits):
+                found.append(one)
             else:
-                found |= {family(v): (v, 0) for v in own if v.is_gradient}
+                at = bisect([made[work] for work in w.works], made[i.work])
+                found[k] = tuple(_joined(a, at, b) for a, b in zip(found[k], one, strict=True))
+        else:
+            found.append(row)
+        made |= {v: len(made) + k for k, v in enumerate(names(i, Role.WRITE))}
+        makers |= dict.fromkeys(names(i, Role.WRITE), n)
     return found
 
 
-def _fields(i: Instruction, weights: Container[Value]) -> Iterator[Field]:
-    for role in () if isinstance(i, Update) else (Role.READ, Role.SUM):
-        for name in FIELDS[type(i), role]:
-            value = getattr(i, name)
-            some = (value,) if isinstance(value, Value) else value
-            yield tuple(v if role is Role.SUM or v in weights else None for v in some)
-
-
-def _is_run(own: Sequence[Value], fields: Sequence[Field]) -> bool:
-    """Return whether values, each once, stand one after the other in all fields."""
-    return len({*own}) == len(own) and all(
-        some[(at := some.index(own[0])) : at + len(own)] == tuple(own) for some in fields
+def _joined(some: Instruction, at: int, others: Waits) -> Waits:
+    """Return some waits with others at a place among them."""
+    assert isinstance(some, Waits)
+    return Waits(
+        (*some.outs[:at], *others.outs, *some.outs[at:]),
+        (*some.works[:at], *others.works, *some.works[at:]),
+        (*some.shapes[:at], *others.shapes, *some.shapes[at:]),
     )
+
+
+class Lists:
+    """The lists of a program: of each value without its microbatch, the list that it is in, and its place there.
+
+    Weights share a list if their paths start with the same word. Gradients of weights, handles, and the values that
+    they bring share a list if they are read by the same instructions, in the same order, and end together. A sum of
+    gradients always has a list.
+    """
+
+    def __init__(self, rows: Sequence[Instruction], weights: Mapping[Value, str]) -> None:
+        self.places: dict[Value, tuple[Value, int]] = {}
+        self.size = Counter[Value]()
+        self.taken = {str(v) for i in rows for role in VALUES for v in names(i, role)}
+        modules: dict[str, list[Value]] = {}
+        for value, tensor in weights.items():
+            modules.setdefault(tensor.split(".")[0], []).append(value)
+        for own in modules.values():
+            self._add(own)
+        of_weights = {v.name for v in weights}
+        for own in _groups(rows, of_weights):
+            if len(own) > 2 or own[0].name in of_weights:
+                self._add(own)
+        for value in (family(v) for i in rows for v in names(i, Role.SUM)):
+            if value not in self.places:
+                self.places[value], self.size[value] = (value, 0), 1
+        # The lists that no instruction makes as a whole; these are made before.
+        self.filled = {run.of for i in rows for run in self.parts(i)}
+
+    def _add(self, own: Sequence[Value]) -> None:
+        if len(own) > 1:
+            name = family(_name(own, self.taken))
+            self.places |= {family(v): (name, place) for place, v in enumerate(own)}
+            self.size[name] = len(own)
+
+    def place(self, value: Value) -> int:
+        """Return the place of a value in its list; 0 if it is in none."""
+        return self.places.get(family(value), (value, 0))[1]
+
+    def owner(self, value: Value) -> Value:
+        """Return the list that a value is in, else the value."""
+        found = self.places.get(family(value))
+        return value if found is None else found[0]._replace(microbatch=value.microbatch)
+
+    def parts(self, i: Instruction) -> list[Run]:
+        """Return the lists that an instruction writes to, without the one that it makes."""
+        runs = [run for _, some in fields(i, Role.WRITE) for run in self.items(some) if isinstance(run, Run)]
+        runs = [run for n, run in enumerate(runs) if n or run.size < self.size[family(run.of)]]
+        return runs + [run for _, some in fields(i, Role.SUM) for run in self.items(some) if isinstance(run, Run)]
+
+    def items(self, values: Iterable[Value | None]) -> list[Item]:
+        """Return values in order, those one after the other in a list as one item."""
+        found: list[Item] = []
+        for value in values:
+            if value is None or family(value) not in self.places:
+                found.append(value)
+                continue
+            of, place = self.owner(value), self.places[family(value)][1]
+            last = found[-1] if found else None
+            if isinstance(last, Run) and last.of == of and last.start + last.size == place:
+                found[-1] = last._replace(size=last.size + 1)
+            else:
+                found.append(Run(of, place, 1))
+        return found
+
+
+def _groups(rows: Sequence[Instruction], weights: Collection[str]) -> list[list[Value]]:
+    """Return the gradients of weights, handles and waited values, without their microbatch, that share lists."""
+    reads: dict[Value, list[tuple[int, str]]] = {}
+    order: dict[tuple[int, str], list[Value]] = {}
+    # The instruction that makes a value, but for backwards; and the order in which such values are made.
+    ends, makers, made, waited = dict[Value, int](), dict[Value, int](), dict[Value, int](), set[Value]()
+    for n, i in enumerate(rows):
+        makers |= {v: n for v in names(i, Role.WRITE) if not isinstance(i, p.Backward)}
+        made |= {v: len(made) + k for k, v in enumerate(names(i, Role.WRITE)) if v in makers}
+        waited |= set(i.outs) if isinstance(i, Waits) else set()
+        ends |= dict.fromkeys(names(i, Role.END), n)
+        for name, values in fields(i, Role.READ):
+            order[n, name] = [v for v in values if v is not None]
+            for value in order[n, name]:
+                reads.setdefault(value, []).append((n, name))
+
+    def fate(v: Value) -> Any:
+        """Return what is equal for the values of a list; None if a value is in none."""
+        if not (v.is_handle or v in waited or (v.is_gradient and v.name in weights and v not in makers)):
+            return None
+        return tuple(reads[v]), ends.get(v), v.microbatch, makers.get(v)
+
+    found: dict[Value, dict[tuple[Value, ...], None]] = {}
+    for at, some in order.items():
+        # An update may read its gradients in any order.
+        is_update = isinstance(rows[at[0]], p.Update)
+        for key, run in groupby(sorted(some, key=lambda v: str(fate(v))) if is_update else some, fate):
+            group = sorted(run, key=lambda v: made.get(v, 0))
+            if key is None or reads[group[0]][0] != at:
+                continue
+            is_one = all(isinstance(rows[place[0]], p.Update) or _is_run(group, order[place]) for place in key[0])
+            for own in [group] if is_one else [[v] for v in group]:
+                families = tuple(map(family, own))
+                for v in families:
+                    found.setdefault(v, {families: None})[families] = None
+    # In all microbatches the same values share a list.
+    every = {id(own): own for some in found.values() for own in some if len(some) == 1}
+    return [list(own) for own in every.values() if all(len(found[v]) == 1 for v in own)]
+
+
+def _is_run(own: Sequence[Value], some: list[Value]) -> bool:
+    at = some.index(own[0])
+    return some[at : at + len(own)] == own
 
 
 def _name(own: Sequence[Value], taken: set[str]) -> Value:
     """Return a name for a list, after the words that the names of its values share."""
     columns = zip(*(v.name.split("_") for v in own), strict=False)
     shared = "_".join(first for first, *_ in takewhile(lambda words: len({*words}) == 1, columns)).strip("_")
-    shared = shared if shared.isidentifier() else "weights"
-    while (
-        str(name := Value(shared, own[0].is_gradient)) in taken or Value.parse(str(name)) != name or shared[-2:] == "_m"
-    ):
-        shared += "_"
-    taken.add(str(name))
-    return name
+    return free_name(own[0]._replace(name=shared if shared.isidentifier() else "weights", microbatch=NONE), taken)
+
+
+def free_name(value: Value, taken: set[str]) -> Value:
+    """Return a value with a name that no other value has."""
+    while str(value) in taken or Value.parse(str(value)) != value or value.name[-2:] in ("_m", "_l"):
+        value = value._replace(name=value.name + "_")
+    taken.add(str(value))
+    return value
 
 
 def modules_of(tensors: Sequence[str]) -> Modules:
@@ -87,10 +239,10 @@ def modules_of(tensors: Sequence[str]) -> Modules:
     return found
 
 
-def named_weights(weights: Sequence[Weight], rows: Sequence[Instruction], modules: Modules) -> dict[Value, str]:
-    """Return the tensors of the weights that have a name of the model to themselves on a device and are loaded once."""
-    loads = Counter(i.out for i in rows if isinstance(i, Load))
-    return {w.name: w.tensor for w in weights if loads[w.name] == 1 and modules[w.tensor] == [w.tensor]}
+def named_weights(weights: Sequence[Weight], rows: Sequence[p.Instruction], modules: Modules) -> dict[Value, str]:
+    """Return the tensors of the weights that have a name of the model to themselves on a device and are loaded."""
+    loaded = {i.out for i in rows if isinstance(i, p.Load)}
+    return {w.name: w.tensor for w in weights if w.name in loaded and modules[w.tensor] == [w.tensor]}
 
 
 def paths_of(own: Sequence[str], modules: Modules) -> list[str]:

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 
 from superscaler.errors import ScheduleError, some
 from superscaler.ir.fold import Folded
-from superscaler.ir.program import Collective, Device, Free, Instruction, Program, Recv, Send, Slice, Value
+from superscaler.ir.program import Collective, Device, Free, Program, Recv, Send, Slice, Value
 
 Meeting = tuple[object, ...]
 Communication = Collective | Send | Recv
 
 
-def batches(code: Sequence[Instruction]) -> dict[int, int]:
+def batches(code: Sequence[object]) -> dict[int, int]:
     """Return the ranges of messages that start together: several of one point, with at most slices between them."""
     found: dict[int, int] = {}
     first, point = -1, -1

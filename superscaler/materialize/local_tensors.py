@@ -14,7 +14,7 @@ from superscaler.schedule.transfers import UPDATE, Place
 
 # Prefixes and suffixes of the names of values, and the names that emitted code itself uses.
 _DERIVED = re.compile(r"_m\d*$|_[ps]\d+$|_work$|__\d+$")
-_RESERVED = {str(ONE), "rt", "segments", "range", "_", "m"}
+_RESERVED = {str(ONE), "rt", "segments", "range", "reversed", "_", "m", "l"}
 
 
 def identifier(tensor: str) -> str:

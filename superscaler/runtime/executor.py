@@ -25,9 +25,26 @@ Tape = tuple[list[GradientEdge | None], list[Tensor], list[bool]]
 Tensors = tuple[Tensor, ...]
 Segment = Callable[..., Tensors]
 Pairs = Sequence[tuple[str, Tensor]]
-# Lists of sums, each by the number of the first gradient that is added to it.
-Sums = Mapping[int, list[Tensor | None]]
+# Lists of sums, or ranges of them, each by the number of the first gradient that is added there.
+List = list[Tensor | None]
+Sums = Mapping[int, List | tuple[List, int, int]]
 T = TypeVar("T")
+
+
+def _with_ways(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a method of `Rank` for a bucket whose tensors have ways: it may take the number of these in a table, which
+    has the shape of each in slots, the slot that is gathered or scattered, and the sizes of uneven chunks.
+    """
+    run = _over_group(function)
+
+    def started(rank: Rank, tensors: Tensors, group: int, *more: Any, ways: int | None = None, **options: Any) -> T:
+        if ways is None:
+            return run(rank, tensors, group, *more, **options)
+        shapes, dims, sizes = zip(*rank.tables["ways"][ways], strict=True)
+        tensors = tuple(x.reshape(shape) for x, shape in zip(tensors, shapes, strict=True))
+        return run(rank, tensors, group, *more, dims, sizes if any(sizes) else ())
+
+    return started
 
 
 def _over_group(function: Callable[..., T]) -> Callable[..., T]:
@@ -218,13 +235,17 @@ class Rank:
     rd_gather = _over_group(Communicator.rd_gather)
     all_to_all = _over_group(Communicator.all_to_all)
     all_reduce_bucket = _over_group(buckets.all_reduce)
-    all_gather_bucket = _over_group(buckets.all_gather)
-    reduce_scatter_bucket = _over_group(buckets.reduce_scatter)
+    all_gather_bucket = _with_ways(buckets.all_gather)
+    reduce_scatter_bucket = _with_ways(buckets.reduce_scatter)
     reduce_bucket = _over_group(buckets.reduce)
 
     def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Handle:
         ranks = tuple(self.tables["groups"][group])
         return self.communicator.broadcast(x, ranks[0], ranks, tuple(shape), getattr(torch, dtype))
+
+    def wait_all(self, works: Sequence[Handle], shapes: int) -> list[Tensor]:
+        """Return the results of started operations, in the shapes with a number in a table."""
+        return [work.wait().reshape(shape) for work, shape in zip(works, self.tables["shapes"][shapes], strict=True)]
 
     def together(self) -> AbstractContextManager[None]:
         return self.communicator.together()
@@ -259,6 +280,10 @@ class Rank:
             self.held.append((self.apply, pairs))
         else:
             self.apply(pairs)
+
+    def weights_at(self, number: int) -> list[Tensor]:
+        """Return the weights at rest that a table names."""
+        return [self.weights[name] for name in self.tables["updates"][number]]
 
     def name_of(self, weight: Tensor) -> str:
         return self._names[id(weight)]
@@ -365,13 +390,12 @@ def _filled(tape: Tape, found: Sequence[Tensor | None], numbers: Iterable[int]) 
 def _added(gradients: list[Tensor], into: Sums) -> Tensors:
     """Add gradients to their sums in place, and return the others. A first gradient is copied: it may share memory."""
     for first, sums in sorted(into.items(), reverse=True):
-        some = [gradients.pop(first) for _ in sums]
-        if known := [total for total in sums if total is not None]:
-            torch._foreach_add_(known, some)
-            continue
-        some.reverse()
-        for n in range(len(sums)):
-            sums[n] = some.pop().clone()
+        own, start, stop = sums if isinstance(sums, tuple) else (sums, 0, len(sums))
+        some = {n: gradients.pop(first) for n in range(start, stop)}
+        if known := {n: total for n, total in enumerate(own[start:stop], start) if total is not None}:
+            torch._foreach_add_(list(known.values()), [some.pop(n) for n in known])
+        for n in list(some):
+            own[n] = some.pop(n).clone()
     return tuple(gradients)
 
 

@@ -156,7 +156,7 @@ class WatchedRank:
             line = watch.line(watch.frame())
             if method.__name__ not in _COPIES:
                 self._leave(given)
-            sources = given[0] if isinstance(given[0], tuple) else (given[0],)
+            sources = given[0] if isinstance(given[0], tuple | list) else (given[0],)
             read = [watch.read(tensors_in(source)) for source in sources]
             works = method(*given, **options)
         if isinstance(works, tuple):
@@ -216,7 +216,8 @@ class WatchedRank:
             self.watch.enter(starts, gradients)
             made, left = run(), dict(enumerate(ends))
             for first, sums in (into or {}).items():
-                for n, x in enumerate(tensors_in(sums), first):
+                own, start, stop = sums if isinstance(sums, tuple) else (sums, 0, len(sums))
+                for n, x in enumerate(tensors_in(own[start:stop]), first):
                     self.watch.leave(left.pop(n), x, line, self.watch.read([x]))
             for end, x in zip(left.values(), made, strict=True):
                 self.watch.leave(end, x, line)

@@ -87,6 +87,9 @@ class Tables(Checked):
     draws: list[list[Draw]]
     parts: list[list[Box]]
     counted: list[list[bool]]
+    ways: list[list[tuple[list[Count], Number, list[Count]]]]
+    shapes: list[list[list[Count]]]
+    updates: list[list[str]]
 
 
 class Owned(Checked):

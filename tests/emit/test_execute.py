@@ -26,6 +26,7 @@ from superscaler.runtime.step import Step, build_step, modules
 from tests.graphs import graph_of
 
 GPT = "gpt2:size=tiny,batch=8"
+DEEP = "gpt2:size=tiny,layers=6,batch=4"
 MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
 PLANS = [
     (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
@@ -39,6 +40,13 @@ PLANS = [
     (MLP, "interleaved:microbatches=64,chunks=2", 4),
     (MLP, "zbv:microbatches=32", 2),
     (MLP, "hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
+    # Loops over layers.
+    (DEEP, "tensor_parallel", 2),
+    (DEEP, "sequence_parallel", 2),
+    (DEEP, "zero:stage=3", 2),
+    (DEEP, "recompute", 1),
+    # Loops over layers in one over microbatches.
+    ("gpt2:size=tiny,layers=6,batch=16", "hybrid:dp=1,tp=2,pp=2,microbatches=16", 4),
 ]
 
 

@@ -29,6 +29,27 @@ def test_emitted_code(spec: str, request: pytest.FixtureRequest) -> None:
         assert path.read_text() == text, path
 
 
+@pytest.mark.parametrize(
+    ("plan", "devices", "most"),
+    [
+        ("tensor_parallel", 2, 80),
+        ("sequence_parallel", 2, 102),
+        ("zero:stage=3", 2, 65),
+        ("data_parallel", 2, 30),
+        ("recompute", 1, 40),
+        ("pipeline_1f1b:microbatches=16", 2, 60),
+    ],
+)
+def test_a_program_is_as_long_for_more_layers(plan: str, devices: int, most: int) -> None:
+    def lines(layers: int) -> list[int]:
+        graph = graph_of(f"gpt2:size=tiny,layers={layers},batch=16")
+        files = ss.compile(graph, plan, ss.Cluster.local(devices)).compiled.emitted.files
+        return [len(text.splitlines()) for name, text in files.items() if name != "segments.py"]
+
+    assert lines(12) == lines(16)
+    assert max(lines(12)) <= most
+
+
 @ss.sprogram
 def rows(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """Cut the sequence unevenly where an op has it, else the vocabulary, else the batch."""

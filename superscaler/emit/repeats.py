@@ -1,0 +1,215 @@
+"""Loops over layers: where the instructions of a device repeat, with other values in the same places."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from superscaler.emit.lists import Instruction, Lists, Run, Waits, family, free_name
+from superscaler.emit.lists import fields as fields_of
+from superscaler.ir import program as p
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import ONE, ROLES, VALUES, Task, Value
+
+# A part of an instruction that may differ between layers: a value, a run of a list, a task.
+Slot = Value | Run | Task
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction as its form, which layers share, and its slots."""
+
+    kind: type
+    form: Hashable
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A body of `length` instructions from `start` on, `count` times and then once more up to `tail`.
+
+    The number of its layer is `first` in the first repetition, and grows by `step`. `moves`: by slot of the first
+    repetition, its step to the next one, in layers for values and in places or segments for others.
+    """
+
+    start: int
+    length: int
+    count: int
+    tail: int
+    first: int = 0
+    step: int = 1
+    moves: dict[Slot, int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length * self.count + self.tail
+
+    @property
+    def last(self) -> int:
+        """Return the number of the layer of the last repetition."""
+        return self.first + self.step * (self.count - (not self.tail))
+
+    def times(self, at: int) -> range:
+        """Return the positions of the instructions in the place of instruction `at` of the body."""
+        return range(self.start + at, self.end, self.length)
+
+
+def line(i: Instruction, lists: Lists, place: Hashable) -> Line:
+    """Return the form and the slots of an instruction at a place; the data of devices belong to neither."""
+    form, slots = list[Hashable]([place]), list[Slot]()
+    if isinstance(i, p.Forward | p.Backward):
+        form.append(i.task[1:])
+        slots.append(i.task)
+    for name, role in ({} if isinstance(i, Waits) else ROLES[type(i)]).items():
+        if role is None and name not in ("task", "function"):
+            form.append(getattr(i, name))
+    form.append(i.shapes if isinstance(i, Waits) else None)
+    for role in VALUES:
+        for _, some in fields_of(i, role):
+            for item in lists.items(some):
+                of = item.of if isinstance(item, Run) else item
+                sizes = (item.size, lists.size[family(item.of)]) if isinstance(item, Run) else ()
+                form.append(of and (of[1:-1], of == ONE, sizes))
+                slots += [] if item is None else [item]
+    return Line(type(i), (type(i).__name__, *form), tuple(slots))
+
+
+def repeats_of(lines: Sequence[Line], works: Sequence[int], is_cut: Callable[[int], bool]) -> list[Repeat]:
+    """Return where lines repeat, in order. `works`: the positions of segments, of which a body has one at least.
+    `is_cut`: whether a body may start or end at a position.
+    """
+    known: dict[Hashable, int] = {}
+    form = np.array([known.setdefault(one.form, len(known)) for one in lines], dtype=np.int64)
+
+    def found(low: int, high: int) -> Iterator[Repeat]:
+        last, lags = dict[int, int](), set[int]()
+        for at in works:
+            if low <= at < high:
+                lags.add(at - last.get(form[at], at))
+                last[form[at]] = at
+        runs = (run for lag in lags - {0} for run in _runs(form, lines, low, high, lag))
+        cut = (_cut(start, end, lag, is_cut) for start, end, lag in runs)
+        best = max(
+            (r for r in cut if r is not None), key=lambda r: (r.end - r.start - r.length, -r.start), default=None
+        )
+        if best is not None:
+            yield from found(low, best.start)
+            yield best
+            yield from found(best.end, high)
+
+    return list(found(0, len(lines)))
+
+
+def _runs(form: Ints, lines: Sequence[Line], low: int, high: int, lag: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges of over two bodies in which each line moves to the one `lag` later as that one moves on."""
+    if high - low <= 2 * lag:
+        return
+    is_same = form[low : high - lag] == form[low + lag : high]
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], is_same.astype(np.int8), [0]))))
+    for start, end in (low + edges.reshape(-1, 2)).tolist():
+        if end - start <= lag:
+            continue
+        first = start
+        steps = [_step(lines[n], lines[n + lag]) for n in range(start, end)]
+        for n in range(start + lag, end):
+            if steps[n - start] != steps[n - lag - start]:
+                yield first, n + lag, lag
+                first = max(first, n - lag + 1)
+        yield first, end + lag, lag
+
+
+def _step(one: Line, other: Line) -> tuple[Hashable, ...]:
+    """Return how the slots of a line move to those of a line with the same form."""
+    return tuple(
+        (a.of == b.of, b.start - a.start) if isinstance(a, Run) and isinstance(b, Run)
+        else b.segment - a.segment if isinstance(a, Task) and isinstance(b, Task)
+        else a == b
+        for a, b in zip(one.slots, other.slots, strict=True)
+    )  # fmt: skip
+
+
+def _cut(start: int, end: int, lag: int, is_cut: Callable[[int], bool]) -> Repeat | None:
+    """Return the longest repeat in a range that starts and ends where it may; None if it has less than two bodies."""
+    start = next((n for n in range(start, end) if is_cut(n)), end)
+    end = next((n for n in range(end, start, -1) if is_cut(start + (n - start) % lag)), start)
+    count, tail = divmod(end - start, lag)
+    return Repeat(start, lag, count, tail) if end - start > 2 * lag else None
+
+
+@dataclass
+class Layers:
+    """Values and tasks that are at the same place in different layers, as families.
+
+    `index`: by value or task without its microbatch, its family and the number of its layer.
+    """
+
+    index: dict[Value | Task, tuple[int, int]] = field(default_factory=dict)
+    _owner: dict[tuple[int, int], Value | Task] = field(default_factory=dict)
+    _families: int = 0
+
+    def add(self, repeat: Repeat, lines: Sequence[Line]) -> Repeat | None:
+        """Return a repeat with the numbers of its layers; None if its values are in no order by layers."""
+        columns = list(self._columns(repeat, lines))
+        known = [[self.index[key] for key in keys[:2] if key in self.index] for _, keys in columns]
+        starts = [(two[0][1], two[1][1] - two[0][1]) for two in known if len(two) == 2 and two[0][0] == two[1][0]]
+        first, step = next((pair for pair in starts if abs(pair[1]) == 1), (0, 1))
+        moves, found, index, owner = dict[Slot, int](), self._families, dict(self.index), dict(self._owner)
+        for slot, keys in columns:
+            if keys[0] == keys[1]:
+                pace = 0
+            else:
+                there = [(n, index[key]) for n, key in enumerate(keys) if key in index]
+                pace, (at, (number, layer)) = step, there[0] if there else (0, (found, first))
+                found += not there
+                if len(there) > 1:
+                    pace = (there[1][1][1] - layer) // (there[1][0] - at)
+                for n, key in enumerate(keys):
+                    place = number, layer + pace * (n - at)
+                    if index.setdefault(key, place) != place or owner.setdefault(place, key) != key:
+                        return None
+            own = slot.of if isinstance(slot, Run) else slot
+            if isinstance(own, Value) and moves.setdefault(own, pace) != pace:
+                return None
+        for at in range(repeat.length):
+            one, other = (lines[repeat.start + at + n].slots for n in (0, repeat.length))
+            for a, b in zip(one, other, strict=True):
+                gap = b.start - a.start if isinstance(a, Run) and isinstance(b, Run) else 0
+                gap = b.segment - a.segment if isinstance(a, Task) and isinstance(b, Task) else gap
+                if not isinstance(a, Value) and moves.setdefault(a, gap) != gap:
+                    return None
+        self.index, self._owner, self._families = index, owner, found
+        return replace(repeat, first=first, step=step, moves=moves)
+
+    def _columns(self, repeat: Repeat, lines: Sequence[Line]) -> Iterator[tuple[Slot, list[Value | Task]]]:
+        """Yield each slot of a body with what is there in all repetitions; those of segments come first, then waits."""
+        order = sorted(range(repeat.length), key=lambda at: _rank(lines[repeat.start + at]))
+        for at in order:
+            some = [lines[n].slots for n in repeat.times(at)]
+            for column in zip(*some, strict=True):
+                keys = [slot.of if isinstance(slot, Run) else slot for slot in column]
+                if column[0] != ONE:
+                    yield column[0], [key._replace(microbatch=0) for key in keys]
+
+    def names(self, taken: set[str]) -> dict[Value, tuple[Value, int]]:
+        """Return the family of each value, as a value, and the number of its layer."""
+        members: dict[int, list[Value]] = {}
+        for value, (number, _) in self.index.items():
+            if isinstance(value, Value):
+                members.setdefault(number, []).append(value)
+        # The names of values in families are not written.
+        left = taken - {str(v._replace(microbatch=-1)) for own in members.values() for v in own}
+        named = {number: _name(own, left) for number, own in members.items()}
+        return {v: (named[n], at) for v, (n, at) in self.index.items() if isinstance(v, Value)}
+
+
+def _rank(one: Line) -> int:
+    return 0 if any(isinstance(slot, Task) for slot in one.slots) else 1 if one.kind is Waits else 2
+
+
+def _name(own: Sequence[Value], taken: set[str]) -> Value:
+    """Return a name for a family, of the words that the names of its values share."""
+    columns = zip(*(v.name.split("_") for v in own), strict=False)
+    shared = "_".join(words[0] for words in columns if len({*words}) == 1).strip("_")
+    return free_name(
+        own[0]._replace(name=shared if shared.isidentifier() else own[0].name, microbatch=-1, number=1), taken
+    )

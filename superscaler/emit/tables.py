@@ -1,0 +1,101 @@
+"""Tables of a plan: the data of each device, by the numbers under which its code asks for them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from superscaler.emit.segments import Draw, draws_of
+from superscaler.ir.fold import Folded, evenly
+from superscaler.ir.program import Program, Shape, Weight
+
+
+@dataclass(slots=True)
+class Tables:
+    """The data of one device: its entry in each table, by the number under which the code asks for it."""
+
+    weights: list[dict[str, Any]] = field(default_factory=list)
+    inputs: list[tuple[str, Any]] = field(default_factory=list)
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    messages: list[tuple[int, int]] = field(default_factory=list)
+    boxes: list[Any] = field(default_factory=list)
+    draws: list[list[dict[str, Any]]] = field(default_factory=list)
+    parts: list[tuple[Any, ...]] = field(default_factory=list)
+    counted: list[tuple[bool, ...]] = field(default_factory=list)
+    ways: list[tuple[tuple[Shape, int, Shape], ...]] = field(default_factory=list)
+    shapes: list[tuple[Shape, ...]] = field(default_factory=list)
+    updates: list[tuple[str, ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class AllTables(Sequence[Tables]):
+    """The tables of all devices; those of a folded program are made on demand."""
+
+    made: Sequence[Callable[[], Tables]]
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.made[rank]()
+
+
+@dataclass(slots=True)
+class Entries:
+    """The entries that the samples of a program need in one table. Entries of a loop hold the first and the second
+    repetition, for each layer.
+    """
+
+    size: int = 0
+    known: dict[Any, int] = field(default_factory=dict)
+    rows: list[tuple[Any, Any, int]] = field(default_factory=list)
+
+    def number(self, entries: tuple[Any, ...], later: tuple[Any, ...], count: int) -> int:
+        """Return the number of the first of some entries, or of all entries of a loop in which they move evenly."""
+        if entries == later and entries in self.known:
+            return self.known[entries]
+        found, count = self.size, 1 if entries == later else count
+        self.size += count * len(entries)
+        self.rows.append((entries, later, count))
+        if count == 1:
+            self.known[entries] = found
+        return found
+
+    def pairs(self) -> Iterator[tuple[Any, Any, int]]:
+        """Yield each entry in the first and in the second repetition, and the number of its repetition."""
+        for entries, later, count in self.rows:
+            yield from ((*pair, turn) for turn in range(count) for pair in zip(entries, later, strict=True))
+
+
+def tables_of(program: Program, rank: int, entries: Mapping[str, Entries]) -> Tables:
+    """Return the tables of a device, from the entries of its program."""
+    devices = program.devices
+    fold = devices.fold if isinstance(devices, Folded) and rank in devices.fold.places else None
+    place = fold.place(rank) if fold is not None else ()
+
+    def filled(table: str, get: Callable[[Any], Any]) -> list[Any]:
+        pairs = entries[table].pairs()
+        return [evenly((get(entry), get(later)), (turn,)) if turn else get(entry) for entry, later, turn in pairs]
+
+    def even(table: str) -> list[Any]:
+        return filled(table, lambda entry: evenly(entry, place))
+
+    def moved(members: tuple[int, ...]) -> tuple[int, ...]:
+        return members if fold is None else fold.move(members, place)
+
+    draws = [draws_of(program.model, program.functions[f], boxes) for f, boxes in even("draws")]
+    return Tables(
+        [_record(w) | {"name": str(w.name)} for w in program.weights(rank)],
+        even("inputs"),
+        filled("groups", lambda entry: moved(entry[0])),
+        filled("messages", lambda entry: (moved((entry[0][0],))[0], entry[0][1])),
+        even("boxes"),
+        [list(map(_record, some)) for some in draws],
+        even("parts"),
+        even("counted"),
+        *(filled(table, lambda entry: entry[0]) for table in ("ways", "shapes", "updates")),
+    )
+
+
+def _record(row: Weight | Draw) -> dict[str, Any]:
+    # Few weights are on hosts, or of later iterations.
+    return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name not in ("host", "ahead")}
