@@ -66,7 +66,7 @@ PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "blocks computed again": (1, 1, False, "recompute"),
     "attention computed again": (1, 1, False, "recompute:what=attention"),
     "runs of sqrt(blocks)": (1, 1, False, "chain_recompute:every=sqrt"),
-    "runs, and blocks of a run": (1, 1, False, "recompute:levels=2"),
+    "runs, then their blocks": (1, 1, False, "recompute:levels=2"),
     "co-shard in 2": (1, 1, False, "co_shard:parts=2"),
     "co-shard in 4": (1, 1, False, "co_shard:parts=4"),
     "data parallel": (4, 1, False, "data_parallel"),
@@ -186,7 +186,7 @@ def formulas(graph: ss.Graph, devices: int, shard: int, is_reduced: bool, name: 
         found["weights"] = 4 * (psi - inside + 2 * inside / count if again else psi)
     if "accumulation" in name:
         found["gradients"] = 4 * psi / (shard if is_reduced else 1)
-    if (again or name.startswith("co-shard")) and devices == 1:
+    if again and devices == 1:
         found["blocks"] = 4 * count * edge
     return found
 
