@@ -1,0 +1,116 @@
+"""Predicted and measured steps of plans on this machine: 2 processes on gloo, one thread each.
+
+    superscaler doctor --measure --cluster local:2 --out machine.yaml
+    python benchmarks/simulate_steps.py --cluster machine.yaml [--steps 5] [--only gpt2:single,llama:zero]
+
+Every plan is measured three times, in turns with the others; a time is the median of its steps. `spread`: the slowest
+turn over the fastest. Wants an idle machine: `ranks` compares the orders of the plans, predicted and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from scipy.stats import kendalltau
+
+SIZES = "layers=4,hidden=384,heads=6,seq=256,batch=8"
+MODELS = {
+    "gpt2": f"gpt2:{SIZES},vocab=4096,dropout=0",
+    "llama": f"llama:{SIZES},kv_heads=6,mlp=1024,vocab=4096,tied=False",
+}
+PLANS = {
+    "single": "single", "data_parallel": "data_parallel", "tensor_parallel": "tensor_parallel",
+    "pipeline_1f1b": "pipeline_1f1b:microbatches=4", "zero": "zero:stage=3", "recompute": "recompute",
+    "co_shard": "co_shard",
+}  # fmt: skip
+# These plans run on one device.
+ALONE = ("single", "recompute", "co_shard")
+TURNS, WARM = 3, 2
+
+
+def worker(folders: list[str], steps: int, model: str) -> None:
+    """Time the steps of the plans of one rank, in turns, and write the median of each turn."""
+    import torch.distributed as dist
+
+    import superscaler as ss
+    from superscaler.models import build
+
+    torch.set_num_threads(1)
+    make_batch = build(model).make_batch
+    assert make_batch is not None
+    found: dict[str, list[float]] = {folder: [] for folder in folders}
+    for _ in range(TURNS):
+        for folder in folders:
+            step, seconds = ss.load(folder), []
+            for number in range(WARM + steps):
+                batch = make_batch(number)
+                if step.world > 1:
+                    dist.barrier()
+                start = time.perf_counter()
+                step(batch)
+                if step.world > 1:
+                    dist.barrier()
+                seconds.append(time.perf_counter() - start)
+            found[folder].append(statistics.median(seconds[WARM:]))
+            rank = step.rank
+            step.close()
+    if rank == 0:
+        Path(folders[0], "times.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--worker", nargs="*")
+    parser.add_argument("--model")
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker, given.steps, given.model)
+        return
+    import superscaler as ss
+    from superscaler.launch.launch import launch
+    from superscaler.models import build
+
+    cluster = ss.Cluster.parse(given.cluster)
+    only = given.only.split(",") if given.only else [f"{m}:{p}" for m in MODELS for p in PLANS]
+    for name, spec in MODELS.items():
+        chosen = [plan for plan in PLANS if f"{name}:{plan}" in only]
+        if not chosen:
+            continue
+        model = build(spec)
+        graph = ss.capture(model.module, model.args, model.kwargs, torch.optim.AdamW(model.module.parameters()))
+        predicted, times = {}, {}
+        with tempfile.TemporaryDirectory() as parent:
+            for world in (1, 2):
+                folders = {plan: str(Path(parent, plan)) for plan in chosen if (plan in ALONE) == (world == 1)}
+                where = ss.Cluster.of(cluster.name, cluster.kind, 1, world, cluster.links, cluster.device_kind)
+                for plan, folder in folders.items():
+                    compiled = ss.compile(graph, PLANS[plan], where)
+                    predicted[plan] = compiled.simulate()
+                    compiled.save(folder)
+                if folders:
+                    options = ["--worker", *folders.values(), "--steps", str(given.steps), "--model", spec]
+                    launch(Path(__file__), options, world)
+                    found = json.loads(Path(next(iter(folders.values())), "times.json").read_text())
+                    times |= {plan: found[folder] for plan, folder in folders.items()}
+        print(f"{spec}\n{'plan':16} {'predicted ms':>13} {'measured ms':>12} {'error':>7} {'spread':>7}")
+        for plan in chosen:
+            ours, real = predicted[plan].step_seconds, statistics.median(times[plan])
+            spread = max(times[plan]) / min(times[plan]) - 1
+            print(f"{plan:16} {ours * 1e3:13.1f} {real * 1e3:12.1f} {ours / real - 1:+7.1%} {spread:7.1%}")
+        pairs = [(predicted[plan].step_seconds, statistics.median(times[plan])) for plan in chosen]
+        print(f"ranks: Kendall's tau {kendalltau(*zip(*pairs, strict=True)).statistic:.2f}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
