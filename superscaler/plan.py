@@ -23,7 +23,8 @@ from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
-from superscaler.simulate.predict import memory_line, predict
+from superscaler.simulate.memory import DeviceMemory
+from superscaler.simulate.predict import fullest, memory_line, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
@@ -95,8 +96,18 @@ class Plan:
 
     def memory(self) -> str:
         """Return in one line the memory that the plan is predicted to need, and whether the cluster has it."""
+        compiled, found = self.compiled, self._fullest
+        return found if isinstance(found, str) else memory_line(found, compiled.program, compiled.cluster)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes of tensors that a device is predicted to hold, 0 where that cannot be predicted."""
+        return 0 if isinstance(self._fullest, str) else self._fullest.peak
+
+    @cached_property
+    def _fullest(self) -> DeviceMemory | str:
         try:
-            return memory_line(self.compiled.program, self.compiled.cluster)
+            return fullest(self.compiled.program, self.compiled.cluster)
         except Exception as error:
             # An operator of a user may not run on tensors without data. The plan holds all the same.
             return f"memory: not predicted ({brief(error)})"

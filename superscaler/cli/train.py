@@ -1,17 +1,26 @@
 """`superscaler train`: compile a plan and train with it on this machine."""
 
+from __future__ import annotations
+
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from superscaler.cli.common import PlanRequest, Printer, command, option, path
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
+from superscaler.specs.sizes import size
+
+if TYPE_CHECKING:
+    from superscaler.plan import Plan
+
+# A measured peak above so many predicted ones is said.
+_TOLERATED = 1.1
 
 
 @command
@@ -69,7 +78,11 @@ def train(
         compiled.save(folder, seed)
         world = compiled.compiled.program.world
         result = launch(Path(folder), world=world, named=request.model, **given)
-    printer.show(_summary(result), *([ending(result)] if "saved" in result else []))
+    printer.show(
+        _summary(result),
+        *_more_memory(compiled, result["memory_bytes"]),
+        *([ending(result)] if "saved" in result else []),
+    )
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     return not result.get("failed_saves")
 
@@ -87,6 +100,19 @@ def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path
         raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
     if data is not None and not os.path.isfile(data):
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
+
+
+def _more_memory(plan: Plan, measured: int) -> Iterator[str]:
+    """Yield a line where a GPU needed clearly more memory than was predicted. A process on a CPU has libraries in its
+    memory, too.
+    """
+    import torch
+
+    if torch.cuda.is_available() and measured > _TOLERATED * (predicted := plan.peak_bytes) > 0:
+        yield (
+            f"the memory of rank 0 was {size(measured)}, {measured / predicted:.2f} times the predicted "
+            f"{size(predicted)}; superscaler simulate shows what was counted"
+        )
 
 
 def _summary(result: Mapping[str, Any]) -> str:

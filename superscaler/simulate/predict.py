@@ -70,14 +70,16 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> 
     )
 
 
-def memory_line(program: Program, cluster: Cluster) -> str:
-    """Return in one line the memory that a plan needs, and whether the devices of the cluster have it."""
-    overheads = _overheads(cluster)
-    found = memories(program, overheads=overheads)
-    fullest = max(found, key=lambda m: m.total)
-    where = "every device" if fullest.count == program.world > 1 else f"device {fullest.rank}"
+def fullest(program: Program, cluster: Cluster) -> DeviceMemory:
+    """Return the memory of the device that needs most."""
+    return max(memories(program, overheads=_overheads(cluster)), key=lambda m: m.total)
+
+
+def memory_line(found: DeviceMemory, program: Program, cluster: Cluster) -> str:
+    """Return in one line the memory that a plan needs at most on a device, and whether the cluster's have it."""
+    where = "every device" if found.count == program.world > 1 else f"device {found.rank}"
     capacity = cluster.device_kind.memory if cluster.device_kind else None
-    return fit_line(fullest.total, where, capacity, overheads.context)
+    return fit_line(found.total, where, capacity, _overheads(cluster).context)
 
 
 def _overheads(cluster: Cluster) -> Overheads:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import superscaler as ss
+from superscaler.cli.train import _more_memory
 from superscaler.simulate.predict import model_flops
 from superscaler.simulate.prediction import words
 from tests.graphs import graph_of
@@ -46,3 +47,15 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
     assert printed["step_seconds"] > 0
     assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
     assert command(*given, "--memory", "1MB") == 1
+
+
+def test_training_says_when_a_gpu_needed_more_than_predicted(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ss.compile(graph_of(GPT), "single", "local:1")
+    assert plan.peak_bytes > 10**6
+    assert not list(_more_memory(plan, 10 * plan.peak_bytes))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not list(_more_memory(plan, plan.peak_bytes))
+    (line,) = _more_memory(plan, 2 * plan.peak_bytes)
+    assert "2.00 times the predicted" in line
