@@ -1,9 +1,8 @@
 """The interlaced pipeline (the paper's algorithm 2): for models whose embedding and head are heavy, as mBART.
 
 All devices have a slice of the vocabulary: they look up, and compute scores and loss, together, between the work of the
-other layers, which are a pipeline. What is not cut belongs to its stages: rows that were looked up are summed on the
-first one's device, and the gradient of the head's input on the last one's. `recompute` (early, late) computes blocks
-again, as in a pipeline.
+other layers, which are a pipeline. What is not cut belongs to its stages: the first sums looked up rows, the last the
+gradient of the head's input. `recompute` (early, late) computes blocks again, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None,
 
 
 def _read_by(graph: Graph, ops: Sequence[Op], stage: Sequence[Op], splits: Collection[str]) -> list[Op]:
-    """Return, beside cut ops, those that are not cut and that only a stage reads: it alone needs the sum of looked up
-    rows.
-    """
+    """Return, beside cut ops, those that are not cut and that only a stage reads, which needs the sum of rows."""
     inside = {op.name for op in stage}
     for op in reversed(ops) if any(op.name in splits for op in ops) else ():
         readers = {reader.name for o in op.outputs for reader, _ in graph.model.uses[o.tensor]}
