@@ -108,7 +108,8 @@ class _Writer(Statements):
         starts = batches(code)
         inside = {n for start, end in starts.items() for n in range(start, end + 1)}
         # The function of each task, and where an instruction is the first to write to a list, or is in a batch.
-        number = {n: self._forward_of(i).function for n, i in enumerate(code) if isinstance(i, p.Forward | p.Backward)}
+        forwards = {n: self._forward_of(i) for n, i in enumerate(code) if isinstance(i, p.Forward | p.Backward)}
+        number = {n: forward.function for n, forward in forwards.items() if forward is not None}
         run_by = {n: (self.functions[f], bool(self.program.functions[f].grads)) for n, f in number.items()}
         lines = [line(i, self.lists, (run_by.get(n), n in declared, n in inside)) for n, i in enumerate(code)]
 
@@ -128,9 +129,9 @@ class _Writer(Statements):
         lines = [*self._top(), *lines]
         return "".join(f"{wrapped(f'    {line}')}\n" for line in lines)
 
-    def _forward_of(self, i: p.Forward | p.Backward) -> p.Forward:
-        """Return a forward of the segment and the part of an instruction."""
-        return self.forwards[i.task._replace(microbatch=0)]
+    def _forward_of(self, i: p.Forward | p.Backward) -> p.Forward | None:
+        """Return a forward of the segment and the part of an instruction, None in a program without one."""
+        return self.forwards.get(i.task._replace(microbatch=0))
 
     def exchanged(self) -> str:
         """Return the line that says with whom the first device of a program communicates; "" if with nobody."""
@@ -205,8 +206,8 @@ class _Writer(Statements):
         for at in range(repeat.length):
             ends = [run.rows[n][0] for n in (repeat.start + at, repeat.times(at)[-1])]
             known = [self._forward_of(i) for i in ends if isinstance(i, p.Forward | p.Backward)]
-            words = [self._function(i).module.split(".") for i in known]
-            if words and words[0] != words[1] and "" not in (words[0][0], words[1][0]):
+            words = [self._function(i).module.split(".") for i in known if i is not None]
+            if len(words) == len(ends) and words[0] != words[1] and "" not in (words[0][0], words[1][0]):
                 cut = next((n for n, (a, b) in enumerate(zip(*words, strict=False)) if a != b), 0) + 1
                 yield f"# {'.'.join(words[0][:cut])} .. {'.'.join(words[1][:cut])}"
                 return
