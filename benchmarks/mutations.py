@@ -177,7 +177,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "certify/test_storage"),
     ("a sum of gradients that ended starts again", "if name in run.gone or name in run.handles:",
      "if name in run.handles:", "certify/test_storage"),
-    ("the first gradient of a sum is not copied", "sums[n] = some.pop().clone()", "sums[n] = some.pop()",
+    ("the first gradient of a sum is not copied", "own[n] = some.pop(n).clone()", "own[n] = some.pop(n)",
      "runtime/test_executor"),
     ("a gather takes ranges in any order", 'must_equal(content.box, expected, f"{kind_of',
      'must_equal(box, box, f"{kind_of',

@@ -201,7 +201,7 @@ def capture(
         module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check,
         precision=precision,
     )  # fmt: skip
-    if captured.checked.startswith(SKIPPED):
+    if check and captured.checked.startswith(SKIPPED):
         logging.getLogger(__name__).warning("capture: %s", captured.checked)
     return Graph(captured.model, captured)
 

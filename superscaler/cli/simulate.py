@@ -57,8 +57,11 @@ def simulate(
         return only.fits
     request.check_plan()
     _, cluster = request.read()
-    shapes = replace(request, model=_without_memory(request.model), precision=_precision(request, cluster))
     specs = list(dict.fromkeys([request.plan, *(compare or ())]))
+    for spec in specs:
+        replace(request, plan=spec).read()
+    model, precision = _without_memory(request.model), _precision(request, cluster)
+    shapes = replace(request, model=model, precision=precision, no_check=True)
     graph, _ = shapes.capture()
     found = {spec: _simulated(graph, spec, cluster, capacity) for spec in specs}
     if advise:
