@@ -4,7 +4,7 @@ Speeds of the presets are what large kernels reach by published measurements, no
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from superscaler.cluster.links import Link
 
@@ -95,6 +95,12 @@ _ISSUE, _FLOOR = 7e-6, 2.0e-6
 # Kernels beside those of NCCL take 18.9 % longer on average, 40 % at most, on A100, H100 and others (Lee et al. 2025,
 # Characterizing Compute-Communication Overlap, arXiv 2507.03114).
 _BESIDE = 1.19
+
+
+def _gpu(units: int, products: Mapping[str, Pair], memory: Pair, attention: Mapping[str, Attention]) -> Speeds:
+    return Speeds(units, products, memory, attention, _classes(memory), _FLOOR, _ISSUE, slowdown=_BESIDE)
+
+
 # FlashAttention-3 (Shah et al. 2024), figures 5 and 6, H100 SXM, 16,384 keys: FlashAttention-2 and cuDNN. Torch takes
 # cuDNN from 9.15.1 on (sdp_utils.cpp, check_prefer_cudnn_attention), FlashAttention-2 before. The ramps and the causal
 # factor are read off the same figures from 512 keys on.
@@ -106,22 +112,12 @@ _HOPPER_ATTENTION = {
 # settled at the power limit. H100: 792 at best, large products at the power limit 600 to 650; H200: 755 sustained and
 # 652 on average over shapes (hpc-ai.com, B200 and H200). Equal GPUs differ by 9 to 14 % (PRISM). CUDA cores: 90 % of
 # the data sheet (an estimate). Memory: a copy of H100 reaches 3,090 GB/s of 3,350, one of H200 4,300 of 4,800.
-_H100_MEMORY = (2800e9, 3090e9)
-_H100 = Speeds(
-    units=132,
-    products=_half((600e12, 750e12), (55e12, 62e12)),
-    memory=_H100_MEMORY,
-    attention=_HOPPER_ATTENTION,
-    operators=_classes(_H100_MEMORY),
-    floor=_FLOOR,
-    issue=_ISSUE,
-    slowdown=_BESIDE,
-)
+_H100 = _gpu(132, _half((600e12, 750e12), (55e12, 62e12)), (2800e9, 3090e9), _HOPPER_ATTENTION)
 SPEEDS: Mapping[str, Speeds] = {
     # cuBLAS reaches 101 of the 112 Tflop/s of a V100 PCIe at 8192 (forums.developer.nvidia.com 79781): 90 %, which are
     # 112 of 125 on SXM2, less at the power limit. Memory: 750 of 900 GB/s (Jia et al. 2018, Dissecting Volta), 830 at
     # most. Torch has no flash attention for it; its memory-efficient kernels are an estimate.
-    "v100": Speeds(
+    "v100": _gpu(
         units=80,
         products=_half((95e12, 110e12), (14e12, 15e12)) | {"bfloat16": (12e12, 14e12)},
         memory=(750e9, 830e9),
@@ -129,14 +125,10 @@ SPEEDS: Mapping[str, Speeds] = {
             "forward": Attention({64: (35e12, 50e12), 128: (40e12, 60e12)}, ramp=100, causal=0.9, tile=64),
             "backward": Attention({64: (25e12, 40e12), 128: (30e12, 45e12)}, ramp=256, causal=0.9, tile=64),
         },
-        operators=_classes((750e9, 830e9)),
-        floor=_FLOOR,
-        issue=_ISSUE,
-        slowdown=_BESIDE,
     ),
     # MAMF 268; 250 at the power limit (an estimate). Memory: 85 to 90 % (an estimate). FlashAttention-2 (Dao 2023): up
     # to 73 % of the peak forward, 63 % backward; the rates of 64 channels are an estimate.
-    "a100": Speeds(
+    "a100": _gpu(
         units=108,
         products=_half((250e12, 275e12), (17.5e12, 19e12)),
         memory=(1730e9, 1840e9),
@@ -144,22 +136,13 @@ SPEEDS: Mapping[str, Speeds] = {
             "forward": Attention({64: (175e12, 195e12), 128: (210e12, 230e12)}, ramp=100, causal=0.9, tile=128),
             "backward": Attention({64: (155e12, 172e12), 128: (178e12, 196e12)}, ramp=256, causal=0.9, tile=128),
         },
-        operators=_classes((1730e9, 1840e9)),
-        floor=_FLOOR,
-        issue=_ISSUE,
-        slowdown=_BESIDE,
     ),
     "h100": _H100,
-    "h200": replace(
-        _H100,
-        products=_half((650e12, 760e12), (55e12, 62e12)),
-        memory=(4000e9, 4300e9),
-        operators=_classes((4000e9, 4300e9)),
-    ),
+    "h200": _gpu(132, _half((650e12, 760e12), (55e12, 62e12)), (4000e9, 4300e9), _HOPPER_ATTENTION),
     # MAMF 1,745; sustained 1,429, 1,420 on average over shapes (hpc-ai.com). 148 multiprocessors and 7,672 GB/s by the
     # driver (pytorch/ao 4002); copies reach 6,000 (newmind.ai) and more. Attention: cuDNN as FlashAttention-4 compares
     # itself with; backward and 64 channels are an estimate.
-    "b200": Speeds(
+    "b200": _gpu(
         units=148,
         products=_half((1420e12, 1700e12), (65e12, 72e12)),
         memory=(6000e9, 7000e9),
@@ -167,10 +150,6 @@ SPEEDS: Mapping[str, Speeds] = {
             "forward": Attention({64: (650e12, 850e12), 128: (1000e12, 1300e12)}, ramp=150, causal=0.9, tile=128),
             "backward": Attention({64: (500e12, 700e12), 128: (750e12, 1000e12)}, ramp=350, causal=0.9, tile=128),
         },
-        operators=_classes((6000e9, 7000e9)),
-        floor=_FLOOR,
-        issue=_ISSUE,
-        slowdown=_BESIDE,
     ),
 }
 

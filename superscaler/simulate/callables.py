@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Model, Op, once, without_twins
+from superscaler.ir.model import Op
 from superscaler.ir.program import Function, Program
 from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
@@ -43,24 +43,6 @@ def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Call
         return called
 
     return list(map(bound, program.functions, names))
-
-
-def whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:
-    """Return a model as it was captured, all its forward ops as one function, and what that reads: each tensor, and
-    whether it wants a gradient.
-    """
-    model = once(without_twins(model))
-    made = {o.tensor for op in model.forward_ops for o in op.outputs}
-    uses = {
-        (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
-        for op in model.forward_ops
-        for k, o in enumerate(op.inputs)
-        if o.tensor not in made
-    }
-    reads = {use: n for n, use in enumerate(dict.fromkeys(uses.values()))}
-    input_of = {place: reads[use] for place, use in uses.items()}
-    boxes = tuple(tuple((0, i.size) for i in op.indices) for op in model.forward_ops)
-    return model, Function(model.forward_ops, boxes, tuple(n for n, _ in reads), input_of, tuple(made), ""), list(reads)
 
 
 def alone(op: Op) -> Function:

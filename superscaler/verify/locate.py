@@ -15,15 +15,15 @@ from superscaler.compiler import Compiled
 from superscaler.errors import RuntimeFailure
 from superscaler.frontend.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
-from superscaler.ir.model import Model, Op, unread_twins
-from superscaler.ir.program import Forward, Program
+from superscaler.ir.model import Model, Op, once, unread_twins, without_twins
+from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
-from superscaler.simulate.callables import callables, whole
+from superscaler.simulate.callables import callables
 
 TOLERANCE = 1e-9
 # Some true gradients are zero (bias of a key projection): errors are relative to at least FLOOR x the largest gradient.
@@ -55,7 +55,7 @@ def first_difference(exact: Compiled, values: Values, batch: Values, timeout: fl
 
 def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and their gradients."""
-    model, function, reads = whole(model)
+    model, function, reads = _whole(model)
     made = function.outputs
     leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in reads if wants}
     (run,) = callables(Program(model, (function,), ()), step=step)
@@ -65,6 +65,24 @@ def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Valu
     grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True) if wanted else ()
     gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), grads, strict=True)}
     return {**known, **{n: t.detach() for n, t in found.items()}}, gradients
+
+
+def _whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:
+    """Return a model as it was captured, all its forward ops as one function, and what that reads: each tensor, and
+    whether it wants a gradient.
+    """
+    model = once(without_twins(model))
+    made = {o.tensor for op in model.forward_ops for o in op.outputs}
+    uses = {
+        (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
+        for op in model.forward_ops
+        for k, o in enumerate(op.inputs)
+        if o.tensor not in made
+    }
+    reads = {use: n for n, use in enumerate(dict.fromkeys(uses.values()))}
+    input_of = {place: reads[use] for place, use in uses.items()}
+    boxes = tuple(tuple((0, i.size) for i in op.indices) for op in model.forward_ops)
+    return model, Function(model.forward_ops, boxes, tuple(n for n, _ in reads), input_of, tuple(made), ""), list(reads)
 
 
 def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeout: float) -> list[T]:

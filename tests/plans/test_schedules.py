@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -23,24 +23,10 @@ from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from tests.ran import Around, captured, equal
 from tests.schedule.clock import run
+from tests.simulate.by_hand import chain, linear
 from tests.sweeps import slow
 
 SIZES = [(4, 8), (4, 16), (8, 16)]
-
-
-def in_turn(m: Around, x: Tensor) -> Tensor:
-    for layer in m.layers:
-        x = layer(x)
-    return x.sum()
-
-
-def linear(count: int) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
-
-
-@cache
-def chain(count: int, microbatches: int) -> ss.Graph:
-    return captured(lambda: (Around(in_turn, layers=linear(count)), torch.randn(microbatches, 2)))
 
 
 def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], list[int]]:
