@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from superscaler.cluster import PRESETS, DeviceKind
@@ -107,11 +107,12 @@ def test_no_product_beats_the_data_sheet(m: int, n: int, k: int, kind: str, shar
 
 
 @given(m=sizes, n=sizes, k=sizes, place=st.integers(0, 2), more=st.integers(1, 64))
+@example(m=8, n=8, k=552, place=2, more=59)
 def test_products_grow_with_their_sizes(m: int, n: int, k: int, place: int, more: int) -> None:
     grown = [m, n, k]
     grown[place] += 8 * more
-    # Tiles and splits never make a larger product faster, up to the rounding of k to whole steps.
-    assert seconds(product(*grown), A100) > 0.98 * seconds(product(m, n, k), A100)
+    # Tiles and splits never make a larger product faster.
+    assert seconds(product(*grown), A100) >= seconds(product(m, n, k), A100)
 
 
 def test_batched_products_fill_the_device_together() -> None:
