@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from superscaler.artifact import initial_values, reuse, write
-from superscaler.certify.certificate import CHECKS
+from superscaler.artifact import initial_values, print_journal, reuse, write
+from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError, brief
@@ -21,14 +21,15 @@ from superscaler.ir.graph import Graph
 from superscaler.plans import resolve
 from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
+from superscaler.report.page import save as save_pages
 from superscaler.report.picture import save
+from superscaler.report.subject import subject
 from superscaler.runtime.step import Step, load
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
-from superscaler.timing import timed
 from superscaler.verify import verify
 
 # The default of `optimizer`: none was given, not even None.
@@ -45,7 +46,9 @@ class Plan:
     @property
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase: `export` is torch's own, `certify` once done; `total` is their sum."""
-        phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds, **self._certified}
+        phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds}
+        if self._certified:
+            phases["certify"] = sum(self._certified.values())
         phases.pop("total")
         phases["total"] = sum(phases.values())
         return phases
@@ -62,11 +65,7 @@ class Plan:
     def validate(self) -> dict[str, Any]:
         """Certify the whole program: conservation and deadlock freedom. Raises ScheduleError where it does not hold."""
         if not self._certified:
-            seconds = {"certify": 0.0}
-            with timed(seconds, "certify"):
-                for check in CHECKS.values():
-                    check(self.compiled.program)
-            self._certified = seconds
+            self._certified = certify(self.compiled.program)
         return {**dict.fromkeys(CHECKS, True), **self.counts}
 
     def verify(
@@ -119,6 +118,16 @@ class Plan:
     def draw(self, path: str | Path) -> None:
         """Draw the exchanges that take several steps into an SVG file. Raises InputError for a plan without them."""
         save(self._account, named_path("draw", path))
+
+    def report(self, path: str | Path) -> None:
+        """Write a page about the plan, which a browser opens offline: the answer, a timeline of the predicted step,
+        memory, cuts, communication (docs/report.md).
+        """
+        self.validate()
+        compiled, journal = self.compiled, print_journal(self.compiled.graph.journal)
+        file = named_path("report", path)
+        title = f"{compiled.program.world} devices of {compiled.cluster}"
+        save_pages([subject(title, compiled.program, compiled.cluster, self._account, journal, self._certified)], file)
 
     @checked
     def diff(self, other: Plan) -> str:

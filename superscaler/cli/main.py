@@ -15,6 +15,7 @@ from superscaler.cli.capture import capture
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
 from superscaler.cli.explain import diff, explain
+from superscaler.cli.report import report
 from superscaler.cli.simulate import simulate
 from superscaler.cli.train import train
 from superscaler.cli.validate import validate
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (capture, compile, validate, verify, simulate, train, explain, diff):
+for verb in (capture, compile, validate, verify, simulate, train, explain, report, diff):
     app.command(verb.__name__)(verb)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")

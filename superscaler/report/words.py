@@ -75,13 +75,13 @@ def _held(block: Block) -> Iterator[str]:
     """Yield the cuts and places of a block's ops, and the places of its weights."""
     for devices, rows in group(block.splits, lambda row: row.devices).items():
         if len(rows) == 1:
-            yield f"{_on(devices)}: {_axes(rows[0].axes, 'whole')}: {_ops(rows[0])}"
+            yield f"{_on(devices)}: {axes_text(rows[0].axes, 'whole')}: {_ops(rows[0])}"
             continue
         # Axes that all rows have in common are printed once.
         levels = takewhile(lambda axes: len(set(axes)) == 1, zip(*(row.axes for row in rows), strict=False))
         shared = len(list(levels))
-        yield f"{_on(devices)}: {_axes(rows[0].axes[:shared], 'cut in several ways')}"
-        yield from (f"  {_axes(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)
+        yield f"{_on(devices)}: {axes_text(rows[0].axes[:shared], 'cut in several ways')}"
+        yield from (f"  {axes_text(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)
     if block.again:
         yield f"{block.again} op{'s' * (block.again > 1)} computed again in the backward"
     if block.split:
@@ -92,7 +92,8 @@ def _held(block: Block) -> Iterator[str]:
     yield from map(_weights, block.weights)
 
 
-def _axes(axes: Sequence[Axis], none: str = "whole") -> str:
+def axes_text(axes: Sequence[Axis], none: str = "whole") -> str:
+    """Return the cuts of ops in words."""
     return ", ".join(map(_axis, axes)) or none
 
 
@@ -129,7 +130,7 @@ def _moved(block: Block) -> int:
 
 def _axis(axis: Axis) -> str:
     if axis.how == "nested":
-        return f"{axis.parts} of these cut further ({' / '.join(map(_axes, axis.axes))})"
+        return f"{axis.parts} of these cut further ({' / '.join(map(axes_text, axis.axes))})"
     what = {"value": f"the value into {axis.parts} addends", "copies": f"{axis.parts} copies"}
     sizes = " of sizes " + ", ".join(map(str, axis.sizes)) if axis.sizes else ""
     if axis.how == "microbatches":

@@ -196,8 +196,9 @@ def _lane(run: Run) -> Lane:
     stream, at, start, end, post = zip(*run.events, strict=True) if run.events else ((),) * 5
     waited = [-1 if p is None else p.at for p in post]
     streams, numbers, waits = (np.array(column, dtype=np.int64) for column in (stream, at, waited))
-    first, last = (_table(some, len(run.cohort)) for some in (start, end))
-    return Lane(run.cohort.devices, run.cohort.code, tuple(run.names), streams, numbers, waits, first, last)
+    there = [s if p is None or p.is_copy else np.clip(p.met, s, e) for s, e, p in zip(start, end, post, strict=True)]
+    first, last, met = (_table(some, len(run.cohort)) for some in (start, end, there))
+    return Lane(run.cohort.devices, run.cohort.code, tuple(run.names), streams, numbers, waits, first, last, met)
 
 
 def _table(times: Sequence[Floats], rows: int) -> Floats:

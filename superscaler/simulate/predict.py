@@ -33,11 +33,27 @@ _SLOW, _MIDDLE, _FAST = 0.0, 0.5, 1.0
 _SHOWN = 3
 
 
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """The prediction for a step of a program, with the times and the memory that it sums up."""
+
+    program: Program
+    cluster: Cluster
+    table: Timetable
+    memories: Sequence[DeviceMemory]
+    prediction: Prediction
+
+
 def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> Prediction:
     """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's.
 
     Raises InputError where nothing is known about the devices of the cluster.
     """
+    return simulate(program, cluster, capacity).prediction
+
+
+def simulate(program: Program, cluster: Cluster, capacity: int | None = None) -> Simulation:
+    """Return the prediction for a step with its timetable and memories; see `predict`."""
     kind = cluster.device_kind
     if kind is None or kind.speeds is None:
         raise InputError(
@@ -52,7 +68,7 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> 
     overheads = _overheads(cluster)
     found = memories(program, work.works.segments, overheads=overheads)
     samples, tokens = _batch(program.model)
-    return Prediction(
+    prediction = Prediction(
         cluster=str(cluster),
         precision=_precision(program.model, dtype),
         step_seconds=table.seconds,
@@ -68,6 +84,7 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> 
         reserved=overheads.context,
         links=table.bytes,
     )
+    return Simulation(program, cluster, table, found, prediction)
 
 
 def fullest(program: Program, cluster: Cluster) -> DeviceMemory:

@@ -23,7 +23,8 @@ class Lane:
 
     `stream`: the number of its name in `streams`; an event on a stream of communication is the time from its first byte
     to its last. `instruction`: its number in `code`. `waited`: for a wait on the compute stream, the number of the
-    instruction that started the communication; else -1. `start`, `end` [events, devices].
+    instruction that started the communication; else -1. `start`, `end` [events, devices]. `met`: for a wait, when all
+    ends of the communication were there: until then it is a bubble; else the start.
     """
 
     devices: Ints
@@ -34,6 +35,7 @@ class Lane:
     waited: Ints
     start: Floats
     end: Floats
+    met: Floats
 
     @property
     def microbatch(self) -> Ints:
@@ -52,10 +54,11 @@ class Lane:
 
     @cached_property
     def _places(self) -> Ints:
-        return np.array([_place(self.code[at]) for at in self.instruction.tolist()]).reshape(-1, 3)
+        return np.array([place(self.code[at]) for at in self.instruction.tolist()]).reshape(-1, 3)
 
 
-def _place(i: Instruction) -> tuple[int, int, int]:
+def place(i: Instruction) -> tuple[int, int, int]:
+    """Return the microbatch, the part and the segment of an instruction, -1 for none."""
     if (task := getattr(i, "task", None)) is not None:
         return task.microbatch, task.part, task.segment
     value = next(iter(names(i, Role.WRITE) or names(i, Role.READ)), None)

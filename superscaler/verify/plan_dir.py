@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from superscaler.artifact import described, texts
-from superscaler.certify.certificate import CHECKS
+from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
 from superscaler.errors import InputError, PlanError
@@ -16,10 +16,21 @@ from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import parse_program
 from superscaler.report.facts import own_operators
+from superscaler.report.schema import Account
+from superscaler.report.subject import Subject, subject
 from superscaler.simulate.predict import predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.file_errors import reading
-from superscaler.store.plan import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, REWRITE, WEIGHTS_FILE, read_plan
+from superscaler.store.plan import (
+    EXPLAIN_FILE,
+    JOURNAL_FILE,
+    MODEL_FILE,
+    PLAN_FILE,
+    PROGRAM_FILE,
+    REWRITE,
+    WEIGHTS_FILE,
+    read_plan,
+)
 from superscaler.store.tensor_file import kinds, opened
 
 
@@ -60,6 +71,16 @@ def simulate_directory(directory: Path, capacity: int | None = None) -> Predicti
     saved = read_plan(directory)
     saved.check()
     return predict(_program(directory, saved, None), Cluster.parse(saved.head["cluster"]), capacity)
+
+
+def subject_of(directory: Path) -> Subject:
+    """Return the plan in a directory as the subject of a report. Raises InputError for one that cannot be read."""
+    saved = read_plan(directory)
+    saved.check()
+    program = _program(directory, saved, None)
+    account, journal = saved.json(EXPLAIN_FILE, Account), saved.text(JOURNAL_FILE)
+    cluster = Cluster.parse(saved.head["cluster"])
+    return subject(directory.resolve().name, program, cluster, account, journal, certify(program))
 
 
 def _program(directory: Path, saved: Any, damage: InputError | None) -> Program:

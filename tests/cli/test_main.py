@@ -76,6 +76,7 @@ def test_the_options_of_every_command() -> None:
         "launch slurm": ["--json", "--max-restarts", "--partition", "--time", "options", "plan"],
         "launch torchrun": ["--json", "--max-restarts", "options", "plan"],
         "explain": ["--json", "--svg", "plan"],
+        "report": ["--json", "--out", "plans"],
         "diff": ["--json", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out"],
     }

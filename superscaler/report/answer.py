@@ -1,0 +1,160 @@
+"""The answer of a report: whether a plan fits, how long its step is, what limits it, and what would help most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from superscaler.report.markup import Markup, table, tag
+from superscaler.report.subject import Subject
+from superscaler.simulate.prediction import COLUMNS, Prediction, device_rows, devices_text
+from superscaler.specs.sizes import duration, size
+
+# How many times as much work as on average makes a device the one that the others wait for.
+_UNEVEN = 1.2
+
+
+class Part(NamedTuple):
+    """A part of a step in the mean over all devices: its name, its colour, its seconds, what makes it shorter."""
+
+    name: str
+    color: str
+    seconds: float
+    help: str
+
+
+def parts(p: Prediction) -> list[Part]:
+    """Return the parts of a step; their seconds sum up to the step's."""
+    bound = min(p.bound, p.mean("compute"))
+    return [
+        Part("the model's own operations", "backward", bound, "more devices, or a lower precision"),
+        Part(
+            "kernels beside them", "forward", p.mean("compute") - bound,
+            "larger parts (fewer microbatches, fewer cuts), less recomputation, fused kernels",
+        ),
+        Part("optimizer", "update", p.mean("optimizer"), "updates cut over the devices (zero:stage=1)"),
+        Part("start of communication", "launch", p.mean("launch"), "fewer, larger messages"),
+        Part(
+            "waits for data on their way", "exposed", p.mean("communication"),
+            "fewer devices that share a layer, collectives inside of servers, or sends beside work",
+        ),
+        Part("waits for copies", "copying", p.mean("copies"), "fewer values that rest on the host"),
+        Part("waits for other devices", "bubble", p.mean("bubble"), _even(p)),
+    ]  # fmt: skip
+
+
+def _even(p: Prediction) -> str:
+    """Return what makes waits for other devices shorter: even work, else less waiting for it."""
+    busiest = max(p.devices, key=lambda d: d.compute)
+    if busiest.compute > _UNEVEN * p.mean("compute"):
+        where = devices_text(busiest.devices, p.world)
+        mean = duration(p.mean("compute"))
+        return f"even work: {where} computes {duration(busiest.compute)}, a device {mean} on average"
+    return "more microbatches, or a schedule with less idle time (interleaved, zb_h1)"
+
+
+def verdict(subject: Subject) -> Markup:
+    """Return the answer for a plan, in words and numbers."""
+    p = subject.simulation.prediction
+    amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
+    facts = [f"{duration(p.low)} to {duration(p.high)} on fast and slow devices of the kind"]
+    facts += [f"{p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)"] if p.peak_flops else []
+    facts += [
+        f"{amount / p.step_seconds:,.4g} {what}/s",
+        p.precision,
+        f"{p.world} devices of {p.cluster.split(', ')[0]}",
+    ]
+    return tag(
+        "div",
+        tag("p", *_fit(p), f" A step takes {duration(p.step_seconds)}.", class_="verdict"),
+        tag("p", "; ".join(facts), class_="quiet"),
+        _bar(parts(p), p.step_seconds),
+        *(tag("p", line) for line in _limits(p)),
+        *(tag("p", note, class_="quiet") for note in subject.notes),
+    )
+
+
+def _fit(p: Prediction) -> Sequence[object]:
+    full, where = p.fullest, devices_text(p.fullest.devices, p.world)
+    if not p.capacity:
+        return [f"Needs {size(full.peak_bytes)} on {where}."]
+    text = f"{size(full.peak_bytes)} of {size(p.capacity)} on {where}."
+    return ["Fits: " + text] if p.fits else [tag("span", "Does not fit: ", class_="bad"), text]
+
+
+def _bar(every: Sequence[Part], whole: float) -> Markup:
+    shown = [part for part in every if part.seconds > 0.002 * whole]
+    bar = (
+        tag("span", style=f"flex:{part.seconds / whole:.5f};background:var(--{part.color})", title=_said(part, whole))
+        for part in shown
+    )
+    keys = (tag("span", tag("i", style=f"background:var(--{part.color})"), _said(part, whole)) for part in shown)
+    picture = tag("div", *bar, class_="parts", role="img", aria_label="parts of a step")
+    return tag("div", picture, tag("div", *keys, class_="keys"))
+
+
+def _said(part: Part, whole: float) -> str:
+    return f"{part.name} {duration(part.seconds)} ({part.seconds / whole:.0%})"
+
+
+def _limits(p: Prediction) -> list[Markup]:
+    """Return what limits a step, and what would help most, each as a line."""
+    losses = sorted(parts(p)[1:], key=lambda part: -part.seconds)
+    most = losses[0]
+    times = (
+        f"{p.step_seconds / p.bound:.2f} times what this hardware allows" if p.bound else "all of it beside products"
+    )
+    lines = [
+        Markup(
+            tag("b", "What limits it: ")
+            + tag(
+                "x",
+                f"{most.name}, {_said(most, p.step_seconds)[len(most.name) + 1 :]} "
+                f"of the step in the mean over devices; the step is {times}.",
+            )[3:-4]
+        )
+    ]
+    if not p.fits:
+        name, count = max(p.fullest.memory.items(), key=lambda pair: pair[1])
+        lines += [
+            _helps(
+                f"memory first: {size(p.fullest.peak_bytes - (p.capacity or 0))} are too many, "
+                f"{size(count)} of the peak are {name}; " + _MEMORY.get(name, "more devices") + "."
+            )
+        ]
+    without = p.step_seconds - most.seconds
+    return [*lines, _helps(f"{most.help}: without that part a step would take {duration(without)}.")]
+
+
+_MEMORY: Mapping[str, str] = {
+    "activations": "recompute them (x recompute), or take more microbatches",
+    "optimizer": "cut its state over the devices (zero:stage=1)",
+    "gradients": "cut them over the devices (zero:stage=2)",
+    "weights": "cut them over the devices (zero:stage=3, or tensor_parallel)",
+    "gathered": "gather fewer weights at once",
+}
+
+
+def _helps(text: str) -> Markup:
+    return tag("span", tag("b", "What would help most: "), text)
+
+
+def compared(subjects: Sequence[Subject]) -> Markup:
+    """Return plans in a table, side by side."""
+    predictions = [s.simulation.prediction for s in subjects]
+    rows = [
+        ("step", *(duration(p.step_seconds) for p in predictions)),
+        ("largest peak", *(size(p.fullest.peak_bytes) for p in predictions)),
+        ("bytes on links", *(size(sum(p.links.values())) for p in predictions)),
+        *(
+            (some[0].name, *(duration(part.seconds) for part in some))
+            for some in zip(*map(parts, predictions), strict=True)
+        ),
+    ]
+    return table(["", *(s.title for s in subjects)], rows)
+
+
+def times(subject: Subject) -> Markup:
+    """Return the seconds and the peak of each distinct program as a table."""
+    rows = device_rows(subject.simulation.prediction)
+    return table(COLUMNS, rows, title="Seconds of a step by where they go, in the mean over devices of one program.")

@@ -1,0 +1,223 @@
+"""What is known about instructions, for people: what they do, with which tensor, and which line of the plan asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from superscaler.errors import some
+from superscaler.ir.graph import block_of
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Op
+from superscaler.ir.program import (
+    Backward,
+    Collective,
+    Copy,
+    Forward,
+    Function,
+    Instruction,
+    Loss,
+    Program,
+    Recv,
+    Role,
+    Send,
+    Update,
+    Value,
+    names,
+)  # fmt: skip
+from superscaler.materialize.local_tensors import unique_identifiers
+from superscaler.report.words import heading
+from superscaler.simulate.timetable import place
+
+# The name of the block for ops outside all modules.
+OUTSIDE = "the model"
+
+
+class Kind(IntEnum):
+    """The kinds of work, each with a colour of its own."""
+
+    FORWARD = 0
+    AGAIN = 1
+    BACKWARD = 2
+    WEIGHTS = 3
+    UPDATE = 4
+    OTHER = 5
+    LAUNCH = 6
+    TRANSFER = 7
+    COPY = 8
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = (
+    "forward", "forward, computed again", "backward", "backward, gradients of weights", "optimizer",
+    "slices, sums and copies", "start of communication", "communication", "copy to or from the host",
+)  # fmt: skip
+_LETTERS = {Kind.FORWARD: "F", Kind.AGAIN: "R", Kind.BACKWARD: "B", Kind.WEIGHTS: "W"}
+
+
+@dataclass(frozen=True)
+class Detail:
+    """An instruction in words. `letter`: of its kind, in a schedule; `asked`: the lines of the plan; `devices`: those
+    of a collective, or the other end of a message.
+    """
+
+    title: str
+    letter: str = ""
+    tensor: str = ""
+    bytes: int = 0
+    devices: str = ""
+    operators: str = ""
+    why: str = ""
+    asked: str = ""
+
+
+class Details:
+    """The details of the instructions of a program, each once. `found`: in the order of their numbers.
+
+    `account`: explain.json of the plan; `journal`: its journal.txt.
+    """
+
+    def __init__(self, program: Program, account: Mapping[str, Any], journal: str) -> None:
+        self.program = program
+        self.found: list[Detail] = []
+        self._known: dict[Hashable, tuple[Kind, int]] = {}
+        self._tensors = {name: tensor for tensor, name in unique_identifiers(program.model.tensors).items()}
+        self._home = dict[str, str]()
+        for op in program.model.forward_ops:
+            self._home |= {o.tensor: home_of(op) for o in op.outputs}
+        for op in program.model.forward_ops:
+            for o in op.inputs:
+                self._home.setdefault(o.tensor, home_of(op))
+        self._blocks = {name: block for block in account["blocks"] for name in block["names"]}
+        self._lines = _effects(journal)
+        self._functions = dict[int, Function]()
+
+    def columns(self, code: Sequence[Instruction], device: int, used: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the kind, the number of the detail and the microbatch of each used instruction of a device."""
+        for i in code:
+            if isinstance(i, Forward):
+                self._functions.setdefault(i.task.segment, self.program.functions[i.function])
+        found = np.full((3, max(len(code), 1)), -1)
+        for at in used[used >= 0].tolist():
+            i = code[at]
+            key = _key(i)
+            if key not in self._known:
+                kind, detail = self._describe(i)
+                self._known[key] = kind, len(self.found)
+                self.found.append(detail)
+            found[:2, at] = self._known[key]
+            found[2, at] = place(i)[0]
+        return found[0], found[1], found[2]
+
+    def _describe(self, i: Instruction) -> tuple[Kind, Detail]:
+        match i:
+            case Forward() | Backward():
+                return self._segment(i)
+            case Collective():
+                # The first name of a bucket stands for all.
+                title = f"{i.kind} of {self._said(i)}"
+                where = "devices " + some(tuple(map(str, i.group)))
+                return Kind.TRANSFER, self._transfer(i, title, i.kind, i.bytes, where)
+            case Send():
+                return Kind.TRANSFER, self._transfer(i, f"send {self._said(i)}", "send", i.bytes, f"to device {i.peer}")
+            case Recv():
+                title = f"receive {self._said(i)}"
+                return Kind.TRANSFER, self._transfer(i, title, "send", 0, f"from device {i.peer}")
+            case Copy():
+                kind = "to_host" if i.to_host else "to_device"
+                title = f"copy {self._said(i)} {'to the host' if i.to_host else 'back from the host'}"
+                return Kind.COPY, self._transfer(i, title, kind, i.bytes, "")
+            case Update():
+                weights = [self._tensors.get(w.name, w.name) for w in i.weights]
+                title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
+                return Kind.UPDATE, Detail(title, tensor=some(weights))
+            case Loss():
+                return Kind.TRANSFER, Detail("sum of the loss over all devices")
+        return Kind.OTHER, Detail(f"{type(i).__name__.lower()} of {self._said(i)}", tensor=self._said(i))
+
+    def _segment(self, i: Forward | Backward) -> tuple[Kind, Detail]:
+        ops = self._functions[i.task.segment].ops
+        kind, verb = Kind.FORWARD, "forward"
+        if isinstance(i, Backward):
+            kind = Kind.WEIGHTS if i.half == "weight" else Kind.BACKWARD
+            verb = {"": "backward", "input": "gradients of activations", "weight": "gradients of weights"}[i.half]
+        elif any(op.origin for op in ops):
+            kind, verb = Kind.AGAIN, "forward, again,"
+        homes = _homes(map(home_of, ops))
+        letter = "I" if isinstance(i, Backward) and i.half == "input" else _LETTERS[kind]
+        operators = f"{len(ops)} operators: {some([op.name for op in ops], 5)}"
+        asked = "; ".join(dict.fromkeys(line for home in homes[:3] for line in self._asked(home)))
+        return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=asked)
+
+    def _transfer(self, i: Instruction, title: str, kind: str, size: int, devices: str) -> Detail:
+        values = _values(i)
+        tensor = self._tensors.get(values[0].name, "") if values else ""
+        home = self._home_of(tensor)
+        notes = getattr(i, "notes", ())
+        why = notes[0].reason if notes else self._why(home, kind, bool(values and values[0].is_gradient))
+        every = some([self._tensors.get(v.name, v.name) for v in values])
+        return Detail(title, "", every, size, devices, "", why, "; ".join(self._asked(home)))
+
+    def _said(self, i: Instruction) -> str:
+        values = _values(i)
+        if not values:
+            return "nothing"
+        first = values[0]
+        shown = self._tensors.get(first.name, first.name)
+        more = f" and {len(values) - 1} more" if len(values) > 1 else ""
+        return ("gradients of " if first.is_gradient else "") + shown + more
+
+    def _home_of(self, tensor: str) -> str:
+        return self._home.get(tensor, OUTSIDE)
+
+    def _why(self, home: str, kind: str, is_gradient: bool) -> str:
+        """Return the reason that the account of a plan has for such a transfer."""
+        direction = "backward" if is_gradient else "forward"
+        rows = [row for row in self._blocks.get(home, {}).get("moves", ()) if row.get("kind") == kind]
+        rows.sort(key=lambda row: row["direction"] != direction)
+        return rows[0]["reason"] if rows else ""
+
+    def _asked(self, home: str) -> list[str]:
+        """Return the lines of the plan that asked for the parts of a block, with what they asked for."""
+        asked = self._blocks.get(home, {}).get("asked", {})
+        return [f"{effect} ({self._lines[effect]})" for effect in asked if effect in self._lines]
+
+
+def home_of(op: Op) -> str:
+    """Return the block of an op, else its module."""
+    return block_of(op.module) or op.module or OUTSIDE
+
+
+def _homes(homes: Any) -> list[str]:
+    return list(dict.fromkeys(homes))
+
+
+def _values(i: Instruction) -> tuple[Value, ...]:
+    values = names(i, Role.READ) or names(i, Role.WRITE) or names(i, Role.LAST)
+    return tuple(v for v in values if v.name != "one")
+
+
+def _key(i: Instruction) -> Hashable:
+    """Return what instructions with the same details have in common."""
+    if isinstance(i, Forward | Backward):
+        return type(i), i.task.segment, getattr(i, "half", "")
+    values = tuple((v.name, v.is_gradient) for v in _values(i))
+    return type(i), values, getattr(i, "kind", ""), getattr(i, "group", ()), getattr(i, "peer", -1)
+
+
+def _effects(journal: str) -> dict[str, str]:
+    """Return the place of the line of a plan by its effect, a verb with what it was given."""
+    found: dict[str, str] = {}
+    for line in journal.splitlines():
+        where, _, effects = line.partition(": ")
+        for effect in re.split(r"; (?=op_)", effects):
+            found.setdefault(effect.split(" of ")[0].strip(), where)
+    return found

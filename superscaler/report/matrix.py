@@ -1,0 +1,89 @@
+"""The bytes that devices send to each other in a step, as a matrix."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import Collective, Program, Send, links
+from superscaler.report.markup import Markup, table, tag
+from superscaler.simulate.ports import Floats
+from superscaler.specs.sizes import size
+
+# Rows of a matrix; of more devices several share one.
+MOST = 48
+_CELL, _LEFT, _TOP = 14, 64, 30
+_NOTE = (
+    "Bytes of a step from a device (row) to a device (column){together}. A collective counts as a ring in the order of "
+    "its group, an all_to_all as messages between all; copies to the host do not count."
+)
+
+
+def bytes_between(program: Program) -> tuple[Floats, int]:
+    """Return the bytes from each device to each other, and the number of neighbouring devices that share a row."""
+    share = ceil(program.world / MOST)
+    rows = ceil(program.world / share)
+    found = np.zeros((rows, rows))
+    for cohort in cohorts(program):
+        for at, i in enumerate(cohort.code):
+            if isinstance(i, Send):
+                np.add.at(found, (cohort.devices // share, cohort.data(at, "peer") // share), i.bytes)
+            elif isinstance(i, Collective) and len(i.group) > 1:
+                _collective(found, cohort, at, i, share)
+    return found, share
+
+
+def _collective(found: Floats, cohort: Cohort, at: int, i: Collective, share: int) -> None:
+    groups: Ints = cohort.data(at, "group")
+    members = len(i.group)
+    each = i.bytes * links(i.kind, members) / members
+    place = (groups == cohort.devices[:, None]).argmax(axis=1)
+    steps = range(1, members) if i.kind == "all_to_all" else (1,)
+    for step in steps:
+        to = groups[np.arange(len(groups)), (place + step) % members]
+        np.add.at(found, (cohort.devices // share, to // share), each / len(steps))
+
+
+def matrix(program: Program) -> Markup:
+    """Return the matrix as a picture, and as a table of its largest entries."""
+    found, share = bytes_between(program)
+    if not found.any():
+        return tag("p", "Nothing: no device sends to another.")
+    together = f", {share} neighbouring devices in one" if share > 1 else ""
+    names = [_name(k, share, program.world) for k in range(len(found))]
+    order = np.argsort(found, axis=None)[::-1][:20]
+    pairs = [divmod(int(k), len(found)) for k in order if found.flat[k]]
+    rows = ((names[a], names[b], size(found[a, b])) for a, b in pairs)
+    largest = table(("from", "to", "bytes"), rows, left=2, title="The largest entries.")
+    caption = tag("figcaption", _NOTE.format(together=together))
+    return tag("div", tag("figure", caption, _picture(found, names)), tag("div", largest, class_="tall"), class_="pair")
+
+
+def _name(k: int, share: int, world: int) -> str:
+    last = min((k + 1) * share, world) - 1
+    return str(k) if share == 1 else f"{k * share} to {last}"
+
+
+def _picture(found: Floats, names: list[str]) -> Markup:
+    count, most = len(found), found.max()
+    shapes = [tag("text", "device", x=0, y=_TOP - 8)]
+    every = max(1, count // 8)
+    for k in range(0, count, every):
+        middle = k * _CELL + 11
+        shapes.append(tag("text", names[k].split(" ")[0], x=_LEFT - 6, y=_TOP + middle, text_anchor="end"))
+        shapes.append(
+            tag("text", names[k].split(" ")[0], x=_LEFT + k * _CELL + _CELL / 2, y=_TOP - 8, text_anchor="middle")
+        )
+    side = count * _CELL
+    shapes.append(tag("rect", x=_LEFT, y=_TOP, width=side, height=side, fill="var(--soft)"))
+    for a, b in zip(*np.nonzero(found), strict=True):
+        strength = 0.15 + 0.85 * float(np.sqrt(found[a, b] / most))
+        title = tag("title", f"{names[a]} to {names[b]}: {size(found[a, b])}")
+        place = {"x": _LEFT + b * _CELL, "y": _TOP + a * _CELL, "width": _CELL - 1, "height": _CELL - 1}
+        shapes.append(tag("rect", title, **place, fill="var(--transfer)", fill_opacity=f"{strength:.2f}"))
+    return tag(
+        "svg", *shapes, width=_LEFT + side + 10, height=_TOP + side + 10, role="img", aria_label="bytes between devices"
+    )

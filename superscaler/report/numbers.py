@@ -1,0 +1,49 @@
+"""The numbers of a timeline as tables: for people without a mouse, and to copy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from superscaler.report.answer import times
+from superscaler.report.facts import ranges
+from superscaler.report.markup import Markup, table, tag
+from superscaler.report.subject import Subject
+from superscaler.report.timeline import WORDS, Timeline
+from superscaler.specs.sizes import duration
+
+# The rows of a table of events.
+_MOST = 60
+_NAMES = ("devices", "what", "", "microbatches", "events", "seconds", "each")
+
+
+def numbers(subject: Subject) -> Markup:
+    """Return where the time of devices goes, and the work and waits that take most of it."""
+    tables = (
+        tag(
+            "details",
+            tag("summary", f"{timeline.title}: the {_MOST} longest of work, communication and waits"),
+            tag("div", table(_NAMES, _rows(subject, timeline), left=3), class_="tall"),
+        )
+        for timeline in subject.timelines
+    )
+    return tag("div", tag("div", times(subject), class_="tall"), *tables)
+
+
+def _rows(subject: Subject, timeline: Timeline) -> Iterator[tuple[object, ...]]:
+    """Yield the sums of equal events of the same devices, the longest first."""
+    total, count = Counter[tuple[tuple[int, ...], int, int]](), Counter[tuple[tuple[int, ...], int, int]]()
+    turns: dict[tuple[tuple[int, ...], int, int], set[int]] = {}
+    for lane in timeline.lanes:
+        columns = (lane.kind.tolist(), lane.detail.tolist(), (lane.end - lane.start).tolist(), lane.microbatch.tolist())
+        for kind, detail, seconds, microbatch in zip(*columns, strict=True):
+            key = lane.devices, kind, detail
+            total[key] += seconds
+            count[key] += 1
+            turns.setdefault(key, set()).add(microbatch)
+    for key, seconds in total.most_common(_MOST):
+        devices, kind, detail = key
+        title = subject.details.found[detail].title if detail >= 0 else ""
+        microbatches = len(turns[key] - {-1}) or ""
+        each = duration(seconds / count[key])
+        yield ranges(devices), title, WORDS[kind], microbatches, count[key], duration(seconds), each

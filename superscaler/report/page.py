@@ -1,0 +1,258 @@
+"""The report of a plan as one HTML file: words, pictures, and a timeline whose data are packed columns."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.errors import InputError
+from superscaler.report.answer import compared, verdict
+from superscaler.report.facts import ranges
+from superscaler.report.markup import Markup, table, tag
+from superscaler.report.matrix import matrix
+from superscaler.report.memory_curve import Curve, alive, curves
+from superscaler.report.model_table import model_table
+from superscaler.report.numbers import numbers
+from superscaler.report.picture import draw
+from superscaler.report.subject import Subject
+from superscaler.report.timeline import WORDS, Lane, Timeline
+from superscaler.simulate.storages import CATEGORIES
+from superscaler.specs.file_errors import writing
+from superscaler.specs.sizes import duration
+
+# How a file begins that may be replaced.
+HEAD = (
+    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="superscaler">'
+)
+_KEYS = (
+    "forward", "again", "backward", "weights", "update", "other", "launch", "transfer", "copy", "bubble", "exposed",
+    "copying", "end",
+)  # fmt: skip
+
+
+def save(subjects: Sequence[Subject], file: Path) -> None:
+    """Write a report. Raises InputError where the file cannot be written, or is one that is no report."""
+    text = page(subjects)
+    with writing(file, "name a file in a folder that exists"):
+        if file.is_file() and not file.read_bytes().startswith(HEAD.encode()):
+            raise InputError(f"{file} is there and is no report; name a new file, or remove that one.")
+        file.write_text(text, encoding="utf-8")
+
+
+def page(subjects: Sequence[Subject]) -> str:
+    """Return the report of one plan, or of several beside each other."""
+    title = " | ".join(subject.title for subject in subjects)
+    parts = {"title": escape(title), "body": _body(title, subjects), "data": pack(_data(subjects))}
+    files = {"style": "page.css", "script": "page.js"}
+    parts |= {name: _file(file).rstrip() for name, file in files.items()}
+    text = _file("page.html")
+    # Each from the left on, so that no text of a part is looked at.
+    made = ""
+    for name in ("title", "style", "body", "data", "script"):
+        before, _, text = text.partition("{{" + name + "}}")
+        made += before + parts[name]
+    return made + text
+
+
+def _file(name: str) -> str:
+    return resources.files("superscaler.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _body(title: str, subjects: Sequence[Subject]) -> str:
+    head = tag("header", tag("h1", title), tag("button", "light / dark", id="theme", class_="push"))
+    several = [tag("section", compared(subjects))] if len(subjects) > 1 else []
+    sections = (_section(name, subjects, make) for name, make in _SECTIONS.items())
+    return "\n".join(
+        [head, tag("section", _pair(subjects, verdict)), *several, _timeline(subjects), _memory(subjects), *sections]
+    )
+
+
+def _pair(subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
+    return tag(
+        "div", *(tag("div", make(subject)) for subject in subjects), class_="pair" if len(subjects) > 1 else None
+    )
+
+
+def _section(name: str, subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
+    return tag("section", tag("h2", name), _pair(subjects, make))
+
+
+def _exchanges(subject: Subject) -> Markup:
+    if not subject.account["paths"]:
+        return tag("p", "None: a single collective, or messages, do each exchange.", class_="quiet")
+    return tag("figure", Markup(draw(subject.account)), class_="paper")
+
+
+def _certificate(subject: Subject) -> Markup:
+    rows = ((_CHECKED[name], "holds", duration(seconds)) for name, seconds in subject.certificate.items())
+    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in subject.account["counts"].items())
+    checked = table(("of every instruction of every device, before anything runs", "", "checked in"), rows, left=2)
+    return tag("div", checked, tag("p", counts, class_="quiet"))
+
+
+_CHECKED = {
+    "conservation": "every read finds its elements with their whole value; every weight is updated once by all its "
+    "gradients; replicas stay equal",
+    "deadlock_free": "no device waits for ever, with sends that block",
+}
+_SECTIONS: Mapping[str, Callable[[Subject], Markup]] = {
+    "Model: what is cut where": model_table,
+    "Bytes between devices": lambda subject: matrix(subject.simulation.program),
+    "Exchanges of several steps": _exchanges,
+    "Certificate": _certificate,
+    "The same in numbers": numbers,
+}
+
+
+def _memory(subjects: Sequence[Subject]) -> Markup:
+    label = "memory of a device over the time of a step; the table below has its peak"
+    keys = (
+        tag("span", tag("i", style=f"background:var(--m{k})"), name, class_="memory")
+        for k, name in enumerate(CATEGORIES)
+    )
+    charts = (
+        part
+        for number, subject in enumerate(subjects)
+        for part in (
+            tag("div", tag("label", f"{subject.title}, ", tag("select", id=f"device{number}")), class_="keys"),
+            tag("div", tag("canvas", id=f"memory{number}", role="img", aria_label=label), class_="chart"),
+        )
+    )
+    head = tag("h2", "Memory, under the same time axis"), tag("div", *keys, class_="keys")
+    return tag("section", *head, *charts, _pair(subjects, alive), class_="wide")
+
+
+def _timeline(subjects: Sequence[Subject]) -> Markup:
+    keys = (
+        tag("span", tag("i", style=f"background:var(--{key})"), words) for key, words in zip(_KEYS, WORDS, strict=True)
+    )
+    label = "timeline of a step; arrow keys choose events, w and s zoom, a and d pan, 0 shows all"
+    canvas = tag("canvas", id="timeline", tabindex=0, role="application", aria_label=label)
+    return tag(
+        "section",
+        tag("h2", "Timeline"),
+        tag("div", *keys, class_="keys"),
+        tag("div", *_buttons(), class_="keys"),
+        tag("div", canvas, class_="scroll"),
+        tag("div", id="chosen", aria_live="polite"),
+        tag("div", id="tip", role="tooltip"),
+        class_="wide",
+    )
+
+
+def _buttons() -> list[Markup]:
+    keys = {
+        "\u2190 \u2192 \u2191 \u2193": "events",
+        "w s": "zoom",
+        "a d": "pan",
+        "c": "critical path",
+        "g": "what it waited for",
+    }
+    made = [tag("button", text, id=name) for name, text in (("all", "whole step"), ("in", "+"), ("out", "\u2212"))]
+    hints = [tag("span", tag("kbd", key), f" {words}") for key, words in keys.items()]
+    return [
+        *made,
+        *hints,
+        tag("span", "drag pans, ctrl + wheel zooms, a click keeps an event, a double click goes near"),
+    ]
+
+
+# Data.
+
+
+@dataclass(eq=False)
+class _Columns:
+    """Columns of numbers, one after the other, each from a multiple of 4 on."""
+
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, values: NDArray[Any], kind: str) -> dict[str, Any]:
+        data = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
+        data += bytes(-len(data) % 4)
+        self.parts.append(data)
+        self.size += len(data)
+        return {"column": [kind, self.size - len(data), len(values)]}
+
+
+def pack(made: tuple[dict[str, Any], _Columns]) -> str:
+    """Return a header and its columns as base64 of gzip: the length of the header, the header, the columns."""
+    head, columns = made
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 4)
+    data = b"".join([len(text).to_bytes(4, "little"), text, *columns.parts])
+    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
+
+
+def _data(subjects: Sequence[Subject]) -> tuple[dict[str, Any], _Columns]:
+    columns = _Columns()
+    return {
+        "words": WORDS,
+        "categories": CATEGORIES,
+        "plans": [_plan(subject, columns) for subject in subjects],
+    }, columns
+
+
+def _plan(subject: Subject, columns: _Columns) -> dict[str, Any]:
+    details = [{k: v for k, v in asdict(d).items() if v} for d in subject.details.found]
+    return {
+        "title": subject.title,
+        "details": details,
+        "tracks": [_track(timeline, columns) for timeline in subject.timelines],
+        "capacity": subject.simulation.prediction.capacity or 0,
+        "memory": [_curve(curve, columns) for curve in curves(subject)],
+    }
+
+
+def _curve(curve: Curve, columns: _Columns) -> dict[str, Any]:
+    return {
+        "name": _devices(curve.devices),
+        "times": columns.add(curve.times, "f4"),
+        "values": [columns.add(column, "f4") for column in curve.values.T],
+        "during": columns.add(curve.during, "f4"),
+        "overhead": curve.memory.overhead,
+    }
+
+
+def _devices(devices: Sequence[int]) -> str:
+    return f"device{'s' if len(devices) > 1 else ''} {ranges(devices)}"
+
+
+def _track(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
+    """Return a timeline as data. Times are counted in ticks of a nanosecond, or longer for steps of seconds."""
+    tick = max(1e-9, timeline.seconds / 2**31)
+
+    def all_of(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(lane, name) for lane in timeline.lanes])
+
+    start, end = (np.round(all_of(name) / tick).astype(np.int64) for name in ("start", "end"))
+    numbers = {name: (all_of(name), "i4") for name in ("detail", "microbatch", "source")}
+    small = {name: (all_of(name), "u1") for name in ("kind", "critical")}
+    found = {"start": (start, "u4"), "length": (end - start, "u4"), **numbers, **small}
+    return {
+        "title": timeline.title,
+        "seconds": timeline.seconds,
+        "tick": tick,
+        "columns": {name: columns.add(*column) for name, column in found.items()},
+        "lanes": [_lane(lane) for lane in timeline.lanes],
+    }
+
+
+def _lane(lane: Lane) -> dict[str, Any]:
+    return {
+        "name": _devices(lane.devices),
+        "stream": lane.stream,
+        "compute": lane.is_compute,
+        "first": lane.first,
+        "count": len(lane),
+    }

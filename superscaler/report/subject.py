@@ -1,0 +1,60 @@
+"""The subject of a report: a plan with its account, its simulation, and the timelines of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from superscaler.cluster import Cluster
+from superscaler.cluster.devices import DeviceKind, Speeds
+from superscaler.ir.program import Program
+from superscaler.report.details import Details
+from superscaler.report.timeline import Timeline, predicted
+from superscaler.simulate.predict import Simulation, simulate
+
+# A core of a CPU, for devices about which nothing is known: 50 Gflop/s, 10 GB/s, 2 us for a kernel.
+_CORE = Speeds(units=0, products={"float32": (50e9, 50e9)}, memory=(10e9, 10e9))
+_GUESSED = (
+    "Nothing is known about the speed of {cluster}: its times are those of a core with 50 Gflop/s and 10 GB/s. Measure "
+    "it with superscaler doctor --measure --out machine.yaml, and compile with --cluster machine.yaml."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A plan to report on. `account`: its explain.json; `timelines`: the measured one first, if there is one.
+
+    `certificate`: what was checked of it; `notes`: what a reader has to know about the times.
+    """
+
+    title: str
+    account: Mapping[str, Any]
+    simulation: Simulation
+    details: Details
+    timelines: Sequence[Timeline]
+    certificate: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+
+def subject(
+    title: str,
+    program: Program,
+    cluster: Cluster,
+    account: Mapping[str, Any],
+    journal: str,
+    certificate: Mapping[str, Any],
+) -> Subject:
+    """Return a plan as the subject of a report: its step is simulated."""
+    known, notes = with_speeds(cluster)
+    found, details = simulate(program, known), Details(program, account, journal)
+    return Subject(title, account, found, details, [predicted(found.table, program, details)], certificate, notes)
+
+
+def with_speeds(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """Return a cluster whose devices have speeds, and what to say about them if they were assumed."""
+    kind = cluster.device_kind
+    if kind is not None and kind.speeds is not None:
+        return cluster, []
+    kind = DeviceKind("core", 0, {}, _CORE) if kind is None else replace(kind, speeds=_CORE)
+    return replace(cluster, device_kind=kind), [_GUESSED.format(cluster=cluster)]

@@ -1,0 +1,217 @@
+"""The timeline of a step: lanes of events, predicted or measured, in one form for pages, traces and text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import Collective, Copy, Instruction, Loss, Program, Recv, Send
+from superscaler.report.details import Details, Kind
+from superscaler.simulate.ports import Floats
+from superscaler.simulate.timetable import COMPUTE, Timetable
+from superscaler.simulate.timetable import Lane as Alike
+
+# The most events of a timeline; devices beyond them are counted, not shown.
+MOST = 400_000
+_STARTS = (Collective, Send, Recv, Copy, Loss)
+# Cut from the ends of events, as a share of the step: what rounding leaves.
+_EQUAL = 1e-9
+
+
+class Wait(IntEnum):
+    """The causes of time in which a device does nothing. Their numbers go on where those of `Kind` end."""
+
+    BUBBLE = len(Kind)
+    EXPOSED = len(Kind) + 1
+    COPYING = len(Kind) + 2
+    END = len(Kind) + 3
+
+
+# Said of events, in the order of their numbers.
+WORDS = (
+    *(kind.words for kind in Kind),
+    "waits for work of other devices",
+    "waits for data on their way",
+    "waits for a copy to or from the host",
+    "done, waits for the end of the step",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Devices that run the same instructions at the same times, and their events as columns; see `Timetable.Lane`."""
+
+    devices: tuple[int, ...]
+    code: Sequence[Instruction]
+    streams: tuple[str, ...]
+    stream: Ints
+    instruction: Ints
+    waited: Ints
+    start: Floats
+    end: Floats
+    met: Floats
+    critical: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A stream of some devices: its events in the order of time, as columns.
+
+    `kind`: of `Kind` or `Wait`; `detail`: the number of what is known about it, -1 for nothing; `microbatch`: -1 for
+    none; `source`: the number of the event that it waited for, -1 for none. Events are numbered through all lanes.
+    """
+
+    devices: tuple[int, ...]
+    stream: str
+    is_compute: bool
+    first: int
+    start: Floats
+    end: Floats
+    kind: Ints
+    detail: Ints
+    microbatch: Ints
+    critical: NDArray[np.bool_]
+    source: Ints
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """The lanes of a step of `seconds`. `hidden`: the number of devices without lanes."""
+
+    title: str
+    seconds: float
+    lanes: Sequence[Lane]
+    hidden: int = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lanes))
+
+
+def predicted(table: Timetable, program: Program, details: Details, title: str = "predicted") -> Timeline:
+    """Return the timeline of a timetable."""
+    path = {(link.device, link.instruction, link.is_transfer) for link in table.path if link.seconds}
+    every = (_row(some, alike, program, path) for alike in table.lanes for some in _equal(alike))
+    return timeline(title, table.seconds, sorted(every, key=lambda row: row.devices), details)
+
+
+def timeline(title: str, seconds: float, rows: Sequence[Row], details: Details) -> Timeline:
+    """Return the timeline of rows, as many as can be shown."""
+    ends = np.cumsum([len(row.start) for row in rows])
+    shown = max(1, int(np.searchsorted(ends, MOST, side="right")))
+    made = _Lanes(details, seconds)
+    for row in rows[:shown]:
+        made.add(row)
+    return Timeline(title, seconds, made.finish(), sum(len(row.devices) for row in rows[shown:]))
+
+
+def _equal(lane: Alike) -> Iterator[Ints]:
+    """Yield the rows of a lane whose times are equal."""
+    columns = lane.start, lane.end, lane.met
+    if len(lane.start) == 0 or all(x.strides[1] == 0 for x in columns):
+        yield np.arange(len(lane.devices))
+        return
+    found: dict[bytes, list[int]] = {}
+    digits = [np.round(x / max(float(lane.end.max()), 1e-12) / _EQUAL).astype(np.int64) for x in columns]
+    for row in range(len(lane.devices)):
+        found.setdefault(b"".join(x[:, row].tobytes() for x in digits), []).append(row)
+    yield from map(np.array, found.values())
+
+
+def _row(some: Ints, lane: Alike, program: Program, path: set[tuple[int, int, bool]]) -> Row:
+    devices = tuple(sorted(lane.devices[some].tolist()))
+    first, at = int(some[0]), set(devices)
+    device = int(lane.devices[first])
+    code = lane.code if device == lane.devices[0] else program.devices[device].instructions[:]
+    on_path = {(i, is_transfer) for d, i, is_transfer in path if d in at}
+    pairs = zip(lane.instruction.tolist(), (lane.stream != COMPUTE).tolist(), strict=True)
+    critical = np.array([pair in on_path for pair in pairs], dtype=bool) & (lane.waited < 0)
+    start, end, met = (x[:, first] for x in (lane.start, lane.end, lane.met))
+    columns = lane.stream, lane.instruction, lane.waited
+    return Row(devices, code, lane.streams, *columns, start, end, met, critical)
+
+
+@dataclass(eq=False)
+class _Lanes:
+    """Makes lanes of rows, and finds what each of their events waited for."""
+
+    details: Details
+    seconds: float
+    lanes: list[Lane] = field(default_factory=list)
+    count: int = 0
+    # The event of each communication of a row, by instruction; of each message, by its ends and number.
+    posts: dict[tuple[int, int], int] = field(default_factory=dict)
+    sent: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    received: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    waits: list[tuple[Ints, Ints, Ints, int]] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Make the lanes of a row, that of its compute stream first."""
+        about = self.details.columns(row.code, row.devices[0], np.unique([row.instruction, row.waited]))
+        for stream in range(len(row.streams)):
+            at = np.flatnonzero(row.stream == stream)
+            at = at[np.argsort(row.start[at], kind="stable")]
+            if len(at) or stream == COMPUTE:
+                self._lane(row, stream, at, about)
+
+    def _lane(self, row: Row, stream: int, at: Ints, about: tuple[Ints, Ints, Ints]) -> None:
+        start, end, met, waited = row.start[at], row.end[at], row.met[at], row.waited[at]
+        of = np.where(waited >= 0, waited, row.instruction[at])
+        kind, detail, microbatch = (column[of] for column in about)
+        is_copy = np.array([isinstance(row.code[i], Copy) for i in of.tolist()], dtype=bool)
+        if stream == COMPUTE:
+            is_start = np.array([isinstance(row.code[i], _STARTS) for i in of.tolist()], dtype=bool)
+            kind = np.where(is_start, int(Kind.LAUNCH), kind)
+        kind = np.where(waited >= 0, np.where(is_copy, int(Wait.COPYING), int(Wait.EXPOSED)), kind)
+        # A wait is a bubble until all ends of its communication are there.
+        least = self.seconds * _EQUAL
+        cut = (waited >= 0) & (met > start + least)
+        columns = np.where(cut, met, start), end, kind, detail, microbatch, row.critical[at], waited, of
+        bubbles = start[cut], met[cut], np.full(cut.sum(), int(Wait.BUBBLE)), *(x[cut] for x in columns[3:])
+        both = [np.concatenate(pair) for pair in zip(columns, bubbles, strict=True)]
+        if stream == COMPUTE and (last := float(end.max(initial=0.0))) < self.seconds - least:
+            idle = last, self.seconds, int(Wait.END), -1, -1, False, -1, 0
+            both = [np.append(column, value) for column, value in zip(both, idle, strict=True)]
+        kept = np.flatnonzero(both[1] > both[0] + (least if stream == COMPUTE else -1.0))
+        kept = kept[np.argsort(both[0][kept], kind="stable")]
+        start, end, kind, detail, microbatch, critical, waited, of = (column[kept] for column in both)
+        source = np.full(len(kept), -1)
+        self.waits.append((source, waited, of, len(self.lanes)))
+        if stream != COMPUTE:
+            self._note(row, of)
+        self.lanes.append(
+            Lane(
+                row.devices, row.streams[stream], stream == COMPUTE, self.count, start, end, kind, detail, microbatch,
+                critical.astype(bool), source,
+            )
+        )  # fmt: skip
+        self.count += len(kept)
+
+    def _note(self, row: Row, of: Ints) -> None:
+        """Note the communication of a lane, by which other events find it."""
+        device = row.devices[0]
+        for number, at in enumerate(of.tolist(), self.count):
+            self.posts[device, at] = number
+            match row.code[at]:
+                case Send() as i:
+                    self.sent[device, i.peer, i.message] = number
+                case Recv() as i:
+                    self.received[number] = i.peer, device, i.message
+
+    def finish(self) -> list[Lane]:
+        """Return the lanes, once the sources of their events are set."""
+        for source, waited, _, number in self.waits:
+            lane = self.lanes[number]
+            for k in np.flatnonzero(waited >= 0).tolist():
+                source[k] = self.posts.get((lane.devices[0], int(waited[k])), -1)
+            if not lane.is_compute:
+                ends = (self.received.get(k) for k in range(lane.first, lane.first + len(lane)))
+                source[:] = [-1 if end is None else self.sent.get(end, -1) for end in ends]
+        return self.lanes
