@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import pairwise, product
+from math import prod
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import numpy as np
@@ -165,6 +166,8 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
         _to_hosts(graph, target, device, where)
         return
     devices = _device_ids(where, device.devices if isinstance(device, Mesh) else device)
+    if isinstance(device, Mesh) and [*devices] == [*range(len(devices))]:
+        graph.mesh = max(graph.mesh, dict(device.sizes), key=lambda sizes: (prod(sizes.values()), len(sizes)))
     for item in _items(target, where):
         if not isinstance(device, Mesh):
             _put(graph, _parts(graph, item), devices, where)

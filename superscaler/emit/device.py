@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
 
+import numpy as np
+
 from superscaler.emit.lines import WIDTH, wrapped
 from superscaler.emit.lists import Lists, Waits, family, modules_of, named_weights, paths_of
 from superscaler.emit.loops import Section, runs_of
@@ -48,17 +50,37 @@ def emit(program: Program) -> Emitted:
     files, programs = {"segments.py": segments}, [""] * program.world
     for number, (body, (exchanged, found)) in enumerate(groups.items()):
         name, ranks = f"program_{number}", sorted(found)
-        heads = (_head(ranks, most, exchanged) for most in range(16, 0, -1))
+        more = fill(" ".join(filter(None, (_places(program.mesh, ranks), exchanged))), WIDTH - 3)
+        heads = (_head(ranks, most, more) for most in range(16, 0, -1))
         files[f"{name}.py"] = next(filter(_fits, heads)) + body
         for rank in ranks:
             programs[rank] = name
     return Emitted(files, tuple(programs), AllTables([tables[rank] for rank in range(program.world)]))
 
 
-def _head(ranks: Sequence[int], most: int, exchanged: str) -> str:
+def _head(ranks: Sequence[int], most: int, more: str) -> str:
     """Return the lines before the body of a program, which name at most so many of its devices."""
     who = f"devices {_listed(ranks, most)} do" if len(ranks) > 1 else f"device {ranks[0]} does"
-    return HEAD.format(who, exchanged)
+    return HEAD.format(who, more and f"\n{more}")
+
+
+def _places(mesh: Mapping[str, int], ranks: Sequence[int]) -> str:
+    """Return the sentence that says where devices are on a mesh; "" if it has no axis.
+
+    >>> _places({"pp": 2, "dp": 4, "tp": 1}, [4, 5])
+    'On the mesh pp=2, dp=4: pp 1, dp 0, 1.'
+    """
+    along = _along(mesh, ranks)
+    sizes = ", ".join(f"{axis}={mesh[axis]}" for axis in along)
+    found = [f"{axis} {_listed(own)}" for axis, own in along.items() if len(own) < mesh[axis]]
+    return f"On {'all of ' * (not found)}the mesh {sizes}{': ' * bool(found)}{', '.join(found)}." if sizes else ""
+
+
+def _along(mesh: Mapping[str, int], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Return the places of devices along each axis of a mesh that has several."""
+    axes = {axis: size for axis, size in mesh.items() if size > 1}
+    places = np.unravel_index(ranks, tuple(axes.values())) if axes else ()
+    return {axis: sorted(set(own.tolist())) for axis, own in zip(axes, places, strict=True)}
 
 
 def _listed(ranks: Sequence[int], most: int = 8) -> str:
@@ -134,7 +156,7 @@ class _Writer(Statements):
         return self.forwards.get(i.task._replace(microbatch=0))
 
     def exchanged(self) -> str:
-        """Return the line that says with whom the first device of a program communicates; "" if with nobody."""
+        """Return the sentence that says with whom the first device of a program communicates; "" if with nobody."""
         kinds, peers = dict[tuple[int, ...], dict[str, None]](), dict[str, set[int]]()
         for i in (i for run in self.runs for i, *_ in run.rows):
             if isinstance(i, p.Collective):
@@ -142,9 +164,13 @@ class _Writer(Statements):
             elif isinstance(i, p.Send | p.Recv):
                 peers.setdefault("sends to" if isinstance(i, p.Send) else "receives from", set()).add(i.peer)
         groups = enumerate(entry[0] for entry, *_ in self.entries["groups"].pairs())
-        found = [f"group {n} is {_listed(group)} ({', '.join(kinds.get(group, ()))})" for n, group in groups]
+        found = [f"group {n} is {self._group(group)} ({', '.join(kinds.get(group, ()))})" for n, group in groups]
         found += [f"it {way} {_listed(sorted(some))}" for way, some in peers.items()]
-        return "\n" + fill(f"On device {self.rank}: {'; '.join(found)}.", WIDTH - 3) if found else ""
+        return f"On device {self.rank}: {'; '.join(found)}." if found else ""
+
+    def _group(self, group: Sequence[int]) -> str:
+        axes = [axis for axis, own in _along(self.program.mesh, group).items() if len(own) > 1]
+        return _listed(group) + (f" along {', '.join(axes)}" if axes else "")
 
     def _top(self) -> Iterator[str]:
         """Yield the lines before the first instruction: dicts, sums and weights."""
@@ -182,9 +208,8 @@ class _Writer(Statements):
             i = self.now[0][0]
             if isinstance(i, p.Forward) and repeat is None and (where := self._function(i).module) != module:
                 module = where
-                yield from [f"{indent}# {module}"] * (
-                    not self.functions[i.function].startswith(module.replace(".", "_"))
-                )
+                if module and self.functions[i.function].rpartition("_")[0] != module.replace(".", "_"):
+                    yield f"{indent}# {module}"
             for of in declared.get(at, ()):
                 if not self.spelling.is_first(of):
                     yield f"{indent}{self.spelling.variable(of)} = rt.sums({self.lists.size[family(of)]})"

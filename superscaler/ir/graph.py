@@ -212,6 +212,8 @@ class Graph:
         self.pieces: dict[str, int] = {}
         # Ops whose parts go to the hosts of the devices on which they would be.
         self.hosted: set[str] = set()
+        # The sizes of the axes along which all devices lie in order, as the plan names them; for readers only.
+        self.mesh: dict[str, int] = {}
         # Whether gradients of weights are sent while others are computed.
         self.overlaps = True
         # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
@@ -225,6 +227,7 @@ class Graph:
         twin.orders, twin.journal = list(self.orders), list(self.journal)
         twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
         twin.pieces, twin.overlaps, twin.gathers_each = dict(self.pieces), self.overlaps, self.gathers_each
+        twin.mesh = dict(self.mesh)
         return twin
 
     @property

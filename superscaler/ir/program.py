@@ -434,13 +434,15 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class Program:
     """A model, its functions and the code of all devices. `notes` count transfers without an instruction: those that
-    stay on a device, and those that take a path.
+    stay on a device, and those that take a path. `mesh`: the sizes of the axes along which the devices lie in order, if
+    the plan names them.
     """
 
     model: Model
     functions: tuple[Function, ...]
     devices: Sequence[Device]
     notes: Mapping[Provenance, int] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def world(self) -> int:

@@ -1,6 +1,7 @@
 """Programs as text, an instruction a line, and back: the form in which a plan directory holds them beside the code.
 
     program of 4 devices
+    mesh {"dp": 2, "tp": 2}
     function 0 "layers.0": [["x", "layers.0.weight"], ["linear"]]
     gradients {"grads": [1], "saved": [0]}
       linear (%0, %1) 0:16@0 0:32@1 0:64@1
@@ -18,6 +19,7 @@ coordinate. `gradients` has the numbers of inputs and outputs of a function with
 
 import ast
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -64,6 +66,8 @@ def print_program(program: Program) -> str:
 def _lines(program: Program) -> Iterator[str]:
     devices = program.devices
     yield f"program of {program.world} devices"
+    if program.mesh:
+        yield f"mesh {json.dumps(program.mesh)}"
     if isinstance(devices, Folded):
         yield f"fold {json.dumps(devices.fold.devices.tolist())}"
     for number, function in enumerate(program.functions):
@@ -162,6 +166,7 @@ class _Reader:
         self.model = model
         self.ops = {op.name: op for op in model.ops}
         self.world = 0
+        self.mesh: dict[str, int] = {}
         self.fold: Fold | None = None
         self.functions: list[dict[str, Any]] = []
         self.sections: list[tuple[list[int], list[list[Any]]]] = []
@@ -172,6 +177,10 @@ class _Reader:
         match word:
             case "program":
                 self.world = int(rest.split()[1])
+            case "mesh":
+                self.mesh = {str(axis): int(size) for axis, size in json.loads(rest).items()}
+                if math.prod(self.mesh.values()) != self.world:
+                    raise ValueError(f"the mesh does not have {self.world} devices")
             case "fold":
                 self.fold = Fold(np.array(json.loads(rest), dtype=np.int64))
             case "function":
@@ -192,7 +201,7 @@ class _Reader:
             case "" if self.functions:
                 self._op(self.functions[-1], line)
             case _:
-                raise ValueError("a line starts with program, fold, function, gradients, devices, or two spaces")
+                raise ValueError("a line starts with program, mesh, fold, function, gradients, devices, or two spaces")
 
     def _op(self, function: dict[str, Any], line: str) -> None:
         name, _, rest = line.strip().partition(" (")
@@ -271,10 +280,12 @@ class _Reader:
             # Compare the number first: `world` comes from the text and may be huge.
             if len(devices) != self.world or sorted(devices) != list(range(self.world)):
                 raise ValueError(f"it has {len(devices)} of {self.world} devices")
-            return Program(self.model, tuple(functions), tuple(devices[rank] for rank in range(self.world)))
+            ordered = tuple(devices[rank] for rank in range(self.world))
+            return Program(self.model, tuple(functions), ordered, mesh=self.mesh)
         last = self.sections[-1][0][0]
         compiled = {d: devices[d] for b in range(len(self.fold.devices)) for d in self.fold.samples(b)}
-        return Program(self.model, tuple(functions), Folded(self.fold, compiled, devices[last], self.world))
+        folded = Folded(self.fold, compiled, devices[last], self.world)
+        return Program(self.model, tuple(functions), folded, mesh=self.mesh)
 
 
 class _Repeat(NamedTuple):

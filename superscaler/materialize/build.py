@@ -7,6 +7,7 @@ communication has the time in between.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
@@ -135,7 +136,9 @@ class _Builder:
         )
         if self.context.fold is not None:
             devices = fold_devices(devices, self.context.fold)
-        return Program(self.model, tuple(self.functions.made), devices, self.writer.notes)
+        mesh = self.schedule.edges.graph.mesh
+        mesh = mesh if prod(mesh.values()) == len(devices) else {}
+        return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":

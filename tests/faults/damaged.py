@@ -208,6 +208,8 @@ def text(file: str, turn: Callable[[str], str]) -> Change:
 for _file, _line in (
     ("program.txt", "program of 1000000000000 devices"),
     ("program.txt", f"program of {'9' * 5000} devices"),
+    ("program.txt", 'mesh {"dp": 0}'),
+    ("program.txt", "mesh [1]"),
     ("program.txt", "fold " + "[" * 5000),
     ("program.txt", "  x = " + "(" * 5000),
     ("program.txt", "  x = Weight(tensor=__import__('os'))"),
