@@ -11,6 +11,7 @@ def main() -> None:
 
 
 def _main() -> None:
+    import gc
     import io
     import sys
     from contextlib import suppress
@@ -21,7 +22,11 @@ def _main() -> None:
         # A terminal without "é" is no reason to fail, and neither is a stream that cannot be reconfigured.
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-    main()
+    try:
+        main()
+    finally:
+        # Python would search all objects of torch for garbage before it ends, which takes seconds.
+        gc.freeze()
 
 
 if __name__ == "__main__":

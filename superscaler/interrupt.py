@@ -84,7 +84,7 @@ def begin_rank() -> None:
         # Processes that this one starts have another launcher.
         os.environ[LAUNCHER] = ""
     if parent is not None:
-        _end_with_parent()
+        end_with_parent()
     pipe, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
@@ -96,7 +96,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     _end(b"" if LAUNCHER in os.environ or os.environ.get("RANK", "0") != "0" else _LINE)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     import ctypes
 
     prctl = getattr(ctypes.CDLL(None), "prctl", None)

@@ -30,6 +30,7 @@ from superscaler.simulate.predict import fullest, memory_line, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
+from superscaler.timing import phase
 from superscaler.verify import verify
 
 # The default of `optimizer`: none was given, not even None.
@@ -65,14 +66,16 @@ class Plan:
     def validate(self) -> dict[str, Any]:
         """Certify the whole program: conservation and deadlock freedom. Raises ScheduleError where it does not hold."""
         if not self._certified:
-            self._certified = certify(self.compiled.program)
+            with phase("certify"):
+                self._certified = certify(self.compiled.program)
         return {**dict.fromkeys(CHECKS, True), **self.counts}
 
     def verify(
         self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None, shapes: str = "auto"
     ) -> dict[str, Any]:
         """Compare two steps with the model, in float64 and as trained; see `superscaler.verify.run`."""
-        return verify(self.compiled, backend, batch, shapes)
+        with phase("verify"):
+            return verify(self.compiled, backend, batch, shapes)
 
     def save(self, directory: str | Path, seed: int = 0) -> bool:
         """Certify the plan and write it with the initial weights into a directory, which `torchrun .../run.py` trains.
@@ -83,15 +86,17 @@ class Plan:
         folder = named_path("save", directory)
         self.validate()
         model = self.compiled.graph.model
-        values = initial_values(model, self.compiled.graph.captured.values, seed)
-        return write(self.compiled, folder, values, seed)
+        with phase("save"):
+            values = initial_values(model, self.compiled.graph.captured.values, seed)
+            return write(self.compiled, folder, values, seed)
 
     def simulate(self, capacity: int | None = None) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
 
         Raises InputError where nothing is known about the devices of the cluster.
         """
-        return predict(self.compiled.program, self.compiled.cluster, capacity)
+        with phase("simulate"):
+            return predict(self.compiled.program, self.compiled.cluster, capacity)
 
     def memory(self) -> str:
         """Return in one line the memory that the plan is predicted to need, and whether the cluster has it."""
@@ -106,7 +111,8 @@ class Plan:
     @cached_property
     def _fullest(self) -> DeviceMemory | str:
         try:
-            return fullest(self.compiled.program, self.compiled.cluster)
+            with phase("memory"):
+                return fullest(self.compiled.program, self.compiled.cluster)
         except Exception as error:
             # An operator of a user may not run on tensors without data. The plan holds all the same.
             return f"memory: not predicted ({brief(error)})"

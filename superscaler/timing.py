@@ -1,10 +1,13 @@
-"""Measured seconds, available cores, and garbage collection held back where it costs more than it frees."""
+"""Measured phases, available cores, and garbage collection held back where it costs more than it frees."""
 
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+# What is called with the name of each phase that begins, and with its seconds when it ends (None at its begin).
+listeners: list[Callable[[str, float | None], None]] = []
 
 
 def cores() -> int:
@@ -16,8 +19,27 @@ def cores() -> int:
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
     """Add the seconds of the block to those of a phase."""
     start = time.perf_counter()
-    yield
+    with phase(name):
+        yield
     phases[name] += time.perf_counter() - start
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Let listeners know when a phase begins, and how long it took when it ends."""
+    start = time.perf_counter()
+    for listener in listeners:
+        listener(name, None)
+    try:
+        yield
+    finally:
+        record(name, time.perf_counter() - start)
+
+
+def record(name: str, seconds: float) -> None:
+    """Let listeners know that a phase took some seconds."""
+    for listener in listeners:
+        listener(name, seconds)
 
 
 @contextmanager

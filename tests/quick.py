@@ -172,7 +172,7 @@ def _run(arguments: list[str], base: list[str]) -> None:
     if arguments[0] == "-W":
         warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
         arguments = arguments[2:]
-    arguments = [a for n, a in enumerate(arguments) if n or a != "-u"]
+    arguments = [a for n, a in enumerate(arguments) if n or a not in ("-u", "-IS")]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     how = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""

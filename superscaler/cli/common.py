@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from superscaler.cli.progress import Progress, listening
 from superscaler.errors import InputError, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
+from superscaler.timing import phase
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,13 +31,22 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def printing(as_json: bool) -> Iterator[Printer]:
+def printing(as_json: bool, timings: bool = False) -> Iterator[Printer]:
     """Give a printer. With JSON, whatever else is printed meanwhile goes to standard error."""
-    printer = Printer(as_json)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), listening() as progress:
+        printer = Printer(as_json, progress)
         yield printer
+        if timings:
+            printer.show(_timings(progress))
     if as_json and printer.result is not None:
         print(json.dumps(plain(printer.result), allow_nan=False), flush=True)
+
+
+def _timings(progress: Progress) -> Table:
+    """Return the table of --timings."""
+    whole = progress.elapsed
+    rows = [(name, f"{some:.2f}", f"{some / whole:.0%}") for name, some in (*progress.seconds.items(), ("all", whole))]
+    return table(("phase", "seconds", ""), rows, right=("seconds", ""))
 
 
 @dataclass
@@ -43,6 +54,7 @@ class Printer:
     """Prints for people, and keeps the one JSON object that is printed at the end."""
 
     as_json: bool
+    progress: Progress = field(default_factory=Progress)
     result: Mapping[str, Any] | None = None
 
     def show(self, *things: RenderableType) -> None:
@@ -154,13 +166,15 @@ class ModelRequest:
         For inference where that is asked for; or nothing is, and the model has no such parameter or gives no loss.
         """
         self.check()
-        import torch
+        with phase("import"):
+            import torch
 
-        from superscaler.frontend.results import NoLossError
-        from superscaler.models import build
-        from superscaler.plan import capture
+            from superscaler.frontend.results import NoLossError
+            from superscaler.models import build
+            from superscaler.plan import capture
 
-        built = build(self.model)
+        with phase("model"):
+            built = build(self.model)
         name = None if self.no_cache else built.cache
         precision = None if self.precision == FULL else self.precision
         captured = partial(
@@ -210,6 +224,9 @@ class PlanRequest(ModelRequest):
         sprogram, cluster = resolve(self.plan), Cluster.parse(self.cluster)
         return (partial(_last, sprogram) if self.no_overlap else sprogram), cluster
 
+    def __str__(self) -> str:
+        return f"{self.model} under {self.plan} on {self.cluster}"
+
     def compile(self) -> tuple[Plan, BuiltModel]:
         """Build, capture and compile. Raises PlanError with the reason."""
         sprogram, cluster = self.read()
@@ -233,11 +250,15 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     kind: Any = own.pop(0).annotation if own and own[0].name == "request" else None
     asked = list(signature(kind, eval_str=True).parameters.values()) if kind else []
     as_json = Annotated[bool, option("--json", "One JSON object as the last line of standard output.")]
-    last = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=as_json)
+    timed = Annotated[bool, option("--timings", "Print at the end where the time went.")]
+    last = [
+        Parameter("timings", Parameter.KEYWORD_ONLY, default=False, annotation=timed),
+        Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=as_json),
+    ]
 
-    def run(as_json: bool, **given: Any) -> None:
+    def run(as_json: bool, timings: bool, **given: Any) -> None:
         request = [kind(**{p.name: given.pop(p.name) for p in asked})] if kind else []
-        with printing(as_json) as printer:
+        with printing(as_json, timings) as printer:
             is_good = function(printer, *request, **given)
         if is_good is False:
             raise typer.Exit(1)
@@ -246,6 +267,6 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = Signature([*options, last])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (*options, last)}
+    run.__signature__ = Signature([*options, *last])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*options, *last)}
     return run

@@ -15,6 +15,7 @@ from superscaler.cli.common import PlanRequest, Printer, command, option, path
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
 from superscaler.specs.sizes import size
+from superscaler.timing import phase
 
 if TYPE_CHECKING:
     from superscaler.plan import Plan
@@ -59,25 +60,29 @@ def train(
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     check(request, clip, data, out)
-    from superscaler.train.launch import Options
-    from superscaler.train.launch import train as launch
-    from superscaler.train.resume import ending
+    printer.progress.announce(f"train {request}: capture, compile, certify, then {steps} steps")
+    with phase("import"):
+        from superscaler.train.launch import Options
+        from superscaler.train.launch import train as launch
+        from superscaler.train.resume import ending
+        from superscaler.train.warm import warm_python
 
     given: dict[str, Any] = {
         "steps": steps, "clip": clip, "check_finite": check_finite, "data": data, "seed": seed, "save": save,
         "save_every": save_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
     }  # fmt: skip
     Options(**given).check()
-    compiled, built = request.compile()
-    if not compiled.trains:
-        why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
-        raise InputError(f"{request.model} {why}, so there is nothing to train; compile it, and call its step.")
-    printer.show(compiled.memory())
-    # The directory of --out, or one that is removed afterwards.
-    with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
-        compiled.save(folder, seed)
-        world = compiled.compiled.program.world
-        result = launch(Path(folder), world=world, named=request.model, **given)
+    with warm_python() as python:
+        compiled, built = request.compile()
+        if not compiled.trains:
+            why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
+            raise InputError(f"{request.model} {why}, so there is nothing to train; compile it, and call its step.")
+        printer.show(compiled.memory())
+        # The directory of --out, or one that is removed afterwards.
+        with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
+            compiled.save(folder, seed)
+            world = compiled.compiled.program.world
+            result = launch(Path(folder), world=world, python=python, named=request.model, **given)
     printer.show(
         _summary(result),
         *_more_memory(compiled, result["memory_bytes"]),

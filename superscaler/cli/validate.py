@@ -51,6 +51,7 @@ def validate(
         printer.show(f"the plan in {request.model} holds: its program is certified, and its files are what that says")
         return True
     request.check_plan()
+    printer.progress.announce(f"validate {request}: capture, compile, then certify the programs; nothing is run")
     compiled, _ = request.compile()
     printer.result = compiled.validate()
     printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")

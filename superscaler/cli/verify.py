@@ -27,6 +27,7 @@ def verify(
     """Run two steps of the plan and of the model in float64 and compare, then in the dtype that is trained, where the
     plan may be as far off as rounding makes the model's own steps. Exit code 1 when they are not equal.
     """
+    printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
     compiled, built = request.compile()
     printer.result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
     printer.show(_certificate(printer.result))

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,18 +48,26 @@ def call(function: Callable[..., T], world: int, *arguments: str) -> list[T]:
         return [json.loads((folder / f"result{rank}").read_text()) for rank in range(world)]
 
 
-def launch(program: Path, options: list[str], world: int, folder: Path | None = None, stop: Path | None = None) -> None:
+def launch(
+    program: Path,
+    options: list[str],
+    world: int,
+    folder: Path | None = None,
+    stop: Path | None = None,
+    python: Sequence[str] = (),
+) -> None:
     """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all have ended.
 
     `folder`: for the agent's files (default: a temporary one); a program may write a rank's standard error to
     `rank<number>` there. `stop`: a file that the first SIGTERM makes, to ask the ranks to end; a second SIGTERM ends
-    them, as the first does without it. Raises RuntimeFailure naming the first rank that failed, or InputError if it
-    raised that.
+    them, as the first does without it. `python`: the words before the program; default: Python. Raises RuntimeFailure
+    naming the first rank that failed, or InputError if it raised that.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="superscaler-") as made:
-            launch(program, options, world, Path(made), stop)
+            launch(program, options, world, Path(made), stop, python)
         return
+    command, *words = python or (sys.executable,)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -77,7 +85,7 @@ def launch(program: Path, options: list[str], world: int, folder: Path | None = 
         with _agent_environment(max(1, cores() // world)):
             if stop is not None and current_thread() is main_thread():
                 signal.signal(signal.SIGTERM, partial(_ask_to_stop, stop))
-            elastic_launch(config, sys.executable)(str(program), *options)
+            elastic_launch(config, command)(*words, str(program), *options)
     except ChildFailedError as error:
         _end_line()
         rank, failure = first_failure(error.failures)

@@ -25,7 +25,7 @@ _FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/
 @functools.cache
 def sources() -> str:
     """Return the hash of this package's sources, which determine the meaning of an entry."""
-    home, found = Path(__file__).parent, hashlib.sha256()
+    home, found = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(home.rglob("*.py")):
         found.update(f"{file.relative_to(home)}\n".encode() + file.read_bytes())
     return found.hexdigest()

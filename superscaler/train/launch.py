@@ -2,6 +2,8 @@
 
 import json
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,18 @@ from superscaler.errors import InputError, RuntimeFailure
 from superscaler.launch.launch import launch
 from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
+from superscaler.timing import record
 from superscaler.train.data import check_text
 from superscaler.train.loop import check_options
-from superscaler.train.resume import OUTCOME_FILE, STOP_FILE, check_resume, check_saving, is_first, saving_folder
+from superscaler.train.resume import (
+    OUTCOME_FILE,
+    STOP_FILE,
+    TIMES_FILE,
+    check_resume,
+    check_saving,
+    is_first,
+    saving_folder,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +63,9 @@ class Options:
         return found
 
 
-def train(directory: Path, *, world: int, **given: Any) -> dict[str, Any]:
-    """Train a plan directory with `world` processes on this machine. `given`: see `Options`.
+def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: Any) -> dict[str, Any]:
+    """Train a plan directory with `world` processes on this machine. `given`: see `Options`; `python`: see
+    `launch`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
     up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; with checkpoints also `saved` (the last
@@ -71,13 +83,26 @@ def train(directory: Path, *, world: int, **given: Any) -> dict[str, Any]:
         metrics = Path(folder) / "metrics.jsonl"
         words = ["--launched", folder, "--metrics", str(metrics), *options.words()]
         is_saved = saving_folder(options.save, options.resume) is not None
-        launch(program, words, world, Path(folder), metrics.parent / STOP_FILE if is_saved else None)
+        started = time.time()
+        launch(program, words, world, Path(folder), metrics.parent / STOP_FILE if is_saved else None, python)
+        _record([started, *_read(metrics.with_name(TIMES_FILE), []), time.time()])
         entries = metrics.read_text().splitlines() if metrics.is_file() else []
         if not entries:
             raise RuntimeFailure(f"{program} ended without an error, but wrote no metrics; compile the plan again.")
-        outcome = metrics.with_name(OUTCOME_FILE)
-        ending = json.loads(outcome.read_text()) if outcome.is_file() else {}
+        ending = _read(metrics.with_name(OUTCOME_FILE), {})
         return _summary([json.loads(line) for line in entries], world) | ending
+
+
+def _read(file: Path, default: Any) -> Any:
+    """Return the JSON in a file that rank 0 may have written."""
+    return json.loads(file.read_text()) if file.is_file() else default
+
+
+def _record(times: list[float]) -> None:
+    """Record the phases of a launch, between its times."""
+    names = ("start processes", "load and connect", "first step", "other steps")
+    for name, begin, end in zip(names, times, times[1:], strict=False):
+        record(name, end - begin)
 
 
 def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:

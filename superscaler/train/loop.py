@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
 def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
+    times = [time.time()]
     folder = resume.saving_folder(options.save, options.resume)
     with ExitStack() as stack:
         asked = stack.enter_context(resume.stop_requests(options.launched)) if folder else None
@@ -70,6 +71,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         if saver is not None:
             saver.open()
         reporter, why = None, ""
+        times.append(time.time())
         if step.rank == 0:
             reporter = Reporter(options.steps, Metrics(options.metrics, start) if options.metrics else None)
             stack.callback(reporter.close)
@@ -82,6 +84,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
             if reporter is not None:
                 values = loss.reshape(-1).tolist()
                 seconds = (time.perf_counter() - started) / len(values)
+                resume.tell_times(times, options.launched)
                 for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
                     reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm)
             done, every = number + turns.step, options.save_every or math.inf

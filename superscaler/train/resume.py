@@ -4,6 +4,7 @@ import argparse
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +20,8 @@ from superscaler.store.restore import restore
 from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
 
-# Files in the folder of the launcher: a request to stop, and the outcome of training.
-STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
+# Files in the folder of the launcher: a request to stop, the outcome of training, and when rank 0 began.
+STOP_FILE, OUTCOME_FILE, TIMES_FILE = "stop", "outcome.json", "times.json"
 # The choices for training after a failed save.
 CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
 
@@ -182,6 +183,15 @@ def say(text: str, end: str = "\n") -> None:
     """Print to standard error; training does not end where that cannot be written, as a file on a full disk."""
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
+
+
+def tell_times(times: list[float], launched: Path | None) -> None:
+    """Report to the launcher after the first step when rank 0 began, was loaded, and had made that step."""
+    if len(times) == 2:
+        times.append(time.time())
+        if launched is not None:
+            with suppress(OSError):
+                (launched / TIMES_FILE).write_text(json.dumps(times))
 
 
 def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import superscaler
 from superscaler.cli import common
 from superscaler.cli.main import app
 from superscaler.errors import InputError, ScheduleError
+from superscaler.timing import phase
 from tests.commands import run
 
 COMPILED = ["--plan", "single", "--cluster", "local:1"]
@@ -55,7 +57,7 @@ def test_the_options_of_every_command() -> None:
     for group in ("checkpoint", "launch"):
         commands |= {f"{group} {name}": c for name, c in commands[group].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
-    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision"]
+    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--timings"]
     compiling = [*model, "--cluster", "--no-overlap", "--plan"]
     training = ["--keep", "--on-failed-save", "--resume", "--save", "--save-every", "--weights"]
     assert found == {
@@ -68,17 +70,17 @@ def test_the_options_of_every_command() -> None:
             [*compiling, *training, "--check-finite", "--clip", "--data", "--out", "--seed", "--steps", "model"]
         ),
         "checkpoint": [],
-        "checkpoint export": ["--format", "--json", "--model", "--out", "checkpoint"],
-        "checkpoint import": ["--json", "--out", "--trust", "source"],
-        "checkpoint inspect": ["--json", "checkpoint"],
+        "checkpoint export": ["--format", "--json", "--model", "--out", "--timings", "checkpoint"],
+        "checkpoint import": ["--json", "--out", "--timings", "--trust", "source"],
+        "checkpoint inspect": ["--json", "--timings", "checkpoint"],
         "launch": [],
-        "launch kubernetes": ["--claim", "--image", "--json", "--max-restarts", "options", "plan"],
-        "launch slurm": ["--json", "--max-restarts", "--partition", "--time", "options", "plan"],
-        "launch torchrun": ["--json", "--max-restarts", "options", "plan"],
-        "explain": ["--json", "--svg", "plan"],
-        "report": ["--json", "--out", "plans"],
-        "diff": ["--json", "plan_a", "plan_b"],
-        "doctor": ["--cluster", "--json", "--measure", "--out"],
+        "launch kubernetes": ["--claim", "--image", "--json", "--max-restarts", "--timings", "options", "plan"],
+        "launch slurm": ["--json", "--max-restarts", "--partition", "--time", "--timings", "options", "plan"],
+        "launch torchrun": ["--json", "--max-restarts", "--timings", "options", "plan"],
+        "explain": ["--json", "--svg", "--timings", "plan"],
+        "report": ["--json", "--out", "--timings", "plans"],
+        "diff": ["--json", "--timings", "plan_a", "plan_b"],
+        "doctor": ["--cluster", "--json", "--measure", "--out", "--timings"],
     }
 
 
@@ -134,6 +136,23 @@ def test_with_json_only_the_object_is_on_standard_output(capsys: pytest.CaptureF
     assert out.count("\n") == 1
     assert "said by a library" in err
     assert "said to people" in err
+
+
+def test_a_phase_that_takes_long_is_said_and_all_are_in_the_timings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("superscaler.cli.progress._PATIENCE", 0.05)
+    with common.printing(as_json=False, timings=True) as printer:
+        printer.progress.announce("train it")
+        with phase("model"):
+            pass
+        with phase("export"):
+            time.sleep(0.2)
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert first == "train it"
+    assert second.endswith(" s] exporting the model by torch.export")
+    assert [line.split()[1] for line in out.splitlines() if "│" in line] == ["command", "model", "export", "all"]
 
 
 def test_without_json_people_read_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,20 @@ main([str(Path(__file__).parent), *sys.argv[1:]], load=lambda directory: Step())
 
 TRAIN = "import sys, pathlib; from superscaler.train.launch import train; "
 TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=5)"
+# The same with forks as ranks, for several plans in turn.
+WARM = """
+import sys, pathlib
+from superscaler.errors import PlanError
+from superscaler.train.launch import train
+from superscaler.train.warm import warm_python
+with warm_python() as python:
+    assert len(python) > 1, "no fork"
+    for plan in sys.argv[1:]:
+        try:
+            print(train(pathlib.Path(plan), world=2, steps=5, python=python)["losses"], flush=True)
+        except PlanError as error:
+            print(error, flush=True)
+"""
 
 
 @pytest.fixture
@@ -111,14 +125,35 @@ def test_bad_input_that_only_the_ranks_see_is_bad_input(plan: Path, capfd: pytes
 
 
 @pytest.mark.dist
+def test_ranks_that_are_forks_train_and_fail_as_others(plan: Path) -> None:
+    faults = {
+        "pass": "[3.0, 3.0, 3.0, 3.0, 3.0]",
+        "if rank == 1: raise ValueError('no cheese left')": "rank 1 of 2 failed with exit code 1: ValueError: no",
+        "if rank == 1: os._exit(3)": "rank 1 of 2 failed with exit code 3",
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)": "rank 1 of 2 was killed by SIGKILL",
+    }
+    folders = [plan / str(number) for number in range(len(faults))]
+    for folder, fault in zip(folders, faults, strict=True):
+        folder.mkdir()
+        write(folder, fault)
+    done = subprocess.run([sys.executable, "-c", WARM, *map(str, folders)], capture_output=True, text=True, timeout=120)
+    said = done.stdout.splitlines()
+    assert len(said) == len(faults), done.stderr
+    for line, message in zip(said, faults.values(), strict=True):
+        assert line.startswith(message)
+    assert not any(is_alive(int(file.read_text())) for file in plan.glob("*/pid*"))
+
+
+@pytest.mark.dist
 def test_a_rank_that_exits_is_named_although_it_said_nothing(plan: Path) -> None:
     assert fail(plan, "if rank == 1: os._exit(3)").startswith("rank 1 of 2 failed with exit code 3")
 
 
 @pytest.mark.dist
-def test_interrupting_ends_all_ranks(plan: Path) -> None:
+@pytest.mark.parametrize("code", [TRAIN, WARM], ids=["python", "forks"])
+def test_interrupting_ends_all_ranks(code: str, plan: Path) -> None:
     write(plan, "time.sleep(600)")
-    with subprocess.Popen([sys.executable, "-c", TRAIN, str(plan)], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", code, str(plan)], stderr=subprocess.PIPE, text=True) as process:
         killer = threading.Timer(60, process.kill)
         killer.start()
         deadline = time.monotonic() + 40
