@@ -76,6 +76,8 @@ PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "ZeRO-3": (4, 4, False, "zero:stage=3"),
     "ZeRO-3, accumulation": (4, 4, True, "zero:stage=3,microbatches=2"),
     "hybrid 2 x 2, stage 3": (4, 2, False, "zero:stage=3,shard=2"),
+    "Ulysses": (4, 1, False, "ulysses"),
+    "ring attention": (4, 1, False, "ring_attention"),
 }
 # What a layer keeps from its forward to its backward: so much of what it keeps on one device, and of its input.
 LAYERS = {

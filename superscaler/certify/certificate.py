@@ -14,7 +14,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
-from superscaler.ir.model import Model, Operand, later
+from superscaler.ir.model import Model, Op, Operand, later
 from superscaler.ir.program import Program
 from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.timing import timed
@@ -60,10 +60,26 @@ def _check_twins(model: Model) -> None:
         found = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs), region="")
         found = replace(found, name=op.origin, origin="", has_mirror=False)
         first = ops.get(op.origin)
+        if first and op.target == "ss.attention_gradient" and _is_gradient(model, op):
+            kept = len(first.inputs), len(first.args)
+            found = replace(found, target=first.target, args=found.args[: kept[1]], inputs=found.inputs[: kept[0]])
+            found = replace(found, outputs=plain(first.outputs))
         plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs), region="")
         if found != plainly or (op.has_mirror and op.origin in seen):
             raise ScheduleError(f"{op.name} does not recompute {op.origin}, or that op has two mirrors.")
         seen |= {op.origin} if op.has_mirror else set()
+
+
+def _is_gradient(model: Model, op: Op) -> bool:
+    """Return whether the gradient of a block of attention reads the attention to all keys, and its log-sum-exp, and has
+    its place.
+    """
+    (out,), (whole, total) = op.outputs, op.inputs[-2:]
+    detached, (last, _) = model.producers[whole.tensor][0], model.producers[total.tensor]
+    is_same = whole.slots == out.slots and total.slots == out.slots[: len(total.slots)]
+    own = [o.tensor for o in last.outputs]
+    is_whole = [detached.inputs[0].tensor, total.tensor] == own and detached.target == "aten.detach.default"
+    return is_same and is_whole and model.origin(out.tensor) == model.origin(own[0])
 
 
 def _check_weights(program: Program, masks: Masks) -> None:

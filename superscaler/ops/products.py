@@ -94,12 +94,13 @@ def _attention_dropout(x: Local) -> str:
 
 
 def _attention_block(x: Local) -> str:
-    *given, is_causal, scale = x.op.args
+    *given, is_causal, scale = x.op.args[:6]
     first, step, chunks = next(i.follows for i in x.op.indices if i.follows)
     size = x.op.indices[first].size
     part = x.part(*_QUERIES) or f"[(0, {size})], [{size}]"
     seen = f"functional.seen_by({part}, {step}, {chunks}, {is_causal})"
-    return f"functional.attention_block({', '.join(map(x.literal, (*given, scale)))}, *{seen})"
+    name = x.op.target.removeprefix("ss.")
+    return f"functional.{name}({', '.join(map(x.literal, (*given, *x.op.args[6:], scale)))}, *{seen})"
 
 
 def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
@@ -157,7 +158,7 @@ ROWS = {
           roles=_HEADS),
     **row("ss.attention_dropout", _attention, text=_attention_dropout, placed=_of_causal, flops=_attention_flops,
           roles=_HEADS, random=_scores, rate=4),
-    **row("ss.attention_block", text=_attention_block, placed=on(*_QUERIES)),
+    **row("ss.attention_block ss.attention_gradient", text=_attention_block, placed=on(*_QUERIES)),
     **row("ss.attention_merge", text=call("functional.attention_merge")),
     **row("ss.experts", _experts, text=_experts_text, placed=on(*_EXPERTS), flops=_experts_flops,
           roles=((3, 0, "experts"), (4, 0, "experts"))),

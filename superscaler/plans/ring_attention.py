@@ -2,24 +2,22 @@
 
 Device i has chunk i of the sequence, or of n with `zigzag` chunks i and 2n - 1 - i of twice as many, which evens the
 work of causal attention. Of keys and values a device keeps its own; those of others come again for the backward, or
-(`recompute=false`) are kept.
+(`recompute=false`) are kept. Scores are kept nowhere: memory is linear in the sequence.
 """
 
 from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import along, attentions
-from superscaler.verbs import AttentionBlocks, Graph, Recompute, Split, op_trans
+from superscaler.verbs import AttentionBlocks, Graph, Split, op_trans
 
 
 @along_axis(first=True)
 def ring_attention(graph: Graph, n: int, axis: str, zigzag: bool = False, recompute: bool = True) -> None:
     places = (*range(n), *reversed(range(n))) if zigzag else tuple(range(n))
     count = len(places)
-    made = [parts.op for parts in op_trans(graph, attentions(graph, "ring_attention"), AttentionBlocks(count))]
-    if recompute and count > 1 and any(op.has_mirror for op in made):
-        for module in dict.fromkeys(op.module for op in made):
-            op_trans(graph, [op for op in made if op.module == module], Recompute(copies=True))
+    blocks = AttentionBlocks(count, again=recompute)
+    made = [parts.op for parts in op_trans(graph, attentions(graph, "ring_attention"), blocks)]
     factors = [f for op in made for i in op.indices if i.follows for f in (op.indices[i.follows[0]].factor, i.factor)]
     steps: dict[str, int] = {}
     for op in graph.forward_ops:

@@ -1,12 +1,14 @@
 """Functions of emitted code that torch lacks: normalized losses, and random numbers that no plan changes."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from superscaler.runtime import attention_blocks
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 _GAMMA = 0x9E3779B97F4A7C15
@@ -186,7 +188,7 @@ def attention_dropout(
     `random` has the elements of (..., heads, L, S). A query that may attend to nothing gives zeros.
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
-    scores = _scores(q, k, mask, scale, is_causal)
+    scores = attention_blocks.scores(q, k, mask, scale, is_causal)
     if mask is not None:
         # A softmax over nothing is 0/0, and its gradient is nan even if the result is replaced afterwards.
         is_empty = (scores == -math.inf).all(-1, keepdim=True)
@@ -210,15 +212,71 @@ def attention_block(
     `blocks`: for each chunk of q (..., heads, L, E), the number of the chunk that it sees, of the `chunks` of k and v
     (..., heads or a divisor of it, S, E), and how: "all", "before" (as many keys as queries), "none". `mask`: as in
     `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite where no key is seen.
+    With gradients, it writes out scores.
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
-    given = zip(q.chunk(len(blocks), -2), blocks, strict=True)
-    keys, values = k.chunk(chunks, -2), v.chunk(chunks, -2)
-    made = [
-        _block(rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), scale, sees)
-        for n, (rows, (at, sees)) in enumerate(given)
-    ]
+    run = attention_blocks.dense if torch.is_grad_enabled() else attention_blocks.forward
+    each = _chunks(q, k, v, mask, blocks, chunks)
+    made = [run(rows, keys, values, own, scale, sees) for rows, keys, values, own, sees in each]
+    if len(made) == 1:
+        # In the layout of torch, for whom the transposed result is a view.
+        return made[0]
     return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[tuple[int, str]], chunks: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the queries, keys, values and mask of each block, and how it sees."""
+    keys, values = k.chunk(chunks, -2), v.chunk(chunks, -2)
+    for n, (rows, (at, sees)) in enumerate(zip(q.chunk(len(blocks), -2), blocks, strict=True)):
+        yield rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), sees
+
+
+def attention_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    scale: float | None,
+    blocks: Sequence[tuple[int, str]],
+    chunks: int,
+) -> Tensor:
+    """Return zeros, without memory, whose backward takes the gradient of attention to all keys and gives those of
+    queries, and of the keys and values of `attention_block`.
+
+    `out`, `total`: attention to all keys, and its log-sum-exp.
+    """
+    found: Tensor = _Gradient.apply(q, k, v, mask, out, total, scale, blocks, chunks)
+    return found
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.save_for_backward(*given[:6])
+        ctx.options = given[6:]
+        return given[0].new_zeros(()).expand(given[4].shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, mask, *rest), (scale, blocks, chunks) = ctx.saved_tensors, ctx.options
+        whole, count = (q, _expand_heads(k, q), _expand_heads(v, q)), len(blocks)
+        out, total = (x.chunk(count, dim) for x, dim in zip(rest, (-2, -1), strict=True))
+        given = list(zip(gradient.chunk(count, -2), out, total, strict=True))
+        if count == 1 and blocks[0][1] != "none":
+            dq, dk, dv = attention_blocks.backward(*given[0], *whole, mask, scale, blocks[0][1])
+        else:
+            dq, dk, dv = map(torch.zeros_like, whole)
+            into = _chunks(dq, dk, dv, None, blocks, chunks)
+            for n, (rows, keys, values, own, sees) in enumerate(_chunks(*whole, mask, blocks, chunks)):
+                *sums, _, _ = next(into)
+                if sees != "none":
+                    found = attention_blocks.backward(*given[n], rows, keys, values, own, scale, sees)
+                    torch._foreach_add_(sums, list(found))
+        return dq, _sum_heads(dk, k), _sum_heads(dv, v), *(None,) * 6
 
 
 def seen_by(box: Box, extents: Sizes, step: int, chunks: int, is_causal: bool) -> tuple[list[tuple[int, str]], int]:
@@ -239,19 +297,6 @@ def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> 
         if mask is not None and mask.shape[dim] > 1:
             mask = mask.chunk(count, dim)[number]
     return mask
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str) -> Pair:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    # Too small to change any sum, and the sum of two is finite.
-    least = torch.finfo(wide).min / 4
-    if sees == "none":
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], least, dtype=wide)
-    scores = _scores(q, k, mask, scale, sees == "before").to(wide)
-    is_empty = (scores == -math.inf).all(-1, keepdim=True)
-    total = scores.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
-    shares = (scores - total).exp()
-    return shares.to(v.dtype) @ v, total.masked_fill(is_empty, least).squeeze(-1)
 
 
 def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> Pair:
@@ -348,16 +393,6 @@ def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
     return torch.where(at < capacity, chosen * capacity + at, experts * capacity), order[:, -1]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool) -> Tensor:
-    """Return the scores of queries and keys, minus infinity where the mask, or the causal one, hides a key."""
-    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-
-
 def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
     """Repeat each head for the queries that share it: head h of q reads head h // (heads of q / heads of x)."""
     if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
@@ -365,6 +400,11 @@ def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
     repeats = q.shape[-3] // x.shape[-3]
     grouped = x.unsqueeze(-3)
     return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
+
+
+def _sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x, given that of `_expand_heads` of it."""
+    return gradient if gradient.shape == x.shape else gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
 
 
 def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:

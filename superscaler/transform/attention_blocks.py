@@ -1,5 +1,7 @@
 """Attention in blocks of queries and keys, whose results are merged: the algorithm behind ring attention."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -7,9 +9,11 @@ from math import prod
 from superscaler.errors import TransformError, divisors
 from superscaler.ir.model import Model, Op, Operand, PTensor, Ref
 from superscaler.transform.cut import check_parts
+from superscaler.transform.recompute import with_twins
 from superscaler.transform.rewrite import copy_op
 
 TARGET = "aten.scaled_dot_product_attention.default"
+BLOCK, GRADIENT = "ss.attention_block", "ss.attention_gradient"
 # Operators that repeat a tensor, and those that may be around them.
 REPEATING = ("expand", "unsqueeze", "view", "_unsafe_view", "clone")
 
@@ -25,20 +29,51 @@ class AttentionBlocks:
     modulo the number of chunks. On devices in a ring that hold one chunk of queries each, with the copies of step t
     placed t devices further, keys pass from neighbour to neighbour. Repeated heads are repeated after that. Causal
     attention skips blocks without visible keys.
+
+    No block has a tape. The backward of each needs the attention to all keys and its log-sum-exp, and makes no scores
+    that outlive it:
+
+    d(q), d(k.t), d(v.t) += block.r(q, k.t, v.t, y, y.sum; d(y))
+
+    These are one region of recomputed ops. With `again` the copies are in it, so that keys pass around a second time
+    and a device keeps only its own.
     """
 
     parts: int
+    again: bool = False
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        made: dict[str, list[Op]] = {}
-        tensors = dict(model.tensors)
         for op in ops:
             check_parts(self.parts, op)
             new = _Blocks(model, op, self.parts)
-            made[op.name] = list(new.ops())
-            tensors |= new.tensors
-        changed = tuple(other for op in model.ops for other in made.get(op.name, [op]))
-        return replace(model, tensors=tensors, ops=changed)
+            made = tuple(new.ops())
+            changed = (other for each in model.ops for other in (made if each.name == op.name else (each,)))
+            model = replace(model, tensors={**model.tensors, **new.tensors}, ops=tuple(changed))
+            model = _with_gradients(model, new, made, self.again) if op.has_mirror else model
+        return model
+
+
+def _with_gradients(model: Model, blocks: _Blocks, made: tuple[Op, ...], again: bool) -> Model:
+    """Return the model with recomputed blocks, which have a gradient only; again also with copies of keys and values.
+
+    All ops of the attention are in the region of these.
+    """
+    before = {op.name for op in model.ops}
+    model = with_twins(model, [op for op in made if op.has_mirror or (again and op.is_copy)])
+    region = next(op.region for op in model.ops if op.name not in before)
+    tensors, names = dict(model.tensors), {op.name for op in made if again or not op.is_copy}
+
+    def changed(op: Op) -> Op:
+        if op.target != BLOCK or op.name in before:
+            return replace(op, region=region) if op.name in names else op
+        (out, total), whole = op.outputs, blocks.op.outputs[0].tensor
+        tensors[out.tensor] = replace(tensors[whole], name=out.tensor, origin=model.origin(whole))
+        del tensors[total.tensor]
+        inputs, count = (*op.inputs, *blocks.whole), len(op.inputs)
+        return replace(op, target=GRADIENT, inputs=inputs, outputs=(out,), args=(*op.args, Ref(count), Ref(count + 1)))
+
+    ops = tuple(map(changed, model.ops))
+    return replace(model, tensors=tensors, ops=ops)
 
 
 class _Blocks:
@@ -48,6 +83,7 @@ class _Blocks:
         self.op, self.parts, self.known = op, parts, dict(model.tensors)
         self.makers = {name: maker for name, (maker, _) in model.producers.items()}
         self.tensors: dict[str, PTensor] = {}
+        self.whole: tuple[Operand, ...] = ()
         if op.target != TARGET or any(op.args[4:5]) or dict(op.kwargs).get("dropout_p"):
             why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
             raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
@@ -98,6 +134,8 @@ class _Blocks:
                 yield self._merge((*before, *found), merged)
                 found = merged
             before = found
+        if op.has_mirror:
+            yield self._detached(*before)
 
     def _made_from(self, tensor: str) -> list[Op]:
         """Return the ops that repeat a tensor: heads of keys, for all queries that share them."""
@@ -140,8 +178,9 @@ class _Blocks:
         own = self.op.outputs[0]
         like = self.known[own.tensor]
         count = len(own.slots) - len(like.slots[-1])
-        smaller = replace(like, shape=like.shape[:-1], slots=like.slots[:-1], extents=like.extents[:count])
-        made = like if is_last else replace(like, name=name)
+        inner = replace(like, requires_grad=False)
+        smaller = replace(inner, shape=like.shape[:-1], slots=like.slots[:-1], extents=like.extents[:count])
+        made = like if is_last else replace(inner, name=name)
         total = replace(smaller, name=f"{name}.sum", dtype=like.wide_dtype)
         self.tensors |= {made.name: made, total.name: total}
         return Operand(made.name, own.slots), Operand(total.name, own.slots[:count])
@@ -152,7 +191,7 @@ class _Blocks:
         args = *self.op.args[:3], *(given.get(name) for name in ("attn_mask", "is_causal", "scale"))
         indices = list(self.op.indices)
         indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
-        made = replace(self.op, name=f"{self.op.name}.{step}", target="ss.attention_block", args=args, kwargs=())
+        made = replace(self.op, name=f"{self.op.name}.{step}", target=BLOCK, args=args, kwargs=())
         flops = self.op.flops // self.parts
         return replace(made, inputs=inputs, outputs=outputs, indices=tuple(indices), flops=flops)
 
@@ -165,4 +204,13 @@ class _Blocks:
 
         name = outputs[1].tensor.removesuffix(".sum")
         made = replace(self.op, name=name, target="ss.attention_merge", args=tuple(map(Ref, range(4))), kwargs=())
-        return replace(made, inputs=renumbered(inputs), outputs=renumbered(outputs), indices=indices, flops=0)
+        made = replace(made, indices=indices, flops=0, has_mirror=False)
+        return replace(made, inputs=renumbered(inputs), outputs=renumbered(outputs))
+
+    def _detached(self, out: Operand, total: Operand) -> Op:
+        """Return the op that gives the attention to all keys to the gradients of blocks, without a gradient itself."""
+        detached = replace(self.tensors[out.tensor], name=f"{self.op.name}.whole", requires_grad=False)
+        self.tensors[detached.name], own = detached, self.op.outputs[0].slots
+        count = len(self.tensors[total.tensor].extents)
+        self.whole = Operand(detached.name, own), Operand(total.tensor, own[:count])
+        return replace(copy_op(out.tensor, detached, self.op), target="aten.detach.default")

@@ -35,7 +35,7 @@ class Recompute:
         chosen = _needed(model, [op for op in model.ops if op.name in names])
         if not chosen:
             raise TransformError("Recompute needs ops that have a backward; none of these do.")
-        return _with_twins(model, chosen)
+        return with_twins(model, chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def recompute_checkpoints(graph: Graph) -> None:
     model, names = graph.model, list[str]()
     for ops in found.values():
         if not any(op.region for op in ops) and (needed := _needed(model, ops)):
-            model = _with_twins(model, needed)
+            model = with_twins(model, needed)
             names += [op.name for op in needed]
     if names:
         graph.rewrite(model)
@@ -74,8 +74,9 @@ def recompute_checkpoints(graph: Graph) -> None:
 
 def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, recomputed or not, and the makers of their inputs."""
-    mirrored = {op.origin or op.name for op in model.ops if op.has_mirror}
-    read, found = set[str](), list[Op]()
+    mirrored, names = {op.origin or op.name for op in model.ops if op.has_mirror}, {op.name for op in ops}
+    read = {o.tensor for op in model.ops if op.origin in names for o in op.inputs}
+    found = list[Op]()
     for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
         if op.name in mirrored or any(o.tensor in read for o in op.outputs):
             read.update(o.tensor for o in op.inputs)
@@ -83,7 +84,7 @@ def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
     return found[::-1]
 
 
-def _with_twins(model: Model, ops: Sequence[Op]) -> Model:
+def with_twins(model: Model, ops: Sequence[Op]) -> Model:
     """Return the model with a recomputed op for each op of a region, which reads values of its own region.
 
     What is recomputed are the ops, or their recomputed ops in the region around. A region inside reads the new values.

@@ -151,6 +151,7 @@ def test_rows_without_samples_know_what_shares_memory() -> None:
         "aten.clone.default": (eval(row_of("aten.clone.default").text(Local(CLONE, (), ["x"], [], [], {}))), [x]),
         "ss.identity": (eval(row_of("ss.identity").text(Local(CLONE, (), ["x"], [], [], {}))), [x]),
         "ss.attention_block": (f.attention_block(q, q, q, None, None, all_keys, 1), [q]),
+        "ss.attention_gradient": (f.attention_gradient(q, q, q, None, q, few, None, all_keys, 1), [q, few]),
         "ss.attention_merge": (f.attention_merge(q, q[..., 0], q, q[..., 1]), [q]),
         "ss.class_sums": (f.class_sums(x, labels, few), [x, labels, few]),
         "ss.collect": (f.collect(rows, ids, weights), [rows, ids, weights]),

@@ -41,6 +41,7 @@ ALWAYS: list[Row] = [
     (GPT, "ring_attention", 4),
     (LLAMA, "ring_attention:zigzag=true", 2),
     (MBART, "data_parallel:2 x ring_attention", 4),
+    (LLAMA, "ring_attention:2 x ulysses:2", 4),
     (LLAMA, "data_parallel:2 x sequence_parallel", 4),
     (GPT, "sequence_parallel", 2),
     (LLAMA, "ulysses", 2),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from superscaler.runtime.functional import (
     attention_block,
     attention_dropout,
+    attention_gradient,
     attention_merge,
     count_labels,
     cross_entropy,
@@ -137,23 +138,35 @@ def test_parts_of_the_loss_sum_to_the_mean() -> None:
     assert torch.allclose(parts, F.cross_entropy(logits, labels))
 
 
+@pytest.mark.parametrize("channels", [5, 3])
 @pytest.mark.parametrize(("is_causal", "mask"), [(True, ""), *((False, m) for m in ("", "bool", "added", "row"))])
-def test_attention_in_blocks_is_attention(is_causal: bool, mask: str) -> None:
-    """Of grouped heads, all keys or those before, chunk by chunk or all queries at once; and its gradients."""
+def test_attention_in_blocks_is_attention(is_causal: bool, mask: str, channels: int) -> None:
+    """Of grouped heads, all keys or those before, chunk by chunk or all queries at once; and its gradients: those of
+    each block by itself, of a kernel where queries and values have equal channels.
+    """
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 12, 5, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, 12, size, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, 5), (2, 5), (2, channels))
+    )
     seen = torch.rand(12 if mask != "row" else 1, 12) < 0.6
     seen[0] = mask == "row"
     given = {"": None, "added": torch.randn(2, 4, 12, 12, dtype=torch.float64)}.get(mask, seen)
     expected = F.scaled_dot_product_attention(q, k, v, given, is_causal=is_causal, scale=0.3, enable_gqa=True)
     expected = expected.nan_to_num()
     result, total = torch.zeros(0), torch.zeros(0)
-    for step in range(3):
-        sees = [
+    steps = [
+        [
             ((at - step) % 3, "all" if not is_causal or at >= step > 0 else "none" if at < step else "before")
             for at in range(3)
         ]
+        for step in range(3)
+    ]
+    for step, sees in enumerate(steps):
         block = attention_block(q, k, v, given, 0.3, sees, 3)
+        with torch.no_grad():
+            for mine, theirs in zip(attention_block(q, k, v, given, 0.3, sees, 3), block, strict=True):
+                assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
         for at, (keys, how) in enumerate(sees):
             own = given if given is None or given.shape[-2] == 1 else given[..., at * 4 : at * 4 + 4, :]
             own = own if own is None else own[..., keys * 4 : keys * 4 + 4]
@@ -164,6 +177,11 @@ def test_attention_in_blocks_is_attention(is_causal: bool, mask: str) -> None:
         result, total = attention_merge(result, total, *block) if step else block
     assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(expected)
-    found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (result, expected))
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert torch.allclose(mine, theirs.nan_to_num(), rtol=1e-10, atol=1e-12)
+    whole = result.detach(), total.detach()
+    shares = sum(attention_gradient(q, k, v, given, *whole, 0.3, sees, 3) for sees in steps)
+    ends = result, expected, shares
+    found, wanted, each = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in ends)
+    assert torch.equal(shares, torch.zeros_like(expected))
+    for theirs, *ours in zip(wanted, found, each, strict=True):
+        for mine in ours:
+            assert torch.allclose(mine, theirs.nan_to_num(), rtol=1e-10, atol=1e-12)

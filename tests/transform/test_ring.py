@@ -40,7 +40,10 @@ def captured(module: nn.Module) -> tuple[ss.Graph, Op]:
 def test_each_step_reads_keys_of_one_chunk_earlier() -> None:
     graph, op = captured(Attention())
     made = [parts.op for parts in op_trans(graph, op, AttentionBlocks(3))]
+    made, gradients = [o for o in made if not o.origin], [o for o in made if o.origin]
     blocks = [o for o in made if o.target == "ss.attention_block"]
+    assert [(o.origin, o.inputs[:3], o.has_mirror) for o in gradients] == [(o.name, o.inputs, True) for o in blocks]
+    assert made.pop().target == "aten.detach.default"
     assert [o.target.split("_")[-1] for o in made if not o.is_copy] == ["block", "block", "merge", "block", "merge"]
     assert [o.inputs[0].tensor for o in made if o.is_copy][2:] == [o.outputs[0].tensor for o in made if o.is_copy][:-2]
     assert made[-1].outputs[0].tensor == op.outputs[0].tensor
@@ -110,6 +113,20 @@ def test_what_follows_elsewhere_is_refused() -> None:
     wrong = replace(program, model=replace(program.model, ops=tuple(moved)), functions=functions)
     with pytest.raises(ScheduleError, match=r"runs scaled_dot_product_attention\.1 on 8:12 of x\.1, not on 0:4"):
         check_program(wrong)
+
+
+@pytest.mark.parametrize("read", ["the result of a block", "the scores of a block"])
+def test_a_gradient_needs_the_attention_to_all_keys(read: str) -> None:
+    """A gradient of a block that reads that of a block, or its log-sum-exp, does not get past the certificate."""
+    program = ss.compile(captured(Attention())[0], cut(12), "local:1").compiled.program
+    ops = {op.name: op for op in program.model.ops}
+    gradient = next(op for op in ops.values() if op.target == "ss.attention_gradient")
+    made, number = ops[gradient.origin].outputs, read == "the scores of a block"
+    at = len(gradient.inputs) - 2 + number
+    inputs = tuple(made[number] if n == at else o for n, o in enumerate(gradient.inputs))
+    ops[gradient.name] = replace(gradient, inputs=inputs)
+    with pytest.raises(ScheduleError, match=rf"{gradient.name} does not recompute {gradient.origin}, or that op has"):
+        check_program(replace(program, model=replace(program.model, ops=tuple(ops.values()))))
 
 
 @pytest.mark.parametrize(

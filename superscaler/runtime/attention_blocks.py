@@ -1,0 +1,139 @@
+"""One block of attention, queries to a chunk of keys: its result and log-sum-exp, and its gradients given those of all.
+
+Torch's kernels give the log-sum-exp, and their backward takes that of all keys, so that it makes the share of a block
+in the gradients: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K, dK = dS^T Q
+(FlashAttention, Dao et al. 2022; Ring Attention, Liu et al. 2023). They keep no scores.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+_ATEN = torch.ops.aten
+
+
+def scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool) -> Tensor:
+    """Return the scores of queries and keys, minus infinity where the mask, or the causal one, hides a key."""
+    found = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return found
+    return found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str) -> Pair:
+    """Return the attention of a block, and its log-sum-exp: finite, and too small to count, where no key is seen."""
+    if sees == "none":
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], _least(q), dtype=_wide(q))
+    kernel = _kernel(q, k, v, mask)
+    if not kernel:
+        return dense(q, k, v, mask, scale, sees)
+    if kernel == "cpu":
+        added = _added(mask, q)
+        out, total = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, sees == "before", attn_mask=added, scale=scale
+        )
+        if added is not None:
+            total = total.masked_fill((added == -math.inf).all(-1), _least(q))
+    elif kernel == "flash":
+        out, total, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, sees == "before", scale=scale)
+    else:
+        out, total, *_ = _ATEN._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, sees == "before", scale=scale
+        )
+    return out, total[..., : q.shape[-2]]
+
+
+def backward(
+    gradient: Tensor,
+    out: Tensor,
+    total: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    sees: str,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a block's q, k and v, given `out` and `total` of all blocks and the gradient of `out`."""
+    is_causal, kernel = sees == "before", _kernel(q, k, v, mask)
+    if kernel == "cpu":
+        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, total, 0.0, is_causal, attn_mask=_added(mask, q), scale=scale
+        )
+    if kernel == "flash":
+        sizes, none = (q.shape[-2], k.shape[-2]), q.new_zeros((), dtype=torch.uint64)
+        return _ATEN._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, total, None, None, *sizes, 0.0, is_causal, none, none, scale=scale
+        )
+    if kernel:
+        none, rows = q.new_zeros((), dtype=torch.int64), -total.shape[-1] % _ROWS
+        padded = torch.nn.functional.pad(total, (0, rows), value=math.inf)
+        options = gradient, q, k, v, None, out, padded, none, none, 0.0, (True, True, True, False), is_causal
+        found: tuple[Tensor, ...] = _ATEN._scaled_dot_product_efficient_attention_backward(*options, scale=scale)
+        return found[:3]
+    return _dense_backward(gradient, out, total, q, k, v, mask, scale, is_causal)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str) -> Pair:
+    """Return what `forward` does by operators that autograd can differentiate; they write out scores."""
+    if sees == "none":
+        return forward(q, k, v, mask, scale, sees)
+    found = scores(q, k, mask, scale, sees == "before").to(_wide(q))
+    is_empty = (found == -math.inf).all(-1, keepdim=True)
+    total = found.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
+    shares = (found - total).exp()
+    return shares.to(v.dtype) @ v, total.masked_fill(is_empty, _least(q)).squeeze(-1)
+
+
+def _dense_backward(
+    gradient: Tensor,
+    out: Tensor,
+    total: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    is_causal: bool,
+) -> tuple[Tensor, ...]:
+    shares = (scores(q, k, mask, scale, is_causal).to(total.dtype) - total.unsqueeze(-1)).exp()
+    inner = (gradient * out).sum(-1, keepdim=True, dtype=total.dtype)
+    found = (shares * (gradient @ v.transpose(-2, -1) - inner)).to(q.dtype)
+    found = found * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    return found @ k, found.transpose(-2, -1) @ q, shares.to(gradient.dtype).transpose(-2, -1) @ gradient
+
+
+# Rows to which the log-sum-exp of torch's memory-efficient attention is padded.
+_ROWS = 32
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """Return which kernel of torch computes a block: "cpu", "flash", "efficient"; '' for none."""
+    alike = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    if not alike or (mask is not None and mask.dim() not in (2, 4)):
+        return ""
+    if q.device.type == "cpu":
+        return "cpu"
+    if mask is not None or q.device.type != "cuda" or q.dtype == torch.float64 or q.shape[-1] % 8:
+        return ""
+    return "efficient" if q.dtype == torch.float32 or q.shape[-1] > 256 else "flash"
+
+
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask as numbers that are added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return q.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _least(q: Tensor) -> float:
+    """Return a log-sum-exp too small to change any sum; the sum of two is finite."""
+    return torch.finfo(_wide(q)).min / 4
