@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 # The number of plans that are advised.
 _BEST = 3
+# The seconds that they may take without --advise: beside a plan that fits, and beside one that does not.
+_SOON, _PATIENT = 3.0, 60.0
 
 
 @command
@@ -38,8 +42,14 @@ def simulate(
         list[str] | None, typer.Option("--compare", metavar="PLAN", help="Another plan; may be repeated.")
     ] = None,
     advise: Annotated[
-        bool, option("--advise", "Try plans that differ in one decision, and show the best of them.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--advise/--no-advise",
+            help="Try plans that differ in one decision, and show the best of them. Default: those that are tried in "
+            "3 seconds; in 60 where the plan does not fit; none with --compare or --json.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
@@ -63,12 +73,16 @@ def simulate(
     model, precision = _without_memory(request.model), _precision(request, cluster)
     shapes = replace(request, model=model, precision=precision, no_check=True)
     graph, _ = shapes.capture()
+    start = time.monotonic()
     found = {spec: _simulated(graph, spec, cluster, capacity) for spec in specs}
-    if advise:
-        others = dict(_tried(graph, neighbours(request.plan), cluster, capacity, found))
+    limit = _patience(advise, bool(compare) or printer.as_json, found[request.plan].fits)
+    if limit:
+        others = dict(
+            _tried(graph, neighbours(request.plan), cluster, capacity, found, limit, time.monotonic() - start)
+        )
         best = sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]
         found |= {spec: others[spec] for spec in best}
-    _show(printer, found)
+    _show(printer, found, "What would help" if limit else "")
     return any(found[spec].fits for spec in specs)
 
 
@@ -93,11 +107,27 @@ def _simulated(graph: Graph, spec: str, cluster: Cluster, capacity: int | None) 
     return compile_graph(graph, spec, cluster).simulate(capacity)
 
 
+def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
+    """Return the seconds in which other plans may be tried."""
+    if advise is not None:
+        return inf if advise else 0.0
+    return 0.0 if is_asked else _SOON if fits else _PATIENT
+
+
 def _tried(
-    graph: Graph, specs: Iterable[str], cluster: Cluster, capacity: int | None, known: Mapping[str, Any]
+    graph: Graph,
+    specs: Iterable[str],
+    cluster: Cluster,
+    capacity: int | None,
+    known: Mapping[str, Any],
+    limit: float,
+    each: float,
 ) -> Iterable[tuple[str, Prediction]]:
-    """Yield the plans that hold, each with its prediction."""
+    """Yield the plans that hold, each with its prediction, while one more of `each` seconds ends before the limit."""
+    end = time.monotonic() + limit - each
     for spec in specs:
+        if time.monotonic() > end:
+            return
         try:
             if spec not in known:
                 yield spec, _simulated(graph, spec, cluster, capacity)
@@ -110,8 +140,8 @@ def _rank(p: Prediction) -> tuple[bool, float]:
     return not p.fits, p.step_seconds if p.fits else p.fullest.peak_bytes
 
 
-def _show(printer: Printer, found: Mapping[str, Prediction]) -> None:
-    """Print the first prediction, and all in a table, the best first."""
+def _show(printer: Printer, found: Mapping[str, Prediction], title: str = "") -> None:
+    """Print the first prediction, and all in a table under a title, the best first."""
     from superscaler.simulate.prediction import COLUMNS, PLANS, device_rows, plan_row, words
 
     first, *others = found.values()
@@ -121,5 +151,5 @@ def _show(printer: Printer, found: Mapping[str, Prediction]) -> None:
     printer.result = first.as_json()
     if others:
         best = sorted(found, key=lambda spec: _rank(found[spec]))
-        printer.show(table(PLANS, (plan_row(spec, found[spec]) for spec in best), right=PLANS[1:-1]))
+        printer.show(table(PLANS, (plan_row(spec, found[spec]) for spec in best), PLANS[1:-1], title))
         printer.result = {**printer.result, "plans": {spec: found[spec].as_json() for spec in best}}

@@ -11,31 +11,32 @@ _VALUES = {
     "sequence": ("true",),
     "chunks": ("1", "2"),
 }
+_SWITCH = {"true": "false", "false": "true"}
+# Options of plans that stand last, and may be missing.
+_MORE = {"hybrid": ("recompute=full", "zero=1", "sequence=true"), "fsdp": ("recompute=true", "microbatches=2")}
 
 
 def neighbours(spec: str) -> Iterator[str]:
     """Yield specs that differ from a plan's in one decision: recomputation, the stage of ZeRO, twice or half as many
-    microbatches, another number of chunks. Some may not exist for a model.
+    microbatches, another number of chunks, a switch. Some may not exist for a model.
 
     >>> list(neighbours("zero:8,stage=1"))
     ['zero:8,stage=2', 'zero:8,stage=3', 'zero:8,stage=1 x recompute']
     """
-    for key, value in re.findall(r"\b(\w+)=([\w.]+)", spec):
+    known = dict(re.findall(r"\b(\w+)=([\w.]+)", spec))
+    for key, value in known.items():
         others = [v for v in _VALUES.get(key, ()) if v != value]
+        if value in _SWITCH:
+            others = [_SWITCH[value]]
         if key == "microbatches" and value.isdigit():
             others = [str(n) for n in (int(value) * 2, int(value) // 2) if n]
         for other in others:
             yield re.sub(rf"\b{key}={re.escape(value)}(?=,|\s|$)", f"{key}={other}", spec)
     terms = re.split(r"\s+x\s+", spec)
     names = [re.split(r"[:,]", term)[0] for term in terms]
-    if "hybrid" in names:
-        known = dict(re.findall(r"\b(\w+)=([\w.]+)", spec))
-        yield from (
-            f"{spec},{key}={v}"
-            for key in ("recompute", "zero", "sequence")
-            if key not in known
-            for v in _VALUES[key][-1:]
-        )
+    if names[-1] in _MORE:
+        more = (option for option in _MORE[names[-1]] if option.partition("=")[0] not in known)
+        yield from (f"{spec}{',' if ':' in terms[-1] else ':'}{option}" for option in more)
     elif "recompute" in names:
         yield from (" x ".join(t for t, name in zip(terms, names, strict=True) if name != "recompute"),)
     else:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import superscaler as ss
+from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
 from superscaler.simulate.predict import model_flops
 from superscaler.simulate.prediction import words
@@ -47,6 +48,22 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
     assert printed["step_seconds"] > 0
     assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
     assert command(*given, "--memory", "1MB") == 1
+    assert "plans" not in json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+def test_a_plan_that_does_not_fit_comes_with_what_would_help(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["simulate", GPT, "--plan", "zero:4,stage=1", "--cluster", "a100:1x4"]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command(*given, "--memory", "1MB") == 1
+    shown = capfd.readouterr().out
+    assert "What would help" in shown
+    assert "zero:4,stage=3" in shown
+    assert command(*given, "--no-advise") == 0
+    assert "zero:4,stage=3" not in capfd.readouterr().out
+    # With --json or --compare nobody asked for it.
+    assert (_patience(None, is_asked=False, fits=True), _patience(None, is_asked=True, fits=False)) == (3.0, 0.0)
 
 
 def test_training_says_when_a_gpu_needed_more_than_predicted(
