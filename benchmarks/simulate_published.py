@@ -1,0 +1,148 @@
+"""Published seconds of training steps beside those that `superscaler simulate` gives. Nothing is fitted to them.
+
+    python benchmarks/simulate_published.py [--only mosaic,korthikanti] [--rows "hidden=2048"]
+
+`tau`: Kendall's, of the rows of one model on one kind of GPU. A step that was published as tokens, or operations, per
+second is computed from these. A row takes 10 to 30 CPU seconds, those with pipelines minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from superscaler.simulate.prediction import Prediction
+
+# MosaicML, llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7): MPT models, 8 GPUs a server, FSDP with
+# FULL_SHARD, AMP in bfloat16, vocabulary 50,368, biases, learned positions, fused cross entropy; attention is the
+# Triton kernel of FlashAttention 1 with ALiBi. A size: layers, hidden, heads. A row: size, GPU, GPUs, sequence,
+# microbatch, number of these, recomputation, tokens per second of all GPUs.
+_MPT = {
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32), "13b": (40, 5120, 40),
+}  # fmt: skip
+_MOSAIC = (
+    ("125m", "a100", 8, 512, 128, 2, False, 1325455), ("125m", "a100", 8, 2048, 32, 2, False, 1133901),
+    ("125m", "a100", 8, 8192, 8, 2, False, 723142), ("350m", "a100", 8, 512, 128, 2, False, 554643),
+    ("350m", "a100", 8, 2048, 32, 2, False, 470263), ("350m", "a100", 8, 8192, 8, 2, False, 292559),
+    ("760m", "a100", 8, 2048, 24, 2, False, 259472), ("760m", "a100", 8, 8192, 6, 2, False, 167471),
+    ("1b", "a100", 8, 2048, 14, 4, False, 164109), ("1b", "a100", 8, 8192, 3, 4, False, 110516),
+    ("3b", "a100", 8, 2048, 10, 2, False, 86491), ("3b", "a100", 8, 8192, 3, 6, False, 61567),
+    ("7b", "a100", 8, 1024, 64, 2, True, 34857), ("7b", "a100", 8, 2048, 6, 2, False, 37130),
+    ("7b", "a100", 8, 4096, 16, 2, True, 29472), ("13b", "a100", 8, 2048, 2, 3, False, 18097),
+    ("13b", "a100", 8, 4096, 10, 3, True, 16482), ("760m", "h100", 8, 512, 96, 2, False, 669998),
+    ("760m", "h100", 8, 4096, 12, 2, False, 443674), ("1b", "h100", 8, 2048, 14, 1, False, 363645),
+    ("1b", "h100", 16, 2048, 20, 1, False, 736596), ("1b", "h100", 64, 2048, 20, 1, False, 2841754),
+    ("1b", "h100", 8, 8192, 3, 4, False, 233256), ("3b", "h100", 8, 1024, 20, 6, False, 216369),
+    ("3b", "h100", 16, 2048, 10, 3, False, 386285), ("7b", "h100", 8, 2048, 6, 1, False, 85144),
+    ("7b", "h100", 8, 4096, 16, 2, True, 68893), ("13b", "h100", 8, 2048, 2, 1, False, 38336),
+    ("13b", "h100", 64, 2048, 2, 1, False, 307209),
+)  # fmt: skip
+
+# Korthikanti et al. 2022, table 5: A100, sequence 2048, vocabulary 51,200, before FlashAttention. A row: sizes, plan,
+# servers, batch, seconds.
+_22B, _175B = "layers=48,hidden=6144,heads=64", "layers=96,hidden=12288,heads=96"
+_DEEP = "hybrid:tp=8,pp=8,chunks=3,microbatches=64"
+_KORTHIKANTI = (
+    (_22B, "hybrid:tp=8,recompute=full", 1, 4, 1.42),
+    (_22B, "hybrid:tp=8,sequence=true,recompute=selective", 1, 4, 1.10),
+    (_175B, f"{_DEEP},recompute=full", 8, 64, 18.13),
+    (_175B, f"{_DEEP},sequence=true,recompute=selective", 8, 64, 13.75),
+)
+
+# Narayanan et al. 2021, table 1: A100, sequence 2048, vocabulary 51,200, all layers computed again, 96 B l s h^2
+# (1 + s/6h + V/16lh) operations. The size of microbatches is not said; ours are `micro` sequences. A row: layers,
+# hidden, heads, tp, GPUs, batch, micro, Tflop/s of a GPU.
+_NARAYANAN = (
+    (24, 2304, 24, 1, 32, 512, 16, 137), (30, 3072, 32, 2, 64, 512, 16, 138), (36, 4096, 32, 4, 128, 512, 16, 142),
+    (40, 6144, 48, 8, 256, 1024, 8, 135),
+)  # fmt: skip
+
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, eager, sequence 8192, two
+# samples a GPU, H100 with 2.4 TB/s and 500 W, NICs of 400 Gbit/s. What it computes again is compared with all and none.
+_TITAN = ((8, 5762), (128, 5605))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step."""
+
+    source: str
+    sweep: str
+    model: str
+    plan: str
+    cluster: str
+    seconds: float
+
+
+def rows() -> Iterator[Row]:
+    """Yield all rows."""
+    for name, gpu, count, seq, micro, number, again, speed in _MOSAIC:
+        layers, hidden, heads = _MPT[name]
+        batch = micro * number * count
+        model = f"gpt3:layers={layers},hidden={hidden},heads={heads},seq={seq},vocabulary=50368,batch={batch}"
+        plan = f"fsdp:microbatches={number}" + ",recompute=true" * again
+        yield Row("mosaic", f"{name} {gpu}", model, plan, f"{gpu}:{count // 8}x8", batch * seq / speed)
+    old = "seq=2048,vocabulary=51200,attention=eager"
+    for sizes, plan, servers, batch, seconds in _KORTHIKANTI:
+        yield Row("korthikanti", sizes, f"gpt3:{sizes},{old},batch={batch}", plan, f"a100:{servers}x8", seconds)
+    for layers, hidden, heads, tp, count, batch, micro, speed in _NARAYANAN:
+        model = f"gpt3:layers={layers},hidden={hidden},heads={heads},{old},batch={batch}"
+        dp = count // tp
+        flops = 96 * batch * layers * 2048 * hidden**2 * (1 + 2048 / 6 / hidden + 51200 / 16 / layers / hidden)
+        plan = f"hybrid:dp={dp},tp={tp},microbatches={batch // dp // micro},recompute=full"
+        yield Row("narayanan", "weak", model, plan, f"a100:{count // 8}x8", flops / count / speed / 1e12)
+    for count, speed in _TITAN:
+        model = f"llama:size=8b,seq=8192,batch={2 * count}"
+        slow = "device: {memory: 96e9, speeds: {memory: [2100e9, 2250e9]}}"
+        cluster = f"{{name: titan, preset: h100, servers: {count // 8}, devices_per_server: 8, {slow}}}"
+        for plan in ("fsdp", "fsdp:recompute=true"):
+            yield Row("titan", f"8b {plan}", model, plan, cluster, 2 * 8192 / speed)
+
+
+def simulated(row: Row) -> Prediction:
+    """Return the prediction for a row."""
+    import torch
+
+    import superscaler as ss
+    from superscaler.models import build
+
+    model = build(f"{row.model},device=meta")
+    optimizer = torch.optim.AdamW(model.module.parameters())
+    graph = ss.capture(model.module, model.args, model.kwargs, optimizer, precision="bf16", check=False)
+    return ss.compile(graph, row.plan, row.cluster).simulate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--rows", default="")
+    given = parser.parse_args()
+    only, found = given.only.split(","), defaultdict(list)
+    print(f"{'source':11} {'published s':>11} {'predicted':>9} {'error':>6} {'peak GB':>7} {'CPU s':>5}  plan, model")
+    for row in rows():
+        if (given.only and row.source not in only) or given.rows not in f"{row.sweep} {row.model} {row.plan}":
+            continue
+        start = time.process_time()
+        p = simulated(row)
+        found[row.sweep].append((p.step_seconds, row.seconds))
+        took, peak = time.process_time() - start, p.fullest.peak_bytes / 1e9
+        times = f"{row.seconds:11.3f} {p.step_seconds:9.3f} {p.step_seconds / row.seconds - 1:+6.1%}"
+        print(f"{row.source:11} {times} {peak:7.1f} {took:5.0f}  {row.plan} {row.model} {row.cluster}", flush=True)
+    errors = [abs(ours / real - 1) for pairs in found.values() for ours, real in pairs]
+    near = sum(error <= 0.2 for error in errors)
+    print(f"mean error {sum(errors) / max(len(errors), 1):.1%}; {near} of {len(errors)} within 20 %")
+    for sweep, pairs in found.items():
+        signs = [(a - c) * (b - d) for (a, b), (c, d) in combinations(pairs, 2)]
+        if len(signs) > 2:
+            print(f"tau {sum((s > 0) - (s < 0) for s in signs) / len(signs):+.2f}  {sweep}")
+
+
+if __name__ == "__main__":
+    main()
