@@ -32,10 +32,10 @@ SProgram = Callable[[Graph, Cluster], Any]
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of compiling. `seconds`: by phase, with their sum as `total`.
+    """The result of compiling.
 
     For a folded plan, `schedule` covers the sampled places only; `full_fold` is the fold before any axis was given up.
-    For a plan with loops, `schedule` covers the first microbatches only.
+    For a plan with loops, `schedule` covers the first microbatches only. `seconds`: of each phase.
     """
 
     graph: Graph
@@ -43,8 +43,13 @@ class Compiled:
     schedule: Schedule
     full_fold: Fold | None
     program: Program
-    emitted: Emitted
-    seconds: Mapping[str, float]
+    seconds: dict[str, float]
+
+    @cached_property
+    def emitted(self) -> Emitted:
+        """Return the source of the program, which is written when this is first read."""
+        with without_garbage_collection(), timed(self.seconds, "emit"):
+            return emit(self.program)
 
     @property
     def fold(self) -> Fold | None:
@@ -75,7 +80,7 @@ class Compiled:
 
 
 def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compiled:
-    """Transform, place and order a copy of `graph` by `sprogram`; then complete, materialize and emit it.
+    """Transform, place and order a copy of `graph` by `sprogram`; then complete and materialize it.
 
     Raises PlanError with the reason when the plan cannot hold.
     """
@@ -147,10 +152,7 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
             full_fold = find_fold(planned)
             steady = find_steady(planned)
         schedule, program = _compiled(planned, cluster, full_fold, steady, phases)
-        with timed(phases, "emit"):
-            emitted = emit(program)
-    phases["total"] = sum(phases.values())
-    return Compiled(planned, cluster, schedule, full_fold, program, emitted, phases)
+    return Compiled(planned, cluster, schedule, full_fold, program, phases)
 
 
 def _compiled(

@@ -46,13 +46,14 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase: `export` is torch's own, `certify` once done; `total` is their sum."""
+        """Return the seconds of each phase: `export` is torch's own, `certify` once done; `total` is their sum.
+
+        The source is written when it is first read; `emit` is 0 until then.
+        """
         phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds}
         if self._certified:
             phases["certify"] = sum(self._certified.values())
-        phases.pop("total")
-        phases["total"] = sum(phases.values())
-        return phases
+        return {**phases, "total": sum(phases.values())}
 
     @cached_property
     def counts(self) -> dict[str, int]:
