@@ -12,11 +12,12 @@ This is `zero:stage=3`, which also has what lies between: `keep=N` recomputes al
 from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import layers
 from superscaler.plans.zero import zero
 from superscaler.verbs import Graph
 
 
 @along_axis(last=True)
 def fsdp(graph: Graph, n: int, axis: str, shard: int = 0, recompute: bool = False, microbatches: int = 1) -> None:
-    kept = 0 if recompute else len(graph.blocks)
+    kept = 0 if recompute else len(layers(graph))
     zero.cut(graph, n, axis, stage=3, shard=shard, microbatches=microbatches, keep=kept)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from superscaler.errors import divisors
 from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import layers
 from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
 
 
@@ -36,7 +37,8 @@ def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microb
         parts = op_trans(graph, copies, Shard(shard, axis))
         if stage > 1 and microbatches > 1 and weight in graph.updates:
             op_trans(graph, parts, Microbatch(microbatches))
-    for left, block in zip(range(len(graph.blocks), 0, -1), graph.blocks if stage == 3 else (), strict=False):
-        own = [op for op in block.ops if not op.region]
+    regions = layers(graph) if stage == 3 else []
+    for left, layer in zip(range(len(regions), 0, -1), regions, strict=True):
+        own = [op for op in layer.ops if not op.region]
         if any(op.has_mirror for op in own):
             op_trans(graph, own, Regather() if left <= keep else Recompute())

@@ -61,6 +61,12 @@ def test_fsdp_computes_blocks_again_if_asked_to() -> None:
         assert list(dict.fromkeys(block_of(op.module) for op in made.model.ops if op.origin)) == asked
 
 
+def test_layers_of_a_stage_of_layers_are_computed_again_one_by_one() -> None:
+    graph = graph_of("swin:size=tiny").copy()
+    resolve("zero:stage=3")(graph, ss.Cluster.local(1))
+    assert (len(graph.blocks), len({op.region for op in graph.forward_ops if op.region})) == (2, 4)
+
+
 @pytest.mark.parametrize(("cluster", "shard"), [("local:8", 4), ("v100:8x8", 8)])
 def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) -> None:
     """On more devices, too, than a path is searched for."""
