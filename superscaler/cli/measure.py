@@ -23,8 +23,9 @@ _ENDINGS = (".yaml", ".yml")
 # Processes without --cluster: more take long on a CPU and add little.
 _USUAL = 4
 _MOST = 64
-# The first so many sizes of models are measured; None: all.
+# The first so many sizes of models, and of collectives, are measured; None: all.
 _SIZES: int | None = None
+_BYTES: int | None = None
 _NUMBERS = ("bytes", "measured us", "fitted us", "error")
 
 
@@ -41,13 +42,16 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
         _check_out(out)
     count = _count(spec)
     from superscaler.cluster import LINKS, LOCAL, Cluster
-    from superscaler.cluster.fit import Sample, error, fit, predict
+    from superscaler.cluster.fit import Sample, error, fit, predict, slowdown
     from superscaler.comm.measure import measure as measure_links
     from superscaler.launch.launch import call
 
     device = _device(printer, count)
-    samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in call(measure_links, count)[0]]
+    rows = call(measure_links, count, *_some(_BYTES))[0]
+    samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in rows]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))
+    if device is not None and device.speeds is not None and device.speeds.units == 0:
+        device = replace(device, speeds=replace(device.speeds, slowdown=slowdown(samples)))
     cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]), device)
     largest = max(error(cluster.links, s) for s in samples)
     fitted = [predict(cluster.links, s) for s in samples]
@@ -65,6 +69,10 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     }
 
 
+def _some(count: int | None) -> list[str]:
+    return [] if count is None else [str(count)]
+
+
 def _device(printer: Printer, count: int) -> DeviceKind | None:
     """Return the speeds of a core with its share of the memory, while `count` processes run; of a GPU what is known."""
     import torch
@@ -76,7 +84,7 @@ def _device(printer: Printer, count: int) -> DeviceKind | None:
     from superscaler.simulate.fit import errors, speeds, widened
     from superscaler.simulate.profile import Sample, measure
 
-    found = call(measure, count, *[] if _SIZES is None else [str(_SIZES)])[0]
+    found = call(measure, count, *_some(_SIZES))[0]
     samples = [Sample.read(s) for s in found["samples"]]
     fitted = speeds(samples, found["floor"], found["fresh"])
     flops = {dtype: speed for dtype, (speed, _) in fitted.products.items()}

@@ -168,11 +168,12 @@ class Cluster:
         return min(max((latency + slope * size for latency, slope in way), default=0.0) for way in ways)
 
     def way(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> Way:
-        """Return the way of `seconds`, with the ports of the cluster that each group uses. A group has two devices or
-        more, or is the pair of a device and its host.
+        """Return the way of `seconds`, with the ports of the cluster that each group uses, as long as the curve of the
+        collective says. A group has two devices or more, or is the pair of a device and its host.
         """
         found = ways(self._wiring, kind, tuple(map(tuple, groups)))
-        return min(found, key=lambda way: max(latency + slope * size for latency, slope in way.lines))
+        best = min(found, key=lambda way: max(latency + slope * size for latency, slope in way.lines))
+        return best.times(self.links.curve(kind, size))
 
     def bound(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Return seconds that no way of running the collectives of `seconds` can beat: bytes over bandwidth.

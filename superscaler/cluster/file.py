@@ -64,7 +64,9 @@ class LineFile(_Checked):
 
 
 class LinksFile(_Checked):
-    """Links by class. A `pair` is as `intra`, where only that is given; `nics` is null for one NIC per device."""
+    """Links by class. A `pair` is as `intra`, where only that is given; `nics` is null for one NIC per device; `curves`
+    are those of `Links`.
+    """
 
     device: LinkFile = LinkFile()
     pair: LinkFile = LinkFile()
@@ -72,6 +74,7 @@ class LinksFile(_Checked):
     network: LinkFile = LinkFile()
     host: LinkFile = LinkFile()
     nics: PositiveInt | None = None
+    curves: dict[StrictStr, dict[PositiveInt, _Amount]] = {}
 
 
 class AttentionFile(_Checked):
@@ -152,12 +155,13 @@ class ClusterFile(_Checked):
 
 def _links(known: Links, given: LinksFile) -> Links:
     changes: dict[str, Link] = {}
-    for name in (f.name for f in fields(Links) if f.name != "nics"):
+    for name in (f.name for f in fields(Links) if f.name not in ("nics", "curves")):
         link = getattr(given, name).model_dump(exclude_none=True)
         if name == "pair":
             link = {**given.intra.model_dump(exclude_none=True), **link}
         changes[name] = replace(getattr(known, name), **link)
-    return Links(**changes, nics=given.nics if "nics" in given.model_fields_set else known.nics)
+    nics = given.nics if "nics" in given.model_fields_set else known.nics
+    return Links(**changes, nics=nics, curves={**known.curves, **given.curves})
 
 
 def read(text: str, where: str) -> ClusterFile:

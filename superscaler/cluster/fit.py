@@ -11,16 +11,22 @@ from superscaler.cluster.cluster import Cluster
 from superscaler.cluster.links import LOCAL, Link, Links
 
 _FREE = Link(0.0, math.inf)
+# What takes less is lost in the noise of the work beside it.
+_LONG = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The measured seconds of a collective in one group of devices of one server, from `size` bytes a device."""
+    """The measured seconds of a collective in one group of devices of one server, from `size` bytes a device.
+
+    `beside`: those that it adds to work at the same time.
+    """
 
     kind: str
     group: tuple[int, ...]
     size: int
     seconds: float
+    beside: float = 0.0
 
     @property
     def link(self) -> str:
@@ -31,12 +37,26 @@ class Sample:
 
 
 def fit(samples: Iterable[Sample], known: Links) -> Links:
-    """Return the links with those measured in place of `known`: least squares of the relative error, per class."""
+    """Return the links with those measured in place of `known`: least squares of the relative error, per class. Curves
+    have what these leave at the measured sizes.
+    """
     by_link: dict[str, list[Sample]] = {}
+    samples = list(samples)
     for sample in samples:
         by_link.setdefault(sample.link, []).append(sample)
     changes: dict[str, Any] = {name: _fit(name, found) for name, found in by_link.items()}
-    return replace(known, **changes)
+    links = replace(known, **changes)
+    curves: dict[str, dict[int, float]] = {}
+    for sample in samples:
+        if sample.link != "device":
+            curves.setdefault(sample.kind, {})[sample.size] = rounded(sample.seconds / predict(links, sample))
+    return replace(links, curves=curves)
+
+
+def slowdown(samples: Iterable[Sample]) -> float:
+    """Return how many times as long work takes beside communication: the median of the samples."""
+    shares = [s.beside / s.seconds for s in samples if s.link != "device" and s.seconds > _LONG]
+    return rounded(1 + min(max(float(np.median(shares)), 0.0), 1.0)) if shares else 1.0
 
 
 def _fit(name: str, samples: Sequence[Sample]) -> Link:

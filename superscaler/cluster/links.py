@@ -1,7 +1,9 @@
 """The links of a cluster by class, and what is known about those of the presets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import log
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Links:
     intra     what each device of a server sends in a collective (the bus bandwidth of nccl-tests)
     network   one NIC
     host      a copy between a device and its host, while all devices of the server copy
+    curves    measured seconds beside those of the links, by kind of collective and bytes of a device's source
     """
 
     device: Link
@@ -29,6 +32,17 @@ class Links:
     network: Link
     nics: int | None
     host: Link = Link(10e-6, 25e9)
+    curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
+
+    def curve(self, kind: str, size: float) -> float:
+        """Return how many times as long a collective takes as the links say: on a line of log(size) between sizes."""
+        points = sorted(self.curves.get(kind, {}).items())
+        if not points or size >= points[-1][0]:
+            return points[-1][1] if points else 1.0
+        for (low, first), (high, last) in pairwise(points):
+            if low < size <= high:
+                return first + (last - first) * log(size / low) / log(high / low)
+        return points[0][1]
 
     def nic(self, device: int, per_server: int) -> tuple[int, float]:
         """Return the number of a device's NIC, and the bytes per second of its NICs if it has several."""

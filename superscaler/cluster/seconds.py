@@ -4,9 +4,11 @@ Everything is linear in the size of the source, so that what depends on the grou
 latency and one slope per group, for each way in which the collective may be done.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from superscaler.cluster.links import Link, Links
@@ -99,6 +101,13 @@ class Way:
     ports: tuple[tuple[Port, ...], ...]
     loads: Mapping[Port, float]
     bytes: Mapping[str, float]
+
+    def times(self, factor: float) -> Way:
+        """Return the way with seconds so many times as long."""
+        if factor == 1.0:
+            return self
+        longer = tuple((factor * latency, factor * slope) for latency, slope in self.lines)
+        return replace(self, lines=longer, loads={port: factor * load for port, load in self.loads.items()})
 
 
 @lru_cache(maxsize=1 << 16)

@@ -13,9 +13,11 @@ from superscaler.comm.distributed import DistributedCommunicator, connect
 from superscaler.errors import RuntimeFailure
 
 # Bytes of the source of each device; a collective moves a multiple of them.
-_SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
+_SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22, 2**24), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
 # The first runs make connections and buffers.
-_WARM, _REPEATS = 3, 21
+_WARM, _REPEATS = 3, 15
+# The sides of a product and the elements of a tensor that are some milliseconds of work, and fill caches.
+_SIDE, _ELEMENTS = 512, 2**22
 
 
 def probe(backend: str) -> None:
@@ -32,23 +34,27 @@ def probe(backend: str) -> None:
     communicator.close()
 
 
-def measure() -> list[dict[str, Any]]:
-    """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of all ranks.
+def measure(count: str = "6") -> list[dict[str, Any]]:
+    """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of all ranks, and the seconds
+    that they add to work `beside` them; of the first so many sizes.
 
-    Seconds are the first quartile over repetitions, each that of its slowest rank: other processes can only add to
-    them.
+    On a CPU communication needs the cores that compute, and finds caches full and ranks late: there, seconds are those
+    that it adds to work before it, if they are more than those without work. Seconds are the first quartile over
+    repetitions, each that of its slowest rank: other processes can only add to them.
     """
     communicator = connected()
     everyone = tuple(range(communicator.world))
     communicator.prepare([everyone])
+    work = _work() if communicator.device.type == "cpu" else None
     found: list[dict[str, Any]] = []
-    for size in _SIZES[communicator.device.type]:
+    for size in _SIZES[communicator.device.type][: int(count)]:
         x = torch.ones(size // 4, device=communicator.device)
         # Chunks are equal; a remainder that the number of processes does not divide is left out.
         even = x[: len(x) // len(everyone) * len(everyone)]
-        for kind, (group, run, source) in _runs(communicator, everyone, x, even).items():
-            seconds = _time(communicator, run)
-            found.append({"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds})
+        for kind, (group, start, source) in _runs(communicator, everyone, x, even).items():
+            seconds, beside = _time(communicator, start, work if len(set(group)) > 1 else None)
+            row = {"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds, "beside": beside}
+            found.append(row)
     communicator.close()
     return found
 
@@ -60,48 +66,95 @@ def connected() -> DistributedCommunicator:
         raise RuntimeFailure(f"torch.distributed does not start: {str(error).strip().splitlines()[0]}") from None
 
 
+# Starts a collective; what it returns waits for the result.
+_Start = Callable[[], Callable[[], Any]]
+
+
 def _runs(
     c: DistributedCommunicator, everyone: Group, x: Tensor, even: Tensor
-) -> dict[str, tuple[Group, Callable[[], Any], Tensor]]:
+) -> dict[str, tuple[Group, _Start, Tensor]]:
     # By name; the first word of a name is the kind.
     return {
-        "all_reduce": (everyone, lambda: c.all_reduce(x, everyone, owned=True).wait(), x),
-        "all_gather": (everyone, lambda: c.all_gather(x, everyone, 0).wait(), x),
-        "reduce_scatter": (everyone, lambda: c.reduce_scatter(even, everyone, 0).wait(), even),
-        "all_to_all": (everyone, lambda: c.all_to_all(even, everyone, 0, 0).wait(), even),
+        "all_reduce": (everyone, lambda: c.all_reduce(x, everyone, owned=True).wait, x),
+        "all_gather": (everyone, lambda: c.all_gather(x, everyone, 0).wait, x),
+        "reduce_scatter": (everyone, lambda: c.reduce_scatter(even, everyone, 0).wait, even),
+        "all_to_all": (everyone, lambda: c.all_to_all(even, everyone, 0, 0).wait, even),
         "broadcast": (
             everyone,
-            lambda: c.broadcast(x if c.rank == 0 else None, 0, everyone, x.shape, x.dtype).wait(),
+            lambda: c.broadcast(x if c.rank == 0 else None, 0, everyone, x.shape, x.dtype).wait,
             x,
         ),
         "send": ((0, 1), lambda: _swap(c, x), x),
-        "send inside": ((0, 0), lambda: x.clone(), x),
+        "send inside": ((0, 0), lambda: x.clone, x),
     }
 
 
-def _swap(c: DistributedCommunicator, x: Tensor) -> None:
+def _swap(c: DistributedCommunicator, x: Tensor) -> Callable[[], Any]:
     """Send both ways simultaneously, as exchanges do: processes on one machine share a link."""
-    if c.rank < 2:
-        with c.together():
-            c.send(x, 1 - c.rank, 0, owned=True)
-            work = c.recv(x.shape, x.dtype, 1 - c.rank, 0)
+    if c.rank > 1:
+        return lambda: None
+    with c.together():
+        c.send(x, 1 - c.rank, 0, owned=True)
+        work = c.recv(x.shape, x.dtype, 1 - c.rank, 0)
+
+    def finish() -> None:
         work.wait()
         c.flush()
 
+    return finish
 
-def _time(c: DistributedCommunicator, run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(_WARM + _REPEATS):
-        c.barrier()
-        _finish(c)
-        start = time.perf_counter()
+
+def _work() -> Callable[[], None]:
+    """Return work as in training: a product, and a tensor that no cache holds."""
+    x, y = torch.ones(_SIDE, _SIDE), torch.ones(_ELEMENTS)
+
+    def run() -> None:
+        torch.mm(x, x)
+        y.add_(1.0)
+
+    return run
+
+
+def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | None) -> tuple[float, float]:
+    """Return the seconds of a collective, and those that it adds to work beside it; both alike without work."""
+
+    def alone() -> None:
+        start()()
+
+    if work is None:
+        (seconds,) = _quartiles(c, alone)
+        return seconds, seconds
+    run = work
+
+    def after() -> None:
         run()
-        _finish(c)
-        times.append(time.perf_counter() - start)
-    everyone = tuple(range(c.world))
+        alone()
+
+    def beside() -> None:
+        finish = start()
+        run()
+        finish()
+
+    seconds, idle, late, both = _quartiles(c, alone, run, after, beside)
+    return max(seconds, late - idle), max(0.0, both - idle)
+
+
+def _quartiles(c: DistributedCommunicator, *runs: Callable[[], Any]) -> list[float]:
+    """Return the seconds of functions that run in turns."""
+    times = [[_seconds(c, run) for run in runs] for _ in range(_WARM + _REPEATS)]
     mine = torch.tensor([times[_WARM:]], dtype=torch.float64, device=c.device)
-    slowest = c.all_gather(mine, everyone, 0).wait().amax(0)
-    return float(slowest.quantile(0.25))
+    slowest = c.all_gather(mine, tuple(range(c.world)), 0).wait().amax(0)
+    found: list[float] = slowest.quantile(0.25, dim=0).tolist()
+    return found
+
+
+def _seconds(c: DistributedCommunicator, run: Callable[[], Any]) -> float:
+    c.barrier()
+    _finish(c)
+    start = time.perf_counter()
+    run()
+    _finish(c)
+    return time.perf_counter() - start
 
 
 def _finish(c: DistributedCommunicator) -> None:

@@ -86,6 +86,7 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     monkeypatch.chdir(tmp_path)
     # The smallest models alone.
     monkeypatch.setattr(links, "_SIZES", 2)
+    monkeypatch.setattr(links, "_BYTES", 4)
     file = tmp_path / "cluster.yaml"
     assert run(*measure, "--json") == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
@@ -93,10 +94,12 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     assert str(cluster) == found["cluster"]
     assert cluster.is_local
     assert cluster.links != LINKS[LOCAL]
+    assert {kind: len(curve) for kind, curve in cluster.links.curves.items()}["all_reduce"] == 4
     kind = cluster.device_kind
     assert kind is not None
     assert kind.speeds is not None
     assert set(kind.speeds.products) == {"float32", "bfloat16"}
+    assert 1 <= kind.speeds.slowdown <= 2
     assert {"gelu float32", "product bfloat16", "_fused_adamw_ float32"} <= set(kind.speeds.operators)
     x = (4096, 1024), "float32"
     # Between 1 and 100 GB/s.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
-from superscaler.cluster.fit import Sample, error, fit, predict
+from superscaler.cluster.fit import Sample, error, fit, predict, slowdown
 from superscaler.cluster.seconds import COLLECTIVES, COPIES, LOCAL_KINDS, MESSAGES
 from superscaler.errors import InputError
 from superscaler.ir.program import links
@@ -267,3 +267,17 @@ def test_times_of_no_line_still_make_a_cluster(seconds: list[float]) -> None:
     assert cluster.links.intra.alpha >= 0
     assert cluster.links.intra.bandwidth > 0
     assert Cluster.parse(str(cluster)) == cluster
+    # The curve of a collective has what the line leaves: simulated transfers take as long as measured ones.
+    for sample in samples:
+        ((latency, slope),) = cluster.way("all_reduce", [(0, 1)], sample.size).lines
+        assert latency + slope * sample.size == pytest.approx(sample.seconds, rel=2e-3)
+
+
+def test_a_curve_is_a_line_of_the_logarithm_between_sizes() -> None:
+    links = replace(LINKS["local"], curves={"send": {100: 1.0, 10000: 3.0}})
+    found = [links.curve("send", size) for size in (1, 100, 1000, 10000, 10**6)]
+    assert found == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
+    assert links.curve("all_reduce", 1000) == 1.0
+    short = [Sample("send", (0, 1), 4, 1e-4, beside=1e-3)]
+    assert slowdown([*short, *(Sample("send", (0, 1), 4, 2e-3, beside=share * 2e-3) for share in (0.2, 0.4, 3))]) == 1.4
+    assert slowdown(short) == 1.0
