@@ -57,6 +57,12 @@ def train(
     weights: Annotated[
         Path | None, path("--weights", "PATH", "Start with these: a safetensors file, a folder of them, a checkpoint.")
     ] = None,
+    profile: Annotated[
+        int | None, typer.Option("--profile", min=1, help="Record so many steps, after a first one, into --run.")
+    ] = None,
+    run: Annotated[
+        Path | None, path("--run", "DIR", "Folder for what --profile records; superscaler report --run reads it.")
+    ] = None,
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     check(request, clip, data, out)
@@ -70,6 +76,7 @@ def train(
     given: dict[str, Any] = {
         "steps": steps, "clip": clip, "check_finite": check_finite, "data": data, "seed": seed, "save": save,
         "save_every": save_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
+        "profile": profile, "run": run,
     }  # fmt: skip
     Options(**given).check()
     with warm_python() as python:

@@ -62,7 +62,7 @@ def verdict(subject: Subject) -> Markup:
     facts += [
         f"{amount / p.step_seconds:,.4g} {what}/s",
         p.precision,
-        f"{p.world} devices of {p.cluster.split(', ')[0]}",
+        f"{p.world} devices of {subject.simulation.cluster.name}",
     ]
     return tag(
         "div",
@@ -123,7 +123,10 @@ def _limits(p: Prediction) -> list[Markup]:
             )
         ]
     without = p.step_seconds - most.seconds
-    return [*lines, _helps(f"{most.help}: without that part a step would take {duration(without)}.")]
+    return [
+        *lines,
+        _helps(f"{most.help}; without these {duration(most.seconds)} a step would take {duration(without)}."),
+    ]
 
 
 _MEMORY: Mapping[str, str] = {

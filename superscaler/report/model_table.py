@@ -11,7 +11,7 @@ from superscaler.report.subject import Subject
 from superscaler.report.words import axes_text, heading
 from superscaler.specs.sizes import size
 
-_NAMES = ("block", "operators", "devices", "cut", "weights", "on links, each")
+_NAMES = ("block", "operators", "devices", "cut", "weights", "on all devices", "on links, each")
 _WIDTH = 120
 _RANGE = re.compile(r"(\d+)(?: to (\d+)(?: by (\d+))?)?")
 
@@ -21,7 +21,7 @@ def model_table(subject: Subject) -> Markup:
     blocks: list[Block] = adapter().validate_python(subject.account["blocks"])
     world = subject.simulation.prediction.world
     most = max((_moved(block) for block in blocks), default=0)
-    return tag("div", table(_NAMES, (list(_row(block, world, most)) for block in blocks), left=5), class_="tall")
+    return tag("div", table(_NAMES, (list(_row(block, world, most)) for block in blocks), left=4), class_="tall")
 
 
 def _row(block: Block, world: int, most: int) -> Iterator[object]:
@@ -32,7 +32,8 @@ def _row(block: Block, world: int, most: int) -> Iterator[object]:
     yield Markup(_strip(block.devices, world) + tag("span", f" {block.devices}", class_="quiet"))
     yield Markup("".join(dict.fromkeys(tag("div", axes_text(split.axes)) for split in block.splits)))
     whole, held = (sum(getattr(w, name) for w in block.weights) for name in ("bytes", "held_bytes"))
-    yield f"{size(whole)}, {size(held)} on all devices together" if whole else ""
+    yield size(whole) if whole else ""
+    yield size(held) if held else ""
     yield Markup(tag("div", size(_moved(block)) if _moved(block) else "") + _amount(_moved(block), most))
 
 

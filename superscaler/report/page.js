@@ -228,7 +228,7 @@ class Timeline extends Chart {
   constructor(canvas, view, plans) {
     super(canvas, view);
     this.box = canvas.parentElement;
-    this.tip = document.getElementById("tip");
+    this.tip = document.getElementById("hover");
     this.chosen = null;
     this.lanes = [];
     this.bands = [];
@@ -253,7 +253,7 @@ class Timeline extends Chart {
       }
     }
     this.total = y + 6;
-    this.box.style.height = `${Math.min(this.total, Math.max(260, window.innerHeight * 0.6))}px`;
+    this.box.style.height = `${Math.min(this.total, Math.max(300, window.innerHeight * 0.6))}px`;
     this.spacer = element("div");
     this.box.append(this.spacer);
   }
@@ -546,7 +546,7 @@ class Memory extends Chart {
     plan.memory.forEach((curve, k) => this.select.append(new Option(curve.name, k)));
     this.select.addEventListener("change", () => view.changed());
     this.canvas.addEventListener("pointermove", (e) => this.hover(e));
-    this.canvas.addEventListener("pointerleave", () => (document.getElementById("tip").style.display = "none"));
+    this.canvas.addEventListener("pointerleave", () => (document.getElementById("hover").style.display = "none"));
   }
 
   get curve() {
@@ -566,19 +566,19 @@ class Memory extends Chart {
   }
 
   draw() {
-    const c = this.begin(150), curve = this.curve, top = Math.max(...curve.during) + curve.overhead;
+    const c = this.begin(150), curve = this.curve, top = Math.max(...curve.during);
     this.axis(150);
     this.most = top * 1.08 || 1;
     this.clipped(AXIS, 150, () => {
       for (let x = GUTTER; x < this.width - 12; x++) this.column(x, curve);
-      const capacity = this.plan.capacity;
+      const capacity = this.plan.capacity - curve.overhead;
       c.fillStyle = this.color("bad");
-      if (capacity && capacity < this.most) c.fillRect(GUTTER, this.y(capacity), this.width, 1.5);
+      if (capacity > 0 && capacity < this.most) c.fillRect(GUTTER, this.y(capacity), this.width, 1.5);
     });
     c.fillStyle = this.color("quiet");
     c.fillText(bytesText(top), 20, Math.max(this.y(top), AXIS + 4));
-    c.fillText("0", 20, 146);
-    if (this.plan.capacity > this.most) c.fillText(`of ${bytesText(this.plan.capacity)}`, 20, this.y(top) + 14);
+    c.fillText(`+ ${bytesText(curve.overhead)} beside tensors`, 20, this.y(top) + 18, GUTTER - 26);
+    c.fillText("0", 20, 143);
   }
 
   y(bytes) {
@@ -599,12 +599,10 @@ class Memory extends Chart {
       }
       sum += size;
     });
-    c.fillStyle = this.color("line");
-    c.fillRect(x, this.y(sum + curve.overhead), 1, this.y(sum) - this.y(sum + curve.overhead));
   }
 
   hover(e) {
-    const tip = document.getElementById("tip"), k = this.point(this.time(e.offsetX)), curve = this.curve;
+    const tip = document.getElementById("hover"), k = this.point(this.time(e.offsetX)), curve = this.curve;
     tip.style.display = e.offsetX > GUTTER ? "block" : "none";
     const parts = curve.values.map((values, n) => [data.categories[n], values[k]]).filter(([, size]) => size > 0);
     const lines = parts.map(([name, size]) => element("div", `${name} ${bytesText(size)}`));

@@ -34,6 +34,8 @@ from superscaler.specs.sizes import duration
 HEAD = (
     '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="superscaler">'
 )
+# The differences between predicted and measured times that are listed.
+_LARGEST = 10
 _KEYS = (
     "forward", "again", "backward", "weights", "update", "other", "launch", "transfer", "copy", "bubble", "exposed",
     "copying", "end",
@@ -73,18 +75,52 @@ def _body(title: str, subjects: Sequence[Subject]) -> str:
     several = [tag("section", compared(subjects))] if len(subjects) > 1 else []
     sections = (_section(name, subjects, make) for name, make in _SECTIONS.items())
     return "\n".join(
-        [head, tag("section", _pair(subjects, verdict)), *several, _timeline(subjects), _memory(subjects), *sections]
+        [
+            head,
+            tag("section", _pair(subjects, verdict)),
+            *several,
+            _timeline(subjects),
+            *_differences(subjects),
+            _memory(subjects),
+            *sections,
+        ]
     )
 
 
 def _pair(subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
-    return tag(
-        "div", *(tag("div", make(subject)) for subject in subjects), class_="pair" if len(subjects) > 1 else None
-    )
+    """Return a part for each plan, under its title if there are several."""
+    several = len(subjects) > 1
+    parts = (tag("div", *([tag("h3", s.title)] if several else []), make(s)) for s in subjects)
+    return tag("div", *parts, class_="pair" if several else None)
 
 
 def _section(name: str, subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
     return tag("section", tag("h2", name), _pair(subjects, make))
+
+
+def _differences(subjects: Sequence[Subject]) -> list[Markup]:
+    """Return the largest differences between predicted and measured steps."""
+    some = [subject for subject in subjects if subject.differences]
+    return [_section("Predicted and measured: the largest differences", some, _table_of)] if some else []
+
+
+def _table_of(subject: Subject) -> Markup:
+    def signed(seconds: float) -> str:
+        return ("+" if seconds > 0 else "\u2212") + duration(abs(seconds))
+
+    real, own = subject.timelines
+    rows = (
+        (
+            "wait for " + d.title if d.is_wait else d.title,
+            duration(d.predicted),
+            duration(d.measured),
+            signed(d.measured - d.predicted),
+        )
+        for d in subject.differences[:_LARGEST]
+    )
+    whole = "the step", duration(own.seconds), duration(real.seconds), signed(real.seconds - own.seconds)
+    title = "Seconds of a step, in the mean over devices."
+    return table(("", "predicted", "measured", "difference"), [whole, *rows], title=title)
 
 
 def _exchanges(subject: Subject) -> Markup:
@@ -145,7 +181,7 @@ def _timeline(subjects: Sequence[Subject]) -> Markup:
         tag("div", *_buttons(), class_="keys"),
         tag("div", canvas, class_="scroll"),
         tag("div", id="chosen", aria_live="polite"),
-        tag("div", id="tip", role="tooltip"),
+        tag("div", id="hover", role="tooltip"),
         class_="wide",
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.ir.program import Program
 from superscaler.report.details import Details
+from superscaler.report.measured import Difference, differences, measured
 from superscaler.report.timeline import Timeline, predicted
 from superscaler.simulate.predict import Simulation, simulate
 
@@ -25,7 +27,8 @@ _GUESSED = (
 class Subject:
     """A plan to report on. `account`: its explain.json; `timelines`: the measured one first, if there is one.
 
-    `certificate`: what was checked of it; `notes`: what a reader has to know about the times.
+    `certificate`: what was checked of it; `notes`: what a reader has to know about the times; `differences`: between
+    the predicted and the measured step.
     """
 
     title: str
@@ -35,6 +38,7 @@ class Subject:
     timelines: Sequence[Timeline]
     certificate: Mapping[str, Any]
     notes: Sequence[str] = ()
+    differences: Sequence[Difference] = ()
 
 
 def subject(
@@ -44,11 +48,20 @@ def subject(
     account: Mapping[str, Any],
     journal: str,
     certificate: Mapping[str, Any],
+    run: Path | None = None,
+    code: str = "",
 ) -> Subject:
-    """Return a plan as the subject of a report: its step is simulated."""
+    """Return a plan as the subject of a report: its step is simulated. `run`: the folder of a profile of it, `code`:
+    the hash of its code.
+    """
     known, notes = with_speeds(cluster)
     found, details = simulate(program, known), Details(program, account, journal)
-    return Subject(title, account, found, details, [predicted(found.table, program, details)], certificate, notes)
+    own = predicted(found.table, program, details)
+    if run is None:
+        return Subject(title, account, found, details, [own], certificate, notes)
+    real, note = measured(run, program, code, details)
+    differs = differences(own, real, details, program.world)
+    return Subject(title, account, found, details, [real, own], certificate, [*notes, note], differs)
 
 
 def with_speeds(cluster: Cluster) -> tuple[Cluster, list[str]]:

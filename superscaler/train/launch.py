@@ -14,7 +14,7 @@ from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
 from superscaler.timing import record
 from superscaler.train.data import check_text
-from superscaler.train.loop import check_options
+from superscaler.train.loop import check_options, check_profile
 from superscaler.train.resume import (
     OUTCOME_FILE,
     STOP_FILE,
@@ -42,9 +42,12 @@ class Options:
     resume: Path | None = None
     weights: Path | None = None
     named: str | None = None
+    profile: int | None = None
+    run: Path | None = None
 
     def check(self) -> None:
         """Raise InputError for options that ranks would refuse, before any rank starts."""
+        check_profile(self)
         folder = saving_folder(self.save, self.resume)
         check_saving(self, folder)
         if self.resume is not None and not is_first(self.save, self.resume):

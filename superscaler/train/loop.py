@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
+from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step, load
 from superscaler.specs.file_errors import unwritable, writing
 from superscaler.store.save import Saver
@@ -44,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--data", type=resume.path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=resume.path, help="file of a JSON object a step; a run that goes on adds to it")
+    made.add_argument("--profile", type=int, help="steps to record with torch's profiler, after a first one; see --run")
+    made.add_argument("--run", type=resume.path, help="folder for what --profile records, for superscaler report --run")
     resume.add_options(made)
     made.add_argument("--launched", type=resume.path, help=argparse.SUPPRESS)
     return made
@@ -52,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
 def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
+    check_profile(options)
     times = [time.time()]
     folder = resume.saving_folder(options.save, options.resume)
     with ExitStack() as stack:
@@ -70,6 +74,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         saver = Saver(step, folder, options.keep, resume.warn) if folder else None
         if saver is not None:
             saver.open()
+        profile = Profile(step, options.profile, options.run) if options.profile else None
         reporter, why = None, ""
         times.append(time.time())
         if step.rank == 0:
@@ -80,7 +85,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
             several = [batches(turn) for turn in range(number, number + turns.step)]
             started = time.perf_counter()
             given = several if step.iterations > 1 else several[0]
-            loss = step(given, clip=options.clip, check_finite=options.check_finite)
+            with nullcontext() if profile is None else profile.of_step():
+                loss = step(given, clip=options.clip, check_finite=options.check_finite)
             if reporter is not None:
                 values = loss.reshape(-1).tolist()
                 seconds = (time.perf_counter() - started) / len(values)
@@ -122,6 +128,19 @@ def check_options(steps: int, clip: float | None) -> None:
         raise InputError(f"{steps} steps cannot be trained; give 1 or more.")
     if clip is not None and not clip > 0:
         raise InputError(f"gradients cannot be clipped to a norm of {clip}; give a number above 0.")
+
+
+def check_profile(options: Any) -> None:
+    """Raise InputError for a profile without a folder, or of more steps than there are after the first."""
+    if (options.profile is None) != (options.run is None):
+        raise InputError("--profile N records N steps into the folder of --run DIR; give both, or none.")
+    if options.profile is not None and not 1 <= options.profile < options.steps:
+        raise InputError(
+            f"--profile {options.profile} of {options.steps} steps: the first step warms up, so at least 1 and at most "
+            f"{options.steps - 1} can be recorded."
+        )
+    if options.profile is not None and options.check_finite:
+        raise InputError("--profile records the plan's own code, which --check-finite replaces; leave one of them out.")
 
 
 def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], Batch]:

@@ -73,14 +73,18 @@ def simulate_directory(directory: Path, capacity: int | None = None) -> Predicti
     return predict(_program(directory, saved, None), Cluster.parse(saved.head["cluster"]), capacity)
 
 
-def subject_of(directory: Path) -> Subject:
-    """Return the plan in a directory as the subject of a report. Raises InputError for one that cannot be read."""
+def subject_of(directory: Path, run: Path | None = None) -> Subject:
+    """Return the plan in a directory as the subject of a report, with the profile of a `run`.
+
+    Raises InputError for a directory or a run that cannot be read.
+    """
     saved = read_plan(directory)
     saved.check()
     program = _program(directory, saved, None)
     account, journal = saved.json(EXPLAIN_FILE, Account), saved.text(JOURNAL_FILE)
     cluster = Cluster.parse(saved.head["cluster"])
-    return subject(directory.resolve().name, program, cluster, account, journal, certify(program))
+    title, code = directory.resolve().name, saved.head["manifest"]["code"]
+    return subject(title, program, cluster, account, journal, certify(program), run, code)
 
 
 def _program(directory: Path, saved: Any, damage: InputError | None) -> Program:

@@ -59,7 +59,7 @@ def test_the_options_of_every_command() -> None:
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
     model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--timings"]
     compiling = [*model, "--cluster", "--no-overlap", "--plan"]
-    training = ["--keep", "--on-failed-save", "--resume", "--save", "--save-every", "--weights"]
+    training = ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": [*model, "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
@@ -79,6 +79,7 @@ def test_the_options_of_every_command() -> None:
         "launch torchrun": ["--json", "--max-restarts", "--timings", "options", "plan"],
         "explain": ["--json", "--svg", "--timings", "plan"],
         "report": ["--json", "--out", "--timings", "plans"],
+        "report": ["--json", "--out", "--run", "--timings", "--trace", "plans"],
         "diff": ["--json", "--timings", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out", "--timings"],
     }

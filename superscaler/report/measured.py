@@ -1,0 +1,235 @@
+"""The timeline of a measured step, from the files that `train --profile` writes, in the form of a predicted one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from superscaler.errors import InputError
+from superscaler.ir.program import (
+    Backward,
+    Collective,
+    Copy,
+    Forward,
+    Instruction,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Slice,
+    Update,
+)
+from superscaler.report.details import Details
+from superscaler.report.timeline import Row, Timeline, Wait, timeline
+from superscaler.simulate.timetable import COMPUTE
+from superscaler.specs.file_errors import reading
+from superscaler.specs.sizes import duration
+
+# The version of the files of a run.
+VERSION = 1
+_REMEDY = "record a run of this plan with superscaler train --profile N --run DIR"
+# Kinds of calls by instruction.
+_KINDS: Mapping[type, str] = {
+    Collective: "collective", Send: "send", Recv: "recv", Copy: "copy", Slice: "slice", Loss: "loss",
+    Update: "update",
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """A call in a step, in seconds of the clock of rank 0: that of an instruction, or the wait for what it started."""
+
+    at: int
+    is_wait: bool
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class _Rank:
+    """The events of a step on a rank."""
+
+    rank: int
+    code: Sequence[Instruction]
+    events: list[Event]
+    start: float
+    end: float
+    # When each instruction was called; when the wait for what it started was over.
+    called: dict[int, float] = field(default_factory=dict)
+    over: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for e in self.events:
+            if e.is_wait:
+                self.over.setdefault(e.at, e.end)
+            else:
+                self.called.setdefault(e.at, e.start)
+
+
+def measured(folder: Path, program: Program, code: str, details: Details) -> tuple[Timeline, str]:
+    """Return the timeline of the step of a run that took the middle time, and what to know of it.
+
+    `code`: the hash of the plan's code. Raises InputError for a folder that is no whole run of this plan.
+    """
+    files = [_read(folder / f"rank_{rank}.json") for rank in range(program.world)]
+    for rank, found in enumerate(files):
+        if (found["world"], found["code"]) != (program.world, code):
+            raise InputError(f"{folder}/rank_{rank}.json is of another plan; {_REMEDY}.")
+    spans = [_steps(found) for found in files]
+    count = min(map(len, spans))
+    seconds = [max(s[k][1] for s in spans) - min(s[k][0] for s in spans) for k in range(count)]
+    middle = sorted(range(count), key=seconds.__getitem__)[count // 2]
+    ranks = [_rank(k, program, found, spans[k][middle]) for k, found in enumerate(files)]
+    zero = min(rank.start for rank in ranks)
+    rows = [_row(rank, ranks, zero) for rank in ranks]
+    error = max(found["clock_error"] for found in files)
+    span = f"{duration(min(seconds))} to {duration(max(seconds))}"
+    note = (
+        f"Measured: the step of middle time of {count} ({span}), with torch's profiler; clocks agree within "
+        f"{duration(error)}. Communication lasts at most from when all its ends have started it to the end of the wait "
+        "for it."
+    )
+    return timeline("measured", seconds[middle], rows, details), note
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with reading(file, _REMEDY, kind="profile of a rank"):
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found["version"] != VERSION or not found["events"]:
+            raise ValueError("another version")
+        return found
+
+
+def _steps(found: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Return the start and the end of each step, by the clock of rank 0."""
+    own = [(a, b) for a, b, name, is_gpu in found["events"] if name.startswith("step ") and not is_gpu]
+    return [(a + found["zero"], b + found["zero"]) for a, b in sorted(own)]
+
+
+def _rank(rank: int, program: Program, found: Mapping[str, Any], span: tuple[float, float]) -> _Rank:
+    code, zero = program.devices[rank].instructions[:], found["zero"]
+    numbers, events = _numbers(code), dict[tuple[str, bool], list[Event]]()
+    for start, end, name, is_gpu in found["events"]:
+        own = name.removeprefix("wait_")
+        inside = span[0] <= start + zero <= span[1] + is_gpu
+        if inside and own in numbers:
+            made = Event(numbers[own], own != name, start + zero, end + zero)
+            events.setdefault((name, bool(is_gpu)), []).append(made)
+    # On a GPU the kernels of a call count, not the call.
+    kept = [e for (name, is_gpu), some in events.items() if is_gpu or (name, True) not in events for e in some]
+    return _Rank(rank, code, sorted(kept, key=lambda e: e.start), *span)
+
+
+def _numbers(code: Sequence[Instruction]) -> dict[str, int]:
+    """Return the number of the instruction of each call, by the name that its event has."""
+    found, counts = dict[str, int](), Counter[str]()
+    for at, i in enumerate(code):
+        if isinstance(i, Forward):
+            found[f"forward {i.task}"] = at
+        elif isinstance(i, Backward):
+            found[f"backward{i.half and '_' + i.half} {i.task}"] = at
+        elif isinstance(i, Update) and not i.weights and i.is_early:
+            # Emitted code leaves it out.
+            continue
+        elif kind := _KINDS.get(type(i), ""):
+            found[f"{kind} {counts[kind]}"] = at
+            counts[kind] += 1
+    return found
+
+
+def _row(rank: _Rank, ranks: Sequence[_Rank], zero: float) -> Row:
+    """Return the events of a rank as columns: its calls, its waits, and the communication that it started."""
+    there, streams, cells = _there(rank, ranks), ["compute"], list[tuple[float, ...]]()
+    for e in rank.events:
+        # An update waits for all that was sent, the sum of the loss for all devices: both start nothing of their own.
+        is_wait = e.is_wait or isinstance(rank.code[e.at], Loss)
+        met = min(max(there.get(e.at, e.start), e.start), e.end) if is_wait else e.start
+        cells.append((COMPUTE, e.at, e.at if is_wait else -1, e.start, e.end, met))
+    for at in sorted(there):
+        if at in rank.over:
+            name = _stream(rank.code[at])
+            streams += [] if name in streams else [name]
+            start = min(there[at], rank.over[at])
+            cells.append((streams.index(name), at, -1, start, rank.over[at], start))
+    columns = np.array(cells).reshape(-1, 6).T
+    stream, instruction, waited = (x.astype(np.int64) for x in columns[:3])
+    start, end, met = columns[3:] - zero
+    critical = np.zeros(len(start), dtype=bool)
+    return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met, critical)
+
+
+def _stream(i: Instruction) -> str:
+    match i:
+        case Collective():
+            return f"devices {', '.join(map(str, i.group))}"
+        case Recv():
+            return f"from {i.peer}"
+    return "copies"
+
+
+def _there(rank: _Rank, ranks: Sequence[_Rank]) -> dict[int, float]:
+    """Return when all ends of each communication that a rank started were there."""
+    found = {}
+    for key, at in _meetings(rank):
+        ends = [other.called.get(own) for other in ranks for k, own in _known(other) if k == key]
+        if ends and None not in ends:
+            found[at] = max(e for e in ends if e is not None)
+    return found
+
+
+def _known(rank: _Rank) -> list[tuple[tuple[Any, ...], int]]:
+    known: list[tuple[tuple[Any, ...], int]] = rank.__dict__.setdefault("meetings", list(_meetings(rank)))
+    return known
+
+
+def _meetings(rank: _Rank) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield what a rank starts, under a key that all ends share."""
+    turns: dict[tuple[int, ...], int] = defaultdict(int)
+    for at, i in enumerate(rank.code):
+        match i:
+            case Collective():
+                turns[i.group] += 1
+                yield (i.group, turns[i.group]), at
+            case Send():
+                yield (rank.rank, i.peer, i.message), at
+            case Recv():
+                yield (i.peer, rank.rank, i.message), at
+            case Copy():
+                yield (rank.rank, at), at
+
+
+class Difference(NamedTuple):
+    """The seconds of a step for some work, or for the waits for it, in the mean over devices."""
+
+    title: str
+    is_wait: bool
+    predicted: float
+    measured: float
+
+
+def differences(predicted: Timeline, measured: Timeline, details: Details, world: int) -> list[Difference]:
+    """Return work and waits, predicted and measured, those with the largest difference first."""
+    sums = [_sums(timeline) for timeline in (predicted, measured)]
+    found = [
+        Difference(details.found[detail].title if detail >= 0 else "the end of the step", is_wait, a, b)
+        for detail, is_wait in dict.fromkeys([*sums[0], *sums[1]])
+        for a, b in [[s[detail, is_wait] / world for s in sums]]
+    ]
+    rests = [world * t.seconds - sum(s.values()) for t, s in zip((predicted, measured), sums, strict=True)]
+    rest = Difference("between recorded work: Python, additions", False, *(max(r / world, 0.0) for r in rests))
+    return sorted([*found, rest], key=lambda d: -abs(d.measured - d.predicted))
+
+
+def _sums(timeline: Timeline) -> Counter[tuple[int, bool]]:
+    found = Counter[tuple[int, bool]]()
+    for lane in timeline.lanes:
+        if lane.is_compute:
+            columns = lane.detail.tolist(), lane.kind.tolist(), (lane.end - lane.start).tolist()
+            for detail, kind, seconds in zip(*columns, strict=True):
+                found[detail, kind >= Wait.BUBBLE] += seconds * len(lane.devices)
+    return found
