@@ -78,7 +78,6 @@ def test_the_options_of_every_command() -> None:
         "launch slurm": ["--json", "--max-restarts", "--partition", "--time", "--timings", "options", "plan"],
         "launch torchrun": ["--json", "--max-restarts", "--timings", "options", "plan"],
         "explain": ["--json", "--svg", "--timings", "plan"],
-        "report": ["--json", "--out", "--timings", "plans"],
         "report": ["--json", "--out", "--run", "--timings", "--trace", "plans"],
         "diff": ["--json", "--timings", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out", "--timings"],
