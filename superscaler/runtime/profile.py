@@ -124,7 +124,7 @@ class Profile:
                 e.time_range.start * 1e-6,
                 e.time_range.end * 1e-6,
                 e.name[len(PREFIX) :],
-                e.device_type == torch.autograd.DeviceType.CUDA,
+                e.device_type.name == "CUDA",
             )
             for e in events
         )
