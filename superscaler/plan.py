@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from superscaler.simulate.predict import fullest, memory_line, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
+from superscaler.store.plan import EVALUATION, PLAN_FILE
 from superscaler.timing import phase
 from superscaler.verify import verify
 
@@ -78,9 +80,10 @@ class Plan:
         with phase("verify"):
             return verify(self.compiled, backend, batch, shapes)
 
-    def save(self, directory: str | Path, seed: int = 0) -> bool:
+    def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | None = None) -> bool:
         """Certify the plan and write it with the initial weights into a directory, which `torchrun .../run.py` trains.
 
+        `evaluation`: a plan of the same module in eval mode for the same cluster, by which `step.evaluate` runs.
         Returns False where the directory holds the same plan already: nothing is written then. Raises InputError for a
         directory that holds something else than a plan.
         """
@@ -89,7 +92,13 @@ class Plan:
         model = self.compiled.graph.model
         with phase("save"):
             values = initial_values(model, self.compiled.graph.captured.values, seed)
-            return write(self.compiled, folder, values, seed)
+            is_new = write(self.compiled, folder, values, seed)
+        if evaluation is not None:
+            return evaluation.save(folder / EVALUATION, seed) or is_new
+        if (folder / EVALUATION / PLAN_FILE).exists():
+            # It was of the older plan.
+            shutil.rmtree(folder / EVALUATION)
+        return is_new
 
     def simulate(self, capacity: int | None = None) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from superscaler.cli import progress
 from superscaler.cli.main import main
+
+# Whether a phase is said depends on the load of the machine.
+progress._PATIENCE = 600.0
 
 
 def run(*arguments: str) -> int:

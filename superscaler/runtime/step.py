@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Real
 from pathlib import Path
@@ -19,13 +19,23 @@ from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
 from superscaler.ir.model import later
 from superscaler.launch.jobs import how_to_start
+from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import Scaler
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
-from superscaler.store.plan import PLAN_FILE, RUN_FILE, code_of, open_plan, operators_of, warn_versions, weights_of
+from superscaler.store.plan import (
+    EVALUATION,
+    PLAN_FILE,
+    RUN_FILE,
+    code_of,
+    open_plan,
+    operators_of,
+    warn_versions,
+    weights_of,
+)
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -64,6 +74,10 @@ class Step:
         self.watch: Watch | None = None
         # The directory from which the plan was loaded.
         self.directory: Path | None = None
+        # The plan of evaluation, its code and its weights; and its step, once one was evaluated.
+        self.evaluation: Callable[[], tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]] | None
+        self.evaluation = None
+        self._evaluating: Step | None = None
         self.trains = bool(plan["loss_dtype"])
         self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
@@ -102,6 +116,43 @@ class Step:
         with torch.autocast(self.state.device.type, enabled=False), torch.no_grad():
             self._function(self.state)
         return self.outputs
+
+    def infer(self, batch: Mapping[str, Tensor]) -> Any:
+        """Return what the module returns for a batch in eval mode, with the present weights; all ranks call this.
+
+        It needs a plan of evaluation: `plan.save(directory, evaluation=...)`. Raises InputError without one.
+        """
+        with evaluation.uncounted(self):
+            return self.filled()(batch)
+
+    def evaluate(
+        self, batches: Iterable[Mapping[str, Tensor]], metrics: Mapping[str, evaluation.Metric] | None = None
+    ) -> dict[str, float]:
+        """Return the mean over batches of metrics of the module in eval mode; all ranks call this with equal batches.
+
+        `metrics`: by name, functions of the module's outputs and the batch; default: its loss. No gradient is computed,
+        nothing is changed, nothing is written. Raises InputError as `infer`.
+        """
+        with evaluation.uncounted(self):
+            return evaluation.mean(self.filled(), batches, metrics)
+
+    def filled(self) -> Step:
+        """Return the step of evaluation with the present weights."""
+        if not self.trains:
+            return self
+        if self.evaluation is None:
+            raise InputError(
+                "this plan was saved without one of evaluation; capture module.eval() with optimizer=None, compile it "
+                "for the same cluster, and save both: plan.save(directory, evaluation=that)."
+            )
+        communicator = self.state.communicator
+        if self._evaluating is None:
+            plan, programs, weights = self.evaluation()
+            evaluation.check_models(plan, self.plan)
+            shared = evaluation.shared(plan, self)
+            self._evaluating = build_step(plan, programs, weights, communicator, shared=shared)
+        evaluation.fill(self._evaluating, self)
+        return self._evaluating
 
     @property
     def outputs(self) -> Any:
@@ -290,13 +341,15 @@ def build_step(
     weights: Mapping[str, Tensor],
     communicator: Communicator,
     fixed: Mapping[str, Tensor] | None = None,
+    shared: Mapping[str, Tensor] | None = None,
 ) -> Step:
     """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices. `fixed`: on
-    rank 0, the module's tensors that no device holds.
+    rank 0, the module's tensors that no device holds. `shared`: slices by local name that are there already.
     """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
-    local = {}
-    for entry in tables["weights"]:
+    local: dict[str, Tensor] = {}
+    local.update(shared or {})
+    for entry in (entry for entry in tables["weights"] if entry["name"] not in local):
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
         kept = piece.clone() if entry.get("host") else piece.clone().to(communicator.device)
         kept = kept.pin_memory() if communicator.device.type == "cuda" and not kept.is_cuda else kept
@@ -354,9 +407,20 @@ def load(directory: str | Path, manifest: bool = True) -> Step:
     with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
         step = build_step(plan, modules(code_of(saved), f"{path}/"), weights, communicator, fixed)
     step.directory = path
+    if (path / EVALUATION / PLAN_FILE).exists():
+        step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)
     state = step.state
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
     return step
+
+
+def _read_evaluation(
+    path: Path, rank: int, manifest: bool
+) -> tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]:
+    """Return the plan of evaluation in a folder, its code, and its weights on a rank."""
+    saved = open_plan(path, manifest)
+    import_operators(saved.head["operators"], operators_of(saved), path, manifest)
+    return saved.head, modules(code_of(saved), f"{path}/"), weights_of(saved, rank)[0]
 
 
 class Outputs(dict[str, Any]):

@@ -35,6 +35,8 @@ MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
 # The folder of copies of the users' files that register operators.
 OPERATORS = "operators"
+# The folder with the plan of the module in eval mode.
+EVALUATION = "evaluation"
 # The folder of a new plan until it is whole.
 NEW = ".superscaler-new"
 REWRITE = "write it again with superscaler compile --out"

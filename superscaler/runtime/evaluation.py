@@ -1,0 +1,123 @@
+"""Evaluation: the forward of a module in eval mode, on the weights that a training step has in memory.
+
+The plan of the forward is another one. A weight that rests on a device in the same piece under both plans is one tensor
+of both. Other pieces are filled before each evaluation by the ranks that have their elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.store.pieces import located, overlap, owners
+
+if TYPE_CHECKING:
+    from superscaler.runtime.step import Step
+
+Metric = Callable[[Any, Mapping[str, Tensor]], Any]
+
+
+def shared(plan: Mapping[str, Any], step: Step) -> dict[str, Tensor]:
+    """Return the weights of a plan of evaluation on this rank that are resident in the same piece while it trains."""
+    here = {_place(step.plan, entry): entry["name"] for entry in _owned(step.plan, step.rank)}
+    pairs = ((entry, here.get(_place(plan, entry))) for entry in _owned(plan, step.rank) if not entry.get("host"))
+    return {e["name"]: w.detach() for e, n in pairs if n and (w := step.state.weights[n]).device == step.state.device}
+
+
+def check_models(plan: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """Raise InputError unless the plan of evaluation is of the trained model, and its devices."""
+    theirs = {t["name"]: t["shape"] for t in trained["tensors"].values()}
+    ours = {t["name"]: t["shape"] for t in plan["tensors"].values()}
+    odd = [name for name, shape in ours.items() if theirs.get(name, shape) != shape]
+    if odd or plan["world"] != trained["world"] or plan["loss_dtype"] or not ours.keys() & theirs.keys():
+        what = f"has {odd[0]} of another shape" if odd else "is of other devices, or trains"
+        raise InputError(f"the plan of evaluation {what}; compile both of one module, for one cluster.")
+
+
+def fill(evaluation: Step, step: Step) -> None:
+    """Give the weights of an evaluation that are not those of the training step their present values; all ranks call
+    this.
+    """
+    lacking = [_lacking(evaluation.plan, step.plan, rank) for rank in range(step.world)]
+    needed = {_place(evaluation.plan, entry)[0] for entries in lacking for entry in entries}
+    communicator = step.state.communicator
+    for source, entries in enumerate(owners(step.plan)):
+        for entry in entries:
+            name, ranges = located(step.plan, entry)
+            if name in needed:
+                shape = tuple(sum(b - a for a, b in dim) for dim in ranges)
+                weight = (
+                    step.state.weights[entry["name"]].detach().to(step.state.device) if source == step.rank else None
+                )
+                sent = None if weight is None else weight.reshape(shape)
+                dtype = getattr(torch, step.plan["tensors"][entry["tensor"]]["dtype"])
+                piece = communicator.broadcast(sent, source, tuple(range(step.world)), shape, dtype).wait()
+                _put(evaluation, lacking[step.rank], name, ranges, piece)
+
+
+def _put(evaluation: Step, entries: Iterable[Mapping[str, Any]], name: str, ranges: Any, piece: Tensor) -> None:
+    """Copy what a piece has of the weights of this rank into them."""
+    for entry in entries:
+        theirs, wanted = located(evaluation.plan, entry)
+        common = overlap(wanted, ranges) if theirs == name else None
+        if common is not None:
+            weight = evaluation.state.weights[entry["name"]]
+            whole = weight.view([sum(b - a for a, b in dim) for dim in wanted])
+            here, there = (np.ix_(*(pair[k] for pair in common)) for k in (0, 1))
+            at = tuple(map(torch.from_numpy, here)), tuple(map(torch.from_numpy, there))
+            whole[at[0]] = piece[at[1]].to(weight)
+
+
+def _owned(plan: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
+    return [entry for entry in plan["devices"][rank]["weights"] if entry["tensor"] in plan["tensors"]]
+
+
+def _place(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, str]:
+    name, ranges = located(plan, entry)
+    return name, str([[tuple(run) for run in dim] for dim in ranges])
+
+
+def _lacking(plan: Mapping[str, Any], trained: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
+    """Return the weights of a plan of evaluation on a rank that do not rest there in the same piece."""
+    there = {_place(trained, entry) for entry in _owned(trained, rank) if not entry.get("host")}
+    return [e for e in _owned(plan, rank) if e.get("host") or _place(plan, e) not in there]
+
+
+@contextmanager
+def uncounted(step: Step) -> Iterator[None]:
+    """Leave what the block moves out of the bytes of the training plan."""
+    communicator = step.state.communicator
+    moved = communicator.moved
+    try:
+        yield
+    finally:
+        communicator.moved = moved
+
+
+def mean(step: Step, batches: Iterable[Mapping[str, Tensor]], metrics: Mapping[str, Metric] | None) -> dict[str, float]:
+    """Return the mean over batches of each metric of the outputs and the batch."""
+    found: dict[str, float] = {}
+    count = 0
+    for batch in batches:
+        outputs = step(batch)
+        for name, metric in (metrics or {"loss": _loss}).items():
+            found[name] = found.get(name, 0.0) + float(metric(outputs, batch))
+        count += 1
+    if not count:
+        raise InputError("evaluate was given no batch; give at least one.")
+    return {name: total / count for name, total in found.items()}
+
+
+def _loss(outputs: Any, batch: Mapping[str, Tensor]) -> Any:
+    loss = outputs if isinstance(outputs, Tensor) else outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise InputError(
+            "the module in eval mode returns no scalar loss; give metrics: functions of its outputs and the batch."
+        )
+    return loss
