@@ -14,6 +14,7 @@ from superscaler.cli import checkpoint, launch
 from superscaler.cli.capture import capture
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
+from superscaler.cli.examples import examples
 from superscaler.cli.explain import diff, explain
 from superscaler.cli.report import report
 from superscaler.cli.simulate import simulate
@@ -34,6 +35,7 @@ for verb in (capture, compile, validate, verify, simulate, train, explain, repor
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 app.command("doctor")(doctor)
+app.command("examples")(examples)
 
 
 def _version(wanted: bool) -> None:

@@ -81,6 +81,7 @@ def test_the_options_of_every_command() -> None:
         "report": ["--json", "--out", "--run", "--timings", "--trace", "plans"],
         "diff": ["--json", "--timings", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out", "--timings"],
+        "examples": ["--json", "--timings", "directory"],
     }
 
 

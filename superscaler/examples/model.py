@@ -1,0 +1,23 @@
+"""A model of your own: superscaler train model.py:build --plan data_parallel --cluster local:2 --steps 3"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Model(nn.Module):
+    """A classifier of sequences."""
+
+    def __init__(self, width: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)])
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.layers(x)).mean(1)
+        return nn.functional.cross_entropy(scores, labels)
+
+
+def build(batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Return the module, and inputs of the global batch with which it is captured."""
+    torch.manual_seed(0)
+    return Model(), (torch.randn(batch, 8, 64), torch.randint(0, 10, (batch,)))

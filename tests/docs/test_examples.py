@@ -1,0 +1,53 @@
+"""`superscaler examples`: what it writes runs, and the picture of a plan shows the plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html import escape
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run
+from tests.graphs import graph_of
+from tests.ran import equal
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("examples")
+    assert run("examples", str(found)) == 0
+    return found
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "piped", "half"])
+def test_a_plan_equals_the_model(folder: Path, plan: str) -> None:
+    equal(graph_of("gpt2:size=tiny"), f"{folder / 'plans.py'}:{plan}")
+
+
+def test_the_model_is_captured(folder: Path) -> None:
+    assert run("validate", f"{folder / 'model.py'}:build", "--plan", "tensor_parallel", "--cluster", "local:2") == 0
+
+
+@pytest.mark.dist
+def test_the_loop_trains(folder: Path) -> None:
+    for command in (["loop.py"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "loop.py"]):
+        done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_files_that_are_there_stay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("examples", str(folder)) == 2
+    assert "loop.py is there; name another folder" in capsys.readouterr().err
+
+
+def test_the_picture_shows_the_plan_of_the_examples(folder: Path) -> None:
+    picture = (ROOT / "docs" / "pipeline.svg").read_text()
+    code = (folder / "plans.py").read_text().split("@ss.sprogram\n")[2].strip()
+    lines = [line for line in code.splitlines() if '"""' not in line]
+    assert len(lines) == 7
+    assert all(f">{escape(line)}</text>" in picture for line in lines)
