@@ -24,7 +24,7 @@ from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
 from superscaler.report.page import save as save_pages
 from superscaler.report.picture import save
-from superscaler.report.subject import subject
+from superscaler.report.subject import Subject, subject
 from superscaler.runtime.step import Step, load
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, predict
@@ -132,18 +132,22 @@ class Plan:
         return explain.words(self._account)
 
     def draw(self, path: str | Path) -> None:
-        """Draw the exchanges that take several steps into an SVG file. Raises InputError for a plan without them."""
-        save(self._account, named_path("draw", path))
+        """Draw the timeline of a predicted step, and the exchanges that take several steps, into an SVG file."""
+        save(self._subject, named_path("draw", path))
 
     def report(self, path: str | Path) -> None:
         """Write a page about the plan, which a browser opens offline: the answer, a timeline of the predicted step,
         memory, cuts, communication (docs/report.md).
         """
+        file = named_path("report", path)
+        save_pages([self._subject], file)
+
+    @cached_property
+    def _subject(self) -> Subject:
         self.validate()
         compiled, journal = self.compiled, print_journal(self.compiled.graph.journal)
-        file = named_path("report", path)
-        title = f"{compiled.program.world} devices of {compiled.cluster}"
-        save_pages([subject(title, compiled.program, compiled.cluster, self._account, journal, self._certified)], file)
+        title = f"{compiled.program.world} devices of {compiled.cluster.name}"
+        return subject(title, compiled.program, compiled.cluster, self._account, journal, self._certified)
 
     @checked
     def diff(self, other: Plan) -> str:

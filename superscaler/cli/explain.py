@@ -17,19 +17,27 @@ def explain(
     plan: Directory,
     svg: Annotated[
         Path | None,
-        option("--svg", "Draw instead: exchanges of several steps, with layouts, bytes and seconds.", "FILE"),
+        option("--svg", "Draw instead: the predicted step, and exchanges of several steps, with layouts.", "FILE"),
     ] = None,
+    timeline: Annotated[
+        bool, option("--timeline", "Show instead what devices do when in a predicted step, in characters.")
+    ] = False,
 ) -> None:
     """Print a plan in words: splits, weights and communication by block; the order; the totals of a step."""
     printer.result = found = read(plan)
-    if svg is None:
+    if svg is None and not timeline:
         printer.show(words(found))
         return
     from superscaler.report.picture import save
+    from superscaler.report.raster import drawing
+    from superscaler.verify.plan_dir import subject_of
 
-    save(found, svg)
-    count = len(found["paths"])
-    printer.show(f"{count} path{'s' if count > 1 else ''} of several steps drawn in {svg}")
+    subject = subject_of(plan)
+    if timeline:
+        printer.show(*subject.notes, drawing(subject.timelines[-1], subject.details))
+    if svg is not None:
+        save(subject, svg)
+        printer.show(f"the predicted step and {len(found['paths'])} exchanges of several steps drawn in {svg}")
 
 
 @command

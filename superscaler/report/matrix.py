@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, log2
 
 import numpy as np
 
@@ -24,7 +24,7 @@ _NOTE = (
 
 def bytes_between(program: Program) -> tuple[Floats, int]:
     """Return the bytes from each device to each other, and the number of neighbouring devices that share a row."""
-    share = ceil(program.world / MOST)
+    share = 1 << max(0, ceil(log2(program.world / MOST)))
     rows = ceil(program.world / share)
     found = np.zeros((rows, rows))
     for cohort in cohorts(program):

@@ -23,7 +23,7 @@ from superscaler.report.matrix import matrix
 from superscaler.report.memory_curve import Curve, alive, curves
 from superscaler.report.model_table import model_table
 from superscaler.report.numbers import numbers
-from superscaler.report.picture import draw
+from superscaler.report.picture import draw_paths
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import WORDS, Lane, Timeline
 from superscaler.simulate.storages import CATEGORIES
@@ -126,7 +126,7 @@ def _table_of(subject: Subject) -> Markup:
 def _exchanges(subject: Subject) -> Markup:
     if not subject.account["paths"]:
         return tag("p", "None: a single collective, or messages, do each exchange.", class_="quiet")
-    return tag("figure", Markup(draw(subject.account)), class_="paper")
+    return tag("figure", Markup(draw_paths(subject.account)), class_="paper")
 
 
 def _certificate(subject: Subject) -> Markup:

@@ -1,4 +1,6 @@
-"""The paths of a plan as a picture: layouts as grids of device numbers, and the collectives between them, in SVG."""
+"""A plan as a picture in SVG: its timeline, and its paths as layouts (grids of device numbers) with collectives between
+them.
+"""
 
 import colorsys
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,8 @@ import numpy as np
 
 from superscaler.errors import InputError, some
 from superscaler.ir.layout import Layout
+from superscaler.report.raster import picture
+from superscaler.report.subject import Subject
 from superscaler.specs.file_errors import writing
 from superscaler.specs.sizes import duration, size
 
@@ -28,24 +32,35 @@ font-family="sans-serif" font-size="12">
 """
 
 
-def draw(found: Mapping[str, Any]) -> str:
-    """Return the paths in explain.json as SVG. Raises InputError for a plan without paths."""
-    if not found["paths"]:
-        raise InputError(
-            "this plan has nothing to draw: a single collective, or messages, do each of its exchanges; "
-            "superscaler explain DIR lists them."
-        )
-    body, width, y = [_text(MARGIN, MARGIN + LINE, LEGEND)], len(LEGEND) * 6, MARGIN + 2 * LINE
+def draw(subject: Subject) -> str:
+    """Return the timeline of a plan as SVG, and below it its paths."""
+    lines, width, y = picture(subject.timelines[-1], subject.details, MARGIN, MARGIN)
+    return _page(*_paths(subject.account, lines, width, y)) if subject.account["paths"] else _page(lines, width, y)
+
+
+def draw_paths(found: Mapping[str, Any]) -> str:
+    """Return the paths in explain.json as SVG."""
+    return _page(*_paths(found, [], 0, 0))
+
+
+def _page(body: list[str], width: int, height: int) -> str:
+    return HEAD.format(w=width + MARGIN, h=height + MARGIN) + "\n".join([*body, "</svg>\n"])
+
+
+def _paths(found: Mapping[str, Any], body: list[str], width: int, y: int) -> tuple[list[str], int, int]:
+    """Return lines with those of the paths from `y` on, and where their ends are."""
+    body, width = [*body, _text(MARGIN, y + MARGIN + LINE, LEGEND)], max(width, len(LEGEND) * 6)
+    y += MARGIN + 2 * LINE
     for path in found["paths"]:
         lines, right, y = _path(path, y + LINE)
         body += lines
         width = max(width, right)
-    return HEAD.format(w=width + MARGIN, h=y + MARGIN) + "\n".join([*body, "</svg>\n"])
+    return body, width, y
 
 
-def save(found: Mapping[str, Any], file: Path) -> None:
+def save(subject: Subject, file: Path) -> None:
     """Draw into a file. Raises InputError where it cannot be written, or is a file that is no such drawing."""
-    text = draw(found)
+    text = draw(subject)
     with writing(file, "name a file in a folder that exists"):
         if file.is_file() and not file.read_bytes().startswith(HEAD.partition("{")[0].encode()):
             raise InputError(f"{file} is there and is no drawing of a plan; name a new file, or remove that one.")

@@ -77,7 +77,7 @@ def test_the_options_of_every_command() -> None:
         "launch kubernetes": ["--claim", "--image", "--json", "--max-restarts", "--timings", "options", "plan"],
         "launch slurm": ["--json", "--max-restarts", "--partition", "--time", "--timings", "options", "plan"],
         "launch torchrun": ["--json", "--max-restarts", "--timings", "options", "plan"],
-        "explain": ["--json", "--svg", "--timings", "plan"],
+        "explain": ["--json", "--svg", "--timeline", "--timings", "plan"],
         "report": ["--json", "--out", "--run", "--timings", "--trace", "plans"],
         "diff": ["--json", "--timings", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out", "--timings"],

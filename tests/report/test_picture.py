@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import superscaler as ss
-from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
-from superscaler.report.picture import draw
+from superscaler.report.picture import draw_paths
 from superscaler.specs.sizes import duration, size
 from tests.ran import command
 
@@ -63,7 +62,8 @@ def texts(root: ElementTree.Element) -> list[str]:
 def test_every_device_and_every_step_is_drawn(plan: Plan, tmp_path: Path) -> None:
     plan.draw(tmp_path / "paths.svg")
     root = ElementTree.parse(tmp_path / "paths.svg").getroot()
-    drawn = root.findall(SVG + "g")
+    timeline, *drawn = root.findall(SVG + "g")
+    assert {"devices 0 to 3", "devices 4 to 7", "backward"} <= set(texts(timeline))
     paths = plan._account["paths"]
     assert len(drawn) == len(paths) >= 1
     assert [s["kind"] for s in paths[0]["steps"]] == ["reduce_scatter", "move", "all_gather"]
@@ -79,12 +79,12 @@ def test_every_device_and_every_step_is_drawn(plan: Plan, tmp_path: Path) -> Non
             expected.append(str(layout).split(" @ ")[0])
             expected += [f"{device}{plus}" for device in layout.devices.reshape(-1).tolist()]
         assert sorted(found[1:]) == sorted(expected)
-    assert len(list(root.iter(SVG + "line"))) == sum(len(path["steps"]) for path in paths)
+    assert sum(len(list(path.iter(SVG + "line"))) for path in drawn) == sum(len(path["steps"]) for path in paths)
 
 
 def test_equal_parts_have_equal_colours_and_cells_do_not_overlap(plan: Plan) -> None:
     found = {"paths": [{**plan._account["paths"][0], "layout": "R(2)V(2)D(2,3) @ " + json.dumps(list(range(24)))}]}
-    group = ElementTree.fromstring(draw(found)).findall(SVG + "g")[0]
+    group = ElementTree.fromstring(draw_paths(found)).findall(SVG + "g")[0]
     cells = [c for c in group.findall(SVG + "g") if c.find(SVG + "rect") is not None][:24]
     fill, where = {}, set()
     for cell in cells:
@@ -108,17 +108,16 @@ def test_the_command_draws_what_the_plan_draws(plan: Plan, tmp_path: Path, capsy
     directory, file = tmp_path / "plan", tmp_path / "b.svg"
     plan.save(directory)
     assert command("explain", str(directory), "--svg", str(file)) == 0
-    assert capsys.readouterr().out == f"{len(plan._account['paths'])} paths of several steps drawn in {file}\n"
+    assert capsys.readouterr().out == (
+        f"the predicted step and {len(plan._account['paths'])} exchanges of several steps drawn in {file}\n"
+    )
     plan.draw(tmp_path / "a.svg")
     assert file.read_bytes() == (tmp_path / "a.svg").read_bytes()
 
 
 def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan.save(tmp_path / "plan")
-    none = plan_of([0], [0], "summed")
-    none.save(tmp_path / "none")
     for directory, file, message in (
-        ("none", "a.svg", "this plan has nothing to draw"),
         ("plan", "missing/a.svg", "name a file in a folder that exists"),
         ("plan", "plan", "name a file in a folder that exists"),
         ("missing", "a.svg", "is not a plan directory"),
@@ -131,5 +130,3 @@ def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.C
         assert message in err
         assert len(err.splitlines()) == 1
     assert not (tmp_path / "a.svg").exists()
-    with pytest.raises(InputError, match="nothing to draw"):
-        none.draw(tmp_path / "a.svg")

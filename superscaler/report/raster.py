@@ -1,0 +1,140 @@
+"""A timeline in columns of equal time: as characters, and as a picture in SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from superscaler.report.details import Details, Kind
+from superscaler.report.facts import ranges
+from superscaler.report.timeline import WORDS, Lane, Timeline, Wait
+from superscaler.specs.sizes import duration
+
+# The most rows of devices that are drawn.
+MOST_ROWS = 32
+# The number of columns of characters, and of pixels.
+WIDTH, PIXELS = 100, 1000
+# A character for each kind of work without a letter, and of waits, with what it stands for.
+_CHARACTERS: Mapping[int, tuple[str, str]] = {
+    Kind.FORWARD: ("F", "forward"),
+    Kind.AGAIN: ("R", "forward, computed again"),
+    Kind.BACKWARD: ("B", "backward"),
+    Kind.WEIGHTS: ("W", "gradients of weights"),
+    Kind.UPDATE: ("U", "optimizer"),
+    Kind.OTHER: ("o", "slices, sums and copies"),
+    Kind.LAUNCH: ("c", "start of communication"),
+    Wait.BUBBLE: (".", "waits for other devices"),
+    Wait.EXPOSED: ("~", "waits for data on their way"),
+    Wait.COPYING: ("^", "waits for a copy"),
+    Wait.END: (" ", "done"),
+}
+_COLORS: Mapping[int, str] = {
+    Kind.FORWARD: "#56b4e9", Kind.AGAIN: "#a9d8f3", Kind.BACKWARD: "#0072b2", Kind.WEIGHTS: "#00456b",
+    Kind.UPDATE: "#cc79a7", Kind.OTHER: "#8d939c", Kind.LAUNCH: "#b9bec6", Wait.BUBBLE: "#f0a981",
+    Wait.EXPOSED: "#f6d36b", Wait.COPYING: "#e6e6a2", Wait.END: "#e3e6ea",
+}  # fmt: skip
+_LEFT, _ROW, _TOP = 150, 20, 44
+
+
+def columns(lane: Lane, seconds: float, count: int) -> list[int]:
+    """Return, for each of `count` columns of a step, the event of a lane that fills most of it; -1 for none."""
+    found, most = [-1] * count, [0.0] * count
+    each = seconds / count
+    for n, (start, end) in enumerate(zip(lane.start.tolist(), lane.end.tolist(), strict=True)):
+        for column in range(max(int(start / each), 0), min(int(end / each) + 1, count)):
+            part = min(end, (column + 1) * each) - max(start, column * each)
+            if part > most[column]:
+                found[column], most[column] = n, part
+    return found
+
+
+def drawing(timeline: Timeline, details: Details) -> str:
+    """Return the work of devices by time, in characters."""
+    lanes = _lanes(timeline)
+    names, rows = [_name(lane) for lane in lanes], [_characters(lane, timeline, details) for lane in lanes]
+    width, seen = max(map(len, names), default=0), set("".join(rows))
+    legend = ", ".join(f"{sign} {words}" for sign, words in _CHARACTERS.values() if sign in seen - {" "})
+    first = f"a step of {duration(timeline.seconds)}; a column is {duration(timeline.seconds / WIDTH)}"
+    lines = [first, *(f"  {name:{width}}  {row}" for name, row in zip(names, rows, strict=True))]
+    left = sum(lane.is_compute for lane in timeline.lanes) - len(lanes)
+    return "\n".join([*lines, *([f"  and {left} more rows"] if left else []), f"  {legend}"])
+
+
+def _lanes(timeline: Timeline) -> list[Lane]:
+    return [lane for lane in timeline.lanes if lane.is_compute][:MOST_ROWS]
+
+
+def _name(lane: Lane) -> str:
+    return f"device{'s' if len(lane.devices) > 1 else ''} {ranges(lane.devices)}"
+
+
+def _characters(lane: Lane, timeline: Timeline, details: Details) -> str:
+    text = ""
+    for n, size in _runs(columns(lane, timeline.seconds, WIDTH)):
+        label = _label(lane, n, details)
+        character = label[:1] or (_CHARACTERS[int(lane.kind[n])][0] if n >= 0 else " ")
+        text += label + character * (size - len(label)) if len(label) < size else character * size
+    return text
+
+
+def _label(lane: Lane, n: int, details: Details) -> str:
+    """Return the letter and the microbatch of an event; empty for one that has no letter."""
+    if n < 0 or int(lane.kind[n]) >= Wait.BUBBLE or int(lane.detail[n]) < 0:
+        return ""
+    microbatch = int(lane.microbatch[n])
+    letter = details.found[int(lane.detail[n])].letter
+    return letter + (str(microbatch) if letter and microbatch >= 0 else "")
+
+
+def _runs(found: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each event with the number of columns that it fills."""
+    start = 0
+    for at in range(1, len(found) + 1):
+        if at == len(found) or found[at] != found[start]:
+            yield found[start], at - start
+            start = at
+
+
+def picture(timeline: Timeline, details: Details, x: int, y: int) -> tuple[list[str], int, int]:
+    """Return a timeline as lines of SVG from (x, y) on, and where its right and lower ends are."""
+    lanes, lines = _lanes(timeline), [_text(x, y + 12, f"a step of {duration(timeline.seconds)}", 'font-weight="bold"')]
+    kinds = dict.fromkeys(kind for lane in lanes for kind in sorted(set(lane.kind.tolist())))
+    place = x + 130
+    for kind in kinds:
+        lines.append(f'<rect x="{place}" y="{y + 3}" width="10" height="10" fill="{_COLORS.get(kind, "#009e73")}"/>')
+        lines.append(_text(place + 14, y + 12, WORDS[kind]))
+        place += 26 + 7 * len(WORDS[kind])
+    for k in range(6):
+        at = x + _LEFT + k * PIXELS // 5
+        lines.append(f'<line x1="{at}" y1="{y + 30}" x2="{at}" y2="{y + _TOP + _ROW * len(lanes)}" stroke="#d9dce1"/>')
+        lines.append(_text(at + 3, y + 36, duration(timeline.seconds * k / 5) if k else "0"))
+    for number, lane in enumerate(lanes):
+        top = y + _TOP + number * _ROW
+        lines.append(_text(x, top + 12, _name(lane)))
+        lines += _bars(lane, timeline, details, x + _LEFT, top)
+    left = sum(lane.is_compute for lane in timeline.lanes) - len(lanes)
+    bottom = y + _TOP + len(lanes) * _ROW
+    lines += [_text(x, bottom + 12, f"and {left} more rows")] if left else []
+    return ['<g class="timeline">', *lines, "</g>"], max(place, x + _LEFT + PIXELS + 40), bottom + _ROW
+
+
+def _bars(lane: Lane, timeline: Timeline, details: Details, x: int, y: int) -> Iterator[str]:
+    at = 0
+    for n, size in _runs(columns(lane, timeline.seconds, PIXELS)):
+        if n >= 0:
+            kind, label = int(lane.kind[n]), _label(lane, n, details)
+            known = details.found[int(lane.detail[n])].title if lane.detail[n] >= 0 else ""
+            title = escape(" ".join(filter(None, (label, WORDS[kind], known))))
+            gap = 0.5 if size > 3 else 0
+            yield (
+                f'<g><title>{title}</title><rect x="{x + at}" y="{y}" width="{size - gap}" height="16" '
+                f'fill="{_COLORS.get(kind, "#009e73")}"/></g>'
+            )
+            if label and size > 8 * len(label):
+                color = "white" if kind in (Kind.BACKWARD, Kind.WEIGHTS) else "black"
+                yield _text(x + at + 3, y + 12, label, f'font-size="10" fill="{color}"')
+        at += size
+
+
+def _text(x: int, y: int, text: str, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}"{" " if more else ""}{more}>{escape(text)}</text>'
