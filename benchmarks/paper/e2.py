@@ -1,0 +1,19 @@
+"""E2: Swin end to end."""
+
+from __future__ import annotations
+
+from families import found_of, most, shown
+from points import Rows
+from report import VERDICTS, table, verdict
+
+
+def run(rows: Rows, quick: bool) -> str:
+    found = found_of(rows, "swin", quick)
+    ours = "co-shard, first 4"
+    return "\n".join([
+        *shown("e2", "E2. Swin end to end", found),
+        table(VERDICTS, [
+            verdict("most over Megatron-LM", 6.6, most(found, ours, "Megatron-LM")),
+            verdict("most over DeepSpeed", 3.5, most(found, ours, "DeepSpeed")),
+        ]),
+    ])  # fmt: skip

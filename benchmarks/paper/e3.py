@@ -1,0 +1,18 @@
+"""E3: GPT-3 end to end."""
+
+from __future__ import annotations
+
+from families import found_of, most, shown
+from points import Rows
+from report import VERDICTS, table, verdict
+
+
+def run(rows: Rows, quick: bool) -> str:
+    found = found_of(rows, "gpt3", quick)
+    return "\n".join([
+        *shown("e3", "E3. GPT-3 end to end, sequence 16384", found),
+        table(VERDICTS, [
+            verdict("most over Megatron-LM and Alpa", 3.3, most(found, "co-shard", "Megatron-LM, Alpa")),
+            verdict("most over DeepSpeed", 1.5, most(found, "co-shard", "DeepSpeed")),
+        ]),
+    ])  # fmt: skip

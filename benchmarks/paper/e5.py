@@ -1,0 +1,21 @@
+"""E5: AlphaFold2 end to end, three forwards and one backward."""
+
+from __future__ import annotations
+
+from families import found_of, most, shown
+from points import Rows
+from report import VERDICTS, table, verdict
+
+
+def run(rows: Rows, quick: bool) -> str:
+    found = found_of(rows, "alphafold2", quick)
+    last = found.get(32, {}).get("DAP + DP")
+    fits = {None: "not run", True: "fits", False: "out of memory"}[last and last.get("fits")]
+    return "\n".join([
+        *shown("e5", "E5. AlphaFold2 end to end", found),
+        table(VERDICTS, [
+            verdict("most over DAP + DP", 1.5, most(found, "3F1B", "DAP + DP")),
+            verdict("over DAP + DP at 32 GPUs", 1.4, None),
+            ["DAP + DP at 3.2B", "out of memory", fits, "", ""],
+        ]),
+    ])  # fmt: skip

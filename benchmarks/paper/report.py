@@ -1,0 +1,93 @@
+"""Tables and figures of the evaluation: Markdown and SVG, and the comparison with the paper's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from points import ROOT, Row
+
+FIGURES = ROOT / "docs/evaluation"
+# Within this share of the paper's number, ours is a hit.
+HIT = 0.2
+
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 240, 60, 40, 30
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def verdict(what: str, paper: float, ours: float | None, cause: str = "") -> list[str]:
+    """Return a row of the table of hits: a claim, the paper's number, ours, hit or miss, the cause of a miss."""
+    if ours is None:
+        return [what, f"{paper:g}", "not run", "", cause]
+    is_hit = abs(ours / paper - 1) <= HIT
+    return [what, f"{paper:g}", f"{ours:.2g}", "hit" if is_hit else "miss", "" if is_hit else cause]
+
+
+VERDICTS = ("claim", "paper", "ours", "", "what decides")
+POINTS = ("", "system", "plan", "step s", "TFLOPS", "GB", "computation", "communication", "bubble", "largest tensors")
+
+
+def point_rows(label: str, found: Mapping[str, Row | None]) -> list[list[str]]:
+    """Return a row for each system at one place of an experiment."""
+    rows = []
+    for system, row in found.items():
+        if row is None:
+            rows.append([label, system, "not run", *[""] * 7])
+            continue
+        if "error" in row:
+            rows.append([label, system, f"refused: {row['error']}", *[""] * 7])
+            continue
+        peak = f"{row['peak'] / 1e9:.1f}" + ("" if row["fits"] else " **out of memory**")
+        shares = (f"{share(row, part):.0%}" for part in ("compute", "communication", "bubble"))
+        held = "; ".join(f"{size / 1e9:.1f} GB {name}" for name, size in row["largest"][:2])
+        plan = f"`{row['plan']}`"
+        rows.append([label, system, plan, f"{row['seconds']:.1f}", f"{row['tflops']:.0f}", peak, *shares, held])
+    return rows
+
+
+def share(row: Row, part: str) -> float:
+    """Return the share of a part of the time in the microbatches that were simulated; starts of transfers are waits."""
+    more = row["launch"] + row["copies"] if part == "communication" else 0.0
+    seconds: float = row[part] + more
+    return seconds / row["simulated"]
+
+
+def ratio(a: Row | None, b: Row | None) -> float | None:
+    """Return how many times faster `a` is than `b`; None where one was not run or does not fit."""
+    if not a or not b or "error" in a or "error" in b or not (a["fits"] and b["fits"]):
+        return None
+    return float(b["seconds"] / a["seconds"])
+
+
+def bars(name: str, title: str, groups: Mapping[str, Mapping[str, float | None]], unit: str) -> str:
+    """Write an SVG of bars, a group for each place; None is a cross (out of memory). Return the Markdown of it."""
+    labels = list(dict.fromkeys(label for group in groups.values() for label in group))
+    most = max((v for group in groups.values() for v in group.values() if v), default=1.0)
+    width = (_WIDTH - _LEFT) / max(1, len(groups))
+    bar, floor = width / (len(labels) + 1), _TOP + _HEIGHT
+    marks = [f'<text x="4" y="{_TOP + 8}">{most:.3g} {unit}</text>', f'<text x="4" y="{floor}">0</text>']
+    for n, (place, group) in enumerate(groups.items()):
+        left = _LEFT + n * width
+        marks.append(f'<text x="{left + bar / 2:.0f}" y="{floor + 18}">{place}</text>')
+        for label, value in group.items():
+            k = labels.index(label)
+            x, high = left + (k + 0.2) * bar, _HEIGHT * (value or 0) / most
+            if value is None:
+                marks.append(f'<text x="{x:.0f}" y="{floor - 2}" fill="{_COLOURS[k]}">x</text>')
+                continue
+            box = f'x="{x:.1f}" y="{floor - high:.1f}" width="{bar * 0.9:.1f}" height="{high:.1f}"'
+            marks.append(f'<rect {box} fill="{_COLOURS[k]}"/>')
+    for k, label in enumerate(labels):
+        x = _LEFT + k * (_WIDTH - _LEFT) / len(labels)
+        marks.append(f'<rect x="{x:.0f}" y="22" width="10" height="10" fill="{_COLOURS[k]}"/>')
+        marks.append(f'<text x="{x + 14:.0f}" y="31">{label}</text>')
+    size = f'width="{_WIDTH}" height="{_TOP + _HEIGHT + _BOTTOM}" font-family="sans-serif" font-size="11"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><text x="{_LEFT}" y="14">{title}</text>'
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    Path(FIGURES, f"{name}.svg").write_text("\n".join([head, *marks, "</svg>\n"]))
+    return f"![{title}](evaluation/{name}.svg)\n"

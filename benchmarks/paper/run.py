@@ -1,0 +1,45 @@
+"""The paper's evaluation on the modelled cluster: simulates what is missing, and writes docs/evaluation.md.
+
+    python benchmarks/paper/run.py [--quick] [--only E6] [--known] [--keep]
+
+Points are rows of benchmarks/results/paper/rows.jsonl, so that a run that was ended goes on. --quick: 4 GPUs and the
+smallest models. --known: nothing is simulated, the report has what is known. --keep: rows of an older simulator count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+# In the order of their cost.
+EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e12")
+
+
+def main() -> None:
+    from points import ROOT, Rows
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in ("--quick", "--known", "--keep"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--only", type=str.lower, choices=EXPERIMENTS)
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    rows = Rows(options.keep, options.known)
+    parts = {name: import_module(name).run(rows, options.quick) for name in EXPERIMENTS if options.only in (None, name)}
+    if options.only or options.quick:
+        print("\n".join(parts.values()))
+        return
+    simulators = sorted({row["simulator"] for row in rows.known.values()})
+    head = (HERE / "head.md").read_text().replace("SIMULATOR", ", ".join(simulators))
+    ordered = sorted(parts, key=lambda name: int(name[1:]))
+    (ROOT / "docs/evaluation.md").write_text("\n".join([head, *(parts[name] for name in ordered)]))
+
+
+if __name__ == "__main__":
+    main()

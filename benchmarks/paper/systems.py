@@ -1,0 +1,201 @@
+"""The systems that are compared, as plans, and the space that each is tuned over, as data.
+
+A system has its published plans and no other. A space is a list of ladders: plans that differ in how far they cut
+tensors, the one that sends least first. The first of a ladder that fits stands for it, and the fastest of all ladders
+for its system. Left out beforehand are plans whose states alone (18 bytes a parameter, over stages and tensor parallel
+devices) or whose scores of attention in one layer (three tensors) do not fit.
+
+Alpa's stages may have settings of their own; GPT-3's are equal, so that its space there is Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from models import BATCH, MODELS
+from points import Point
+
+Ladder = list[Point]
+# Makes the point of a plan of a family on so many GPUs: the model, the cluster and the batch.
+Place = Callable[..., Point]
+
+CLUSTERS: Mapping[int, str] = {1: "v100:1x1", 4: "v100:1x4", 8: "v100:1x8", 16: "v100:2x8", 32: "v100:4x8"}
+
+# One GPU, E6 and E7: each layer is computed again.
+SINGLE: Mapping[str, str] = {
+    "recompute": "recompute:microbatches={m}",
+    "ZeRO-3 offload": "recompute:1,microbatches={m} x swap:1,what=optimizer",
+    "co-shard": "co_shard:parts=PARTS,microbatches={m}",
+}
+
+# One string a ladder, its steps separated by |. Megatron: stages x tensor parallel x data parallel, + where layers are
+# computed again. DeepSpeed: ZeRO-3 data parallel x tensor parallel; `offload` where it is the last resort. co-shard:
+# as Megatron, / parts. interlaced: stages x tensor parallel. DAP: axial x data parallel; 3F1B: stages x data parallel.
+SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
+    ("gpt3", 4): {
+        "Megatron-LM, Alpa": ["1x2x2+|1x4x1+", "1x4x1", "2x2x1+"],
+        "DeepSpeed": ["4x1|2x2|1x4"],
+        "co-shard": ["4x1x1/8", "2x1x2/8", "2x2x1/4"],
+    },
+    ("gpt3", 8): {
+        "Megatron-LM, Alpa": ["2x4x1+", "1x4x2+|1x8x1+", "1x8x1"],
+        "DeepSpeed": ["4x2|2x4|1x8"],
+        "co-shard": ["8x1x1/8", "4x1x2/8", "4x2x1/4"],
+    },
+    ("gpt3", 16): {
+        "Megatron-LM, Alpa": ["4x4x1+|2x8x1+", "1x16x1+"],
+        "DeepSpeed": ["4x4|2x8"],
+        "co-shard": ["8x2x1/8", "4x4x1/4"],
+    },
+    ("gpt3", 32): {
+        "Megatron-LM, Alpa": ["8x4x1+|4x8x1+|2x16x1+"],
+        "DeepSpeed": ["8x4|4x8"],
+        "co-shard": ["8x4x1/4", "4x8x1/2"],
+    },
+    ("mbart", 4): {
+        "Megatron-LM": ["1x4x1|1x4x1+", "2x2x1+"],
+        "DeepSpeed": ["4x1|4x1 offload|1x4 offload"],
+        "interlaced, recompute late": ["4x1", "2x2"],
+        "interlaced": ["4x1", "2x2"],
+    },
+    ("mbart", 8): {
+        "Megatron-LM": ["1x8x1|1x8x1+", "2x4x1+"],
+        "DeepSpeed": ["8x1|8x1 offload|1x8 offload"],
+        "interlaced, recompute late": ["8x1", "4x2"],
+        "interlaced": ["8x1", "4x2"],
+    },
+    ("mbart", 16): {
+        "Megatron-LM": ["2x8x1|2x8x1+|1x16x1|1x16x1+"],
+        "DeepSpeed": ["4x4|4x4 offload|2x8 offload"],
+        "interlaced, recompute late": ["4x4|2x8"],
+        "interlaced": ["4x4|2x8"],
+    },
+    ("mbart", 32): {
+        "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
+        "DeepSpeed": ["4x8|4x8 offload"],
+        "interlaced, recompute late": ["4x8"],
+        "interlaced": ["4x8"],
+    },
+    ("swin", 4): {
+        "Megatron-LM": ["1x1x4+|1x2x2+|1x4x1+", "2x2x1+"],
+        "DeepSpeed": ["4x1|2x2|1x4"],
+        "co-shard, first 4": ["4x1x1/4", "2x2x1/4"],
+    },
+    ("swin", 8): {
+        "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
+        "DeepSpeed": ["8x1|4x2|2x4"],
+        "co-shard, first 4": ["4x2x1/4"],
+    },
+    ("swin", 16): {
+        "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
+        "DeepSpeed": ["16x1|8x2|4x4"],
+        "co-shard, first 4": ["4x4x1/4"],
+    },
+    ("swin", 32): {
+        "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
+        "DeepSpeed": ["32x1|16x2|8x4"],
+        "co-shard, first 4": ["4x8x1/2"],
+    },
+    ("alphafold2", 4): {
+        "DAP + DP": ["1x4|1x4+|2x2+|4x1+"],
+        "DeepSpeed": ["4x1"],
+        "3F1B": ["1x4|1x4+|2x2+|4x1+"],
+    },
+    ("alphafold2", 8): {
+        "DAP + DP": ["1x8+|2x4+|4x2+"],
+        "DeepSpeed": ["8x1"],
+        "3F1B": ["2x4+|4x2+"],
+    },
+    ("alphafold2", 16): {
+        "DAP + DP": ["4x4+|8x2+"],
+        "DeepSpeed": ["16x1"],
+        "3F1B": ["4x4+|8x2+"],
+    },
+    ("alphafold2", 32): {
+        "DAP + DP": ["8x4+|16x2+|32x1+"],
+        "DeepSpeed": ["32x1"],
+        "3F1B": ["4x8+|8x4+"],
+    },
+}
+
+
+def single(model: str, system: str, parts: int) -> Point:
+    """Return the point of a system on one GPU, with microbatches of one sample."""
+    return Point(model, SINGLE[system].replace("PARTS", str(parts)), CLUSTERS[1], 512)
+
+
+def megatron(place: Place, config: str) -> Point:
+    pp, tp, dp = _numbers(config.rstrip("+"))
+    again = "full" if config.endswith("+") else "none"
+    return place(f"hybrid:dp={dp},tp={tp},pp={pp},microbatches={{m}},recompute={again}", stages=pp, dp=dp)
+
+
+def deepspeed(place: Place, config: str) -> Point:
+    sizes, _, offload = config.partition(" ")
+    dp, tp = _numbers(sizes)
+    plans = [f"zero:{dp},stage=3,microbatches={{m}}"]
+    plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
+    plans += ["swap:1,what=optimizer"] if offload else []
+    return place(" x ".join(plans), dp=dp)
+
+
+def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
+    sizes, _, parts = config.partition("/")
+    pp, tp, dp = _numbers(sizes)
+    plans = [f"co_shard:{dp},parts={parts},blocks={blocks}"]
+    plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
+    return place(" x ".join([*plans, f"pipeline_1f1b:{pp},microbatches={{m}}"]), stages=pp, dp=dp)
+
+
+def interlaced(place: Place, config: str, recompute: str = "early") -> Point:
+    pp, tp = _numbers(config)
+    plan = f"interlaced:{pp},microbatches={{m}},recompute={recompute}"
+    return place(f"{plan} x tensor_parallel:{tp}" if tp > 1 else plan, stages=pp)
+
+
+def axial(place: Place, config: str) -> Point:
+    dap, dp = _numbers(config.rstrip("+"))
+    plan = _accumulated(dp, config)
+    return place(f"dap:{dap} x {plan}" if dap > 1 else plan, dp=dp)
+
+
+def three_f_one_b(place: Place, config: str) -> Point:
+    pp, dp = _numbers(config.rstrip("+"))
+    if pp == 1:
+        return place(_accumulated(dp, config), dp=dp)
+    again = " x recompute:1" if config.endswith("+") else ""
+    return place(f"three_f_one_b:{pp},microbatches={{m}} x data_parallel:{dp}{again}", stages=pp, dp=dp)
+
+
+def _accumulated(dp: int, config: str) -> str:
+    """Return data parallelism with microbatches, whose layers are computed again where the configuration says so."""
+    return f"{'recompute' if config.endswith('+') else 'gradient_accumulation'}:{dp},microbatches={{m}}"
+
+
+MAKERS: Mapping[str, Callable[[Place, str], Point]] = {
+    "Megatron-LM": megatron,
+    "Megatron-LM, Alpa": megatron,
+    "DeepSpeed": deepspeed,
+    "co-shard": co_shard,
+    "co-shard, first 4": lambda place, config: co_shard(place, config, "first:4"),
+    "DAP + DP": axial,
+    "3F1B": three_f_one_b,
+    "interlaced": interlaced,
+    "interlaced, recompute late": lambda place, config: interlaced(place, config, "late"),
+}
+
+
+def spaces(family: str, gpus: int) -> dict[str, list[Ladder]]:
+    """Return the ladders of each system for a family on so many GPUs."""
+
+    def place(plan: str, stages: int = 1, dp: int = 1) -> Point:
+        return Point(MODELS[family][gpus], plan, CLUSTERS[gpus], BATCH[family], stages, dp)
+
+    return {
+        system: [[MAKERS[system](place, config) for config in ladder.split("|")] for ladder in ladders]
+        for system, ladders in SPACES.get((family, gpus), {}).items()
+    }
+
+
+def _numbers(sizes: str) -> list[int]:
+    return [int(size) for size in sizes.split("x")]
