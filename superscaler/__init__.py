@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from superscaler.plans.lib.shared import stages as stages
     from superscaler.plans.lib.shared import tensor_splits as tensor_splits
     from superscaler.store.tensors import load_weights as load_weights
+    from superscaler.train.feed import batches as batches
     from superscaler.verbs import Action as Action
     from superscaler.verbs import Algorithm as Algorithm
     from superscaler.verbs import AttentionBlocks as AttentionBlocks
@@ -67,6 +68,7 @@ _VERBS = (
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
+    "batches": "superscaler.train.feed",
     "along_axis": "superscaler.plans.lib.products",
     "load_weights": "superscaler.store.tensors",
     "register": "superscaler.frontend.users.register",

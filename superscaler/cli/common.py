@@ -169,18 +169,13 @@ class ModelRequest:
         with phase("import"):
             import torch
 
+            import superscaler.plan  # noqa: F401
             from superscaler.frontend.results import NoLossError
             from superscaler.models import build
-            from superscaler.plan import capture
 
         with phase("model"):
             built = build(self.model)
-        name = None if self.no_cache else built.cache
-        precision = None if self.precision == FULL else self.precision
-        captured = partial(
-            capture, built.module, built.args, built.kwargs, autocast=self.autocast, precision=precision,
-            cache=name, check=not self.no_check,
-        )  # fmt: skip
+        captured = self._captured(built)
         parameters = [p for p in built.module.parameters() if p.requires_grad]
         if not parameters and self.optimizer not in (None, _NONE):
             raise InputError(
@@ -196,6 +191,17 @@ class ModelRequest:
                 if self.optimizer is not None:
                     raise
         return captured(None), built
+
+    def _captured(self, built: BuiltModel) -> Callable[..., Graph]:
+        """Return what captures a built model with an optimizer."""
+        from superscaler.plan import capture
+
+        name = None if self.no_cache else built.cache
+        precision = None if self.precision == FULL else self.precision
+        return partial(
+            capture, built.module, built.args, built.kwargs, autocast=self.autocast, precision=precision,
+            cache=name, check=not self.no_check,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +240,14 @@ class PlanRequest(ModelRequest):
 
         graph, built = self.capture()
         return compile_graph(graph, sprogram, cluster), built
+
+    def compile_evaluation(self, built: BuiltModel) -> Plan:
+        """Capture the built module in eval mode, and compile it under the same plan."""
+        from superscaler.plan import compile as compile_graph
+
+        sprogram, cluster = self.read()
+        built.module.eval()
+        return compile_graph(self._captured(built)(None), sprogram, cluster)
 
 
 def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Cluster) -> Any:

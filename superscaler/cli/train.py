@@ -34,7 +34,24 @@ def train(
         bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
     ] = False,
     data: Annotated[
-        Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")
+        Path | None,
+        option(
+            "--data",
+            "A text, read as bytes, or a function that gives a data set, a DataLoader or batches; default: Python's "
+            "own text.",
+            "FILE | FILE.py:FUNCTION[:key=value,...]",
+        ),
+    ] = None,
+    evaluation: Annotated[
+        Path | None,
+        option(
+            "--eval",
+            "A function that gives batches, or (batches, metrics by name), for the model in eval mode.",
+            "FILE.py:FUNCTION[:key=value,...]",
+        ),
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", min=1, help="Steps between two evaluations; default: one at the end.")
     ] = None,
     out: Out = None,
     seed: Seed = 0,
@@ -65,7 +82,7 @@ def train(
     ] = None,
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
-    check(request, clip, data, out)
+    check(request, clip, data, evaluation, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {steps} steps")
     with phase("import"):
         from superscaler.train.launch import Options
@@ -75,8 +92,8 @@ def train(
 
     given: dict[str, Any] = {
         "steps": steps, "clip": clip, "check_finite": check_finite, "data": data, "seed": seed, "save": save,
-        "save_every": save_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
-        "profile": profile, "run": run,
+        "save_every": save_every, "eval": evaluation, "eval_every": eval_every, "keep": keep,
+        "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
     }  # fmt: skip
     Options(**given).check()
     with warm_python() as python:
@@ -87,7 +104,7 @@ def train(
         printer.show(compiled.memory())
         # The directory of --out, or one that is removed afterwards.
         with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
-            compiled.save(folder, seed)
+            compiled.save(folder, seed, None if evaluation is None else request.compile_evaluation(built))
             world = compiled.compiled.program.world
             result = launch(Path(folder), world=world, python=python, named=request.model, **given)
     printer.show(
@@ -99,7 +116,15 @@ def train(
     return not result.get("failed_saves")
 
 
-def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path | None) -> None:
+def _file_of(spec: Path) -> str:
+    """Return the file of FILE.py:function, or the file itself."""
+    before, function, _ = str(spec).partition(".py:")
+    return before + function.removesuffix(":")
+
+
+def check(
+    request: PlanRequest, clip: float | None, data: Path | None, evaluation: Path | None, out: Path | None
+) -> None:
     """Raise InputError for wrong options, before anything is built."""
     check_out(out)
     _, cluster = request.read()
@@ -110,8 +135,10 @@ def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path
         )
     if clip is not None and not clip > 0:
         raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
-    if data is not None and not os.path.isfile(data):
+    if data is not None and not os.path.isfile(_file_of(data)):
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
+    if evaluation is not None and not (".py:" in str(evaluation) and os.path.isfile(_file_of(evaluation))):
+        raise InputError(f"--eval {evaluation} is no FILE.py:function; name a function that gives batches.")
 
 
 def _more_memory(plan: Plan, measured: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading
+from superscaler.train.feed import file_of, is_function
 
 Batch = dict[str, Tensor]
 Shapes = Mapping[str, tuple[Sequence[int], str]]
@@ -60,8 +61,8 @@ class TextBatches:
 
 
 def check_text(path: Path | None, sequence: int) -> None:
-    """Raise InputError unless the file can be read and has at least `sequence` bytes, and one."""
-    if path is None:
+    """Raise InputError unless the file can be read and has at least `sequence` bytes, and one; or is Python's."""
+    if path is None or (is_function(path) and file_of(path).is_file()):
         return
     if not path.is_file():
         raise InputError(f"data file {path} does not exist or is not a file; give a text, or none for the default.")

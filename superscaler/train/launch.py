@@ -19,6 +19,7 @@ from superscaler.train.resume import (
     OUTCOME_FILE,
     STOP_FILE,
     TIMES_FILE,
+    check_count,
     check_resume,
     check_saving,
     is_first,
@@ -32,6 +33,8 @@ class Options:
 
     steps: int
     data: Path | None = None
+    eval: Path | None = None
+    eval_every: int | None = None
     clip: float | None = None
     check_finite: bool = False
     seed: int = 0
@@ -50,6 +53,9 @@ class Options:
         check_profile(self)
         folder = saving_folder(self.save, self.resume)
         check_saving(self, folder)
+        check_count("--eval-every", self.eval_every)
+        if self.eval_every is not None and self.eval is None:
+            raise InputError("--eval-every needs --eval FILE.py:function, the batches to evaluate.")
         if self.resume is not None and not is_first(self.save, self.resume):
             check_resume(self.resume, self.steps, self.data)
         if self.weights is not None:
@@ -109,6 +115,8 @@ def _record(times: list[float]) -> None:
 
 
 def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
+    evaluations = [entry for entry in entries if "evaluation" in entry]
+    entries = [entry for entry in entries if "loss" in entry]
     warm = entries[1:] or entries
     norms = [entry["gradient_norm"] for entry in entries]
     return {
@@ -118,4 +126,5 @@ def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
         "seconds": sum(entry["seconds"] for entry in entries),
         "memory_bytes": max(entry["memory_bytes"] for entry in entries),
         "world": world,
+        **({"evaluations": evaluations} if evaluations else {}),
     }

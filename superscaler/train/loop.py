@@ -20,12 +20,16 @@ from superscaler.launch.process import run_rank
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step, load
 from superscaler.specs.file_errors import unwritable, writing
+from superscaler.specs.user_file import from_file
 from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
+from superscaler.train.feed import feed, fitting, is_function
 
 # Seconds between two progress lines where they do not overwrite each other.
 _INTERVAL = 1.0
+# Where they do: to the start of the line, which is cleared.
+_CLEAR = "\r\x1b[2K"
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = load) -> None:
@@ -42,7 +46,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
     made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
-    made.add_argument("--data", type=resume.path, help="a text file, read as bytes; default: Python's standard library")
+    made.add_argument(
+        "--data", type=resume.path, help="a text, read as bytes, or FILE.py:function; default: Python's own"
+    )
+    made.add_argument(
+        "--eval", type=resume.path, help="FILE.py:function that gives batches to evaluate, or with metrics"
+    )
+    made.add_argument("--eval-every", type=int, help="steps between two evaluations; default: one at the end")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=resume.path, help="file of a JSON object a step; a run that goes on adds to it")
     made.add_argument("--profile", type=int, help="steps to record with torch's profiler, after a first one; see --run")
@@ -69,7 +79,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
             options = resume.continued(step, options, folder)
         resume.check_saving(options, folder)
         start, seed = resume.start_of(step, options)
-        batches = choose_batches(step, options.data, seed)
+        batches, evaluate = choose_batches(step, options.data, seed), evaluation_of(step, options.eval)
         position = {"seed": seed, "data": resume.data_of(options.data), "model": options.named}
         saver = Saver(step, folder, options.keep, resume.warn) if folder else None
         if saver is not None:
@@ -93,12 +103,16 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
                 resume.tell_times(times, options.launched)
                 for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
                     reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm)
-            done, every = number + turns.step, options.save_every or math.inf
+            done = number + turns.step
+            if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
+                found = evaluate()
+                if reporter is not None:
+                    reporter.evaluated(done, found)
             if saver is not None and asked is not None:
                 is_asked, has_failed = resume.signs(saver, asked)
                 if has_failed:
                     saver.finish()
-                if is_asked or done == options.steps or done % every < min(turns.step, every):
+                if is_asked or _is_due(done, turns.step, options.save_every, options.steps):
                     saver.save(position)
                 why = "SIGTERM" if is_asked else ""
                 why = "a failed save" if saver.failures and options.on_failed_save == resume.STOP else why
@@ -110,6 +124,26 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     step.close()
     if saver is not None and step.rank == 0:
         resume.report(saver, why, start, options.launched)
+
+
+def _is_due(done: int, several: int, every: int | None, steps: int) -> bool:
+    """Return whether something is to be done after so many steps, `several` of which run at once."""
+    return done == steps or (every is not None and done % every < min(several, every))
+
+
+def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float]] | None:
+    """Return what evaluates the batches of `FILE.py:function`, which gives them alone, or (batches, metrics)."""
+    if spec is None:
+        return None
+    make = from_file(str(spec), "evaluation")
+
+    def evaluate() -> dict[str, float]:
+        made = make()
+        batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        say: Callable[[str], None] = resume.say if step.rank == 0 else lambda _: None
+        return step.evaluate(fitting(batches, step.filled().inputs, say), metrics)
+
+    return evaluate
 
 
 def _turns(step: Step, start: int, steps: int) -> range:
@@ -145,6 +179,8 @@ def check_profile(options: Any) -> None:
 
 def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], Batch]:
     """Return a function from step number to batch: text for models that read token ids, random tensors for others."""
+    if data is not None and is_function(data):
+        return feed(step, data, seed, resume.say)
     ids = step.inputs.get("input_ids")
     shapes = {tuple(shape) for shape, _ in step.inputs.values()}
     if ids is not None and len(ids[0]) == 2 and len(shapes) == 1 and set(step.inputs) <= {"input_ids", "labels"}:
@@ -153,7 +189,8 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
     names = ", ".join(step.inputs)
     if data is not None:
         raise InputError(
-            f"--data is text for models that read input_ids and labels of one shape, but this one reads {names}."
+            f"--data is text for models that read input_ids and labels of one shape, but this one reads {names}; "
+            "give FILE.py:function for others."
         )
     if step.rank == 0:
         resume.say(f"data: random tensors for {names}, the same at each run with seed {seed}")
@@ -229,9 +266,16 @@ class Reporter:
             resume.warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")
         self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
 
+    def evaluated(self, done: int, found: dict[str, float]) -> None:
+        """Report an evaluation after so many steps."""
+        if self._metrics is not None:
+            self._metrics.add({"step": done - 1, "evaluation": found})
+        text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        resume.say(f"{_CLEAR * sys.stderr.isatty()}step {done}/{self._steps}  evaluation: {text}")
+
     def _show(self, text: str, *, is_last: bool) -> None:
         if sys.stderr.isatty():
-            resume.say(f"\r\x1b[2K{text}", end="\n" if is_last else "")
+            resume.say(f"{_CLEAR}{text}", end="\n" if is_last else "")
         elif is_last or time.monotonic() - self._shown >= _INTERVAL:
             self._shown = time.monotonic()
             resume.say(text)

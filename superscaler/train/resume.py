@@ -19,6 +19,7 @@ from superscaler.store.checkpoint import POINTER_FILE
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
+from superscaler.train.feed import is_function
 
 # Files in the folder of the launcher: a request to stop, the outcome of training, and when rank 0 began.
 STOP_FILE, OUTCOME_FILE, TIMES_FILE = "stop", "outcome.json", "times.json"
@@ -49,11 +50,16 @@ def saving_folder(save: Path | None, resume: Path | None) -> Path | None:
     return save or next((folder for folder in beside if is_there(folder / POINTER_FILE)), None)
 
 
+def check_count(name: str, value: int | None) -> None:
+    """Raise InputError for a number below 1."""
+    if value is not None and value < 1:
+        raise InputError(f"{name} is {value}, but it must be 1 or more.")
+
+
 def check_saving(options: Any, folder: Path | None) -> None:
     """Raise InputError for options that do not go together, and for the checkpoints of another run."""
     for name, value in (("--save-every", options.save_every), ("--keep", options.keep)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}, but it must be 1 or more.")
+        check_count(name, value)
         if value is not None and folder is None:
             raise InputError(f"{name} {value} needs --save DIR, the folder of the checkpoints.")
     if options.on_failed_save not in (None, *ON_FAILED_SAVE):
@@ -125,8 +131,8 @@ def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
 
 
 def data_of(data: Path | None) -> dict[str, Any] | None:
-    """Return the identity of a text file."""
-    return None if data is None else {"name": data.name, "bytes": data.stat().st_size}
+    """Return the identity of a text file; of a function of data its name, keys and file."""
+    return None if data is None else {"name": data.name, "bytes": 0 if is_function(data) else data.stat().st_size}
 
 
 def _data_text(data: dict[str, Any] | None) -> str:

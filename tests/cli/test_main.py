@@ -67,7 +67,19 @@ def test_the_options_of_every_command() -> None:
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
         "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "directory", "model"]),
         "train": sorted(
-            [*compiling, *training, "--check-finite", "--clip", "--data", "--out", "--seed", "--steps", "model"]
+            [
+                *compiling,
+                *training,
+                "--check-finite",
+                "--clip",
+                "--data",
+                "--eval",
+                "--eval-every",
+                "--out",
+                "--seed",
+                "--steps",
+                "model",
+            ]
         ),
         "checkpoint": [],
         "checkpoint export": ["--format", "--json", "--model", "--out", "--timings", "checkpoint"],

@@ -1,0 +1,200 @@
+"""Batches of a user's data: a data set of samples, shuffled by the seed, or batches in the order in which they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from superscaler.errors import InputError, some
+from superscaler.specs.user_file import from_file
+from superscaler.store.pieces import runs
+
+if TYPE_CHECKING:
+    from superscaler.runtime.step import Step
+
+Batch = dict[str, Tensor]
+
+
+def is_function(data: Path | None) -> bool:
+    """Return whether data is `FILE.py:function[:key=value,...]`.
+
+    >>> is_function(Path("data.py:train:size=3")), is_function(Path("data.txt"))
+    (True, False)
+    """
+    return data is not None and ".py:" in str(data)
+
+
+def file_of(data: Path) -> Path:
+    """Return the file of a function of data, or the text itself.
+
+    >>> file_of(Path("data.py:train:size=3")).name
+    'data.py'
+    """
+    text = str(data)
+    return Path(text[: text.index(".py:") + 3]) if is_function(data) else data
+
+
+def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = print) -> Callable[[int], Batch]:
+    """Return a function from step number to batch. `data`: `FILE.py:function`, or what that gives; see `batches`.
+
+    Numbers are asked for in rising order. `say` gets a line for each sort of batch that is left out.
+    """
+    make = from_file(str(data), "data") if isinstance(data, Path) else lambda: data
+    made = make()
+    if _is_samples(made, step):
+        return Samples(step, made, seed).at
+    return Stream(step, made, make, seed, say).at
+
+
+def batches(step: Step, data: Any, seed: int = 0) -> Iterator[Batch]:
+    """Yield the batches of a step from its next one on, without end: after `step.restore` training goes on with the
+    batch that it had not seen.
+
+    `data`: a data set (samples by number, each a dict by the names of the inputs), of which each rank reads the rows
+    that its plan reads, in an order of its own for each epoch and seed; or any iterable of batches, as a DataLoader.
+    """
+    at, number = feed(step, data, seed), step.state.steps
+    while True:
+        yield at(number)
+        number += 1
+
+
+class Samples:
+    """A data set with a length and samples by number. `read`: how many samples this rank has read."""
+
+    def __init__(self, step: Step, data: Any, seed: int) -> None:
+        self._inputs, self._data, self._seed, self.read = step.inputs, data, seed, 0
+        counts = {shape[0] if shape else 0 for shape, _ in step.inputs.values()}
+        if len(counts) != 1 or 0 in counts:
+            raise InputError(
+                "samples are the rows of all inputs, but those of this plan have different numbers of rows; give an "
+                "iterable of batches."
+            )
+        (self._count,) = counts
+        if len(data) < self._count:
+            raise InputError(f"the data has {len(data)} samples, but one batch of this plan has {self._count}.")
+        self._rows = rows_read(step)
+        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+
+    def at(self, number: int) -> Batch:
+        """Return the batch of a step; rows that this rank does not read are zeros."""
+        epoch, place = divmod(number, len(self._data) // self._count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._data))
+        batch = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in self._inputs.items()}
+        for row in sorted(set[int]().union(*self._rows.values())):
+            sample = self._data[int(self._order[place * self._count + row])]
+            self.read += 1
+            check_names(sample, self._inputs, "a sample")
+            for name in (name for name, rows in self._rows.items() if row in rows):
+                _put(batch[name], row, name, sample[name])
+        return batch
+
+
+class Stream:
+    """Batches as they come; again from the first after the last one, made anew where they can be read once."""
+
+    def __init__(self, step: Step, made: Any, make: Callable[[], Any], seed: int, say: Callable[[str], None]) -> None:
+        if not isinstance(made, Iterable):
+            raise InputError(f"data is a {type(made).__name__}; give a data set of samples, or an iterable of batches.")
+        self._made, self._make, self._seed = made, make, seed
+        self._inputs, self._say = step.inputs, say if step.rank == 0 else (lambda _: None)
+        self._number, self._epoch = 0, 0
+        self._batches = self._start()
+
+    def at(self, number: int) -> Batch:
+        """Return the batch of a step; those before it are read, too."""
+        while True:
+            batch = self._next()
+            self._number += 1
+            if self._number > number:
+                return batch
+
+    def _start(self) -> Iterator[Batch]:
+        # All ranks shuffle alike.
+        torch.manual_seed(self._seed + self._epoch)
+        return fitting(self._made, self._inputs, self._say)
+
+    def _next(self) -> Batch:
+        batch = next(self._batches, None)
+        if batch is None:
+            self._epoch, self._say = self._epoch + 1, lambda _: None
+            self._made = self._make() if iter(self._made) is self._made else self._made
+            self._batches = self._start()
+            batch = next(self._batches, None)
+        if batch is None:
+            wanted = "; ".join(f"{name} {tuple(shape)}" for name, (shape, _) in self._inputs.items())
+            raise InputError(f"the data has no batch of the shapes of this plan, {wanted}.")
+        return batch
+
+
+def fitting(given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Batch]:
+    """Yield the inputs of each batch in the plan's dtypes, without the batches of other shapes."""
+    left_out: dict[str, int] = {}
+    count = 0
+    for batch in given:
+        count += 1
+        check_names(batch, inputs, "a batch")
+        found = {n: torch.as_tensor(batch[n]).to(getattr(torch, dtype)) for n, (_, dtype) in inputs.items()}
+        if odd := _odd(found, inputs):
+            left_out[odd] = left_out.get(odd, 0) + 1
+        else:
+            yield found
+    for odd, number in left_out.items():
+        say(
+            f"note: {number} of {count} batches are left out, with {odd}; pad them to use all, or take another batch "
+            "size (a plan has the shapes of its capture)"
+        )
+
+
+def _odd(batch: Batch, inputs: Mapping[str, Any]) -> str:
+    """Return which input of a batch has another shape than the plan's, if any."""
+    pairs = ((name, tuple(batch[name].shape), tuple(shape)) for name, (shape, _) in inputs.items())
+    return next((f"{name} of shape {found}, not {wanted}" for name, found, wanted in pairs if found != wanted), "")
+
+
+def rows_read(step: Step) -> dict[str, set[int]]:
+    """Return the rows of each input that the plan reads on this rank; all where it runs several iterations a step."""
+    every = {name: set(range(shape[0])) for name, (shape, _) in step.inputs.items()}
+    if step.iterations > 1:
+        return every
+    found: dict[str, set[int]] = {name: set() for name in every}
+    for name, box in step.plan["devices"][step.rank]["inputs"]:
+        sizes = step.plan["slots"][name][0]
+        found[name].update(row for low, high in runs(sizes, box[: len(sizes)]) for row in range(low, high))
+    return found
+
+
+def _is_samples(made: Any, step: Step) -> bool:
+    """Return whether data is samples by number: its first item has none of the shapes of a batch."""
+    if isinstance(made, DataLoader | IterableDataset | Mapping) or not hasattr(made, "__getitem__"):
+        return False
+    if not hasattr(made, "__len__") or not len(made):
+        return False
+    first = made[0]
+    check_names(first, step.inputs, "the first item of the data")
+    return all(np.ndim(first[name]) != len(shape) for name, (shape, _) in step.inputs.items())
+
+
+def check_names(item: Any, inputs: Mapping[str, Any], what: str) -> None:
+    if not isinstance(item, Mapping):
+        raise InputError(f"{what} is a {type(item).__name__}; give a dict with {', '.join(inputs)}.")
+    if lacking := [name for name in inputs if name not in item]:
+        names = some([str(name) for name in item])
+        raise InputError(f"{what} has no '{lacking[0]}', but {names}; this plan reads {some([*inputs])}.")
+
+
+def _put(batch: Tensor, row: int, name: str, value: Any) -> None:
+    given = torch.as_tensor(value)
+    if given.shape != batch.shape[1:]:
+        raise InputError(
+            f"a sample has '{name}' of shape {tuple(given.shape)}, but this plan was compiled for "
+            f"{tuple(batch.shape[1:])}; pad or cut it, or compile for that shape."
+        )
+    batch[row] = given
