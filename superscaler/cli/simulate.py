@@ -76,13 +76,10 @@ def simulate(
     start = time.monotonic()
     found = {spec: _simulated(graph, spec, cluster, capacity) for spec in specs}
     limit = _patience(advise, bool(compare) or printer.as_json, found[request.plan].fits)
-    if limit:
-        others = dict(
-            _tried(graph, neighbours(request.plan), cluster, capacity, found, limit, time.monotonic() - start)
-        )
-        best = sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]
-        found |= {spec: others[spec] for spec in best}
-    _show(printer, found, "What would help" if limit else "")
+    tried = _tried(graph, neighbours(request.plan), cluster, capacity, found, limit, time.monotonic() - start)
+    others = {spec: p for spec, p in tried if advise or _rank(p) < _rank(found[request.plan])}
+    found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
+    _show(printer, found, "What would help" if others else "")
     return any(found[spec].fits for spec in specs)
 
 
@@ -126,7 +123,7 @@ def _tried(
     """Yield the plans that hold, each with its prediction, while one more of `each` seconds ends before the limit."""
     end = time.monotonic() + limit - each
     for spec in specs:
-        if time.monotonic() > end:
+        if limit == 0 or time.monotonic() > end:
             return
         try:
             if spec not in known:

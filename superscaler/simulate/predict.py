@@ -27,8 +27,8 @@ from superscaler.simulate.recording import Recorder
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.simulate.works import Call
 
-# The shares of the slowest devices of a kind, of one in the middle, and of the fastest.
-_SLOW, _MIDDLE, _FAST = 0.0, 0.5, 1.0
+# The shares of the slowest devices of a kind, and of the fastest.
+_SLOW, _FAST = 0.0, 1.0
 # The number of tensors that are named.
 _SHOWN = 3
 
@@ -60,7 +60,7 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
             f"nothing is known about the speed of {cluster}; measure this machine with superscaler doctor --measure "
             "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
         )
-    work = _Work(Works(program), kind)
+    work = _Work(Works(program), kind, _share(cluster))
     table = clock(program, cluster, work.seconds, launch=kind.speeds.issue, slowdown=kind.speeds.slowdown)
     flops = model_flops(program.model)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
@@ -99,6 +99,13 @@ def memory_line(found: DeviceMemory, program: Program, cluster: Cluster) -> str:
     return fit_line(found.total, where, capacity, _overheads(cluster).context)
 
 
+def _share(cluster: Cluster) -> float:
+    """Return the expected share of the slowest of the devices, for which all others wait: they are spread evenly over
+    those of their kind. The processes of a machine were measured together.
+    """
+    return 0.5 if cluster.kind == LOCAL else 1 / (len(cluster.devices) + 1)
+
+
 def _overheads(cluster: Cluster) -> Overheads:
     return NO_OVERHEADS if cluster.kind == LOCAL else Overheads()
 
@@ -128,10 +135,11 @@ def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[Devic
 
 @dataclass(eq=False)
 class _Work:
-    """The seconds of instructions on a kind of device. Instructions with the same kernels are priced once."""
+    """The seconds of instructions on devices of a kind. Instructions with the same kernels are priced once."""
 
     works: Works
     kind: DeviceKind
+    share: float
     known: dict[int, list[Kernels]] = field(default_factory=dict)
     priced: dict[tuple[int, float], float] = field(default_factory=dict)
 
@@ -141,7 +149,8 @@ class _Work:
             self.known[cohort.number] = self.works.of(cohort.samples[0])
         return self.price(self.known[cohort.number][at])
 
-    def price(self, kernels: Kernels, share: float = _MIDDLE) -> float:
+    def price(self, kernels: Kernels, share: float | None = None) -> float:
+        share = self.share if share is None else share
         if (id(kernels), share) not in self.priced:
             self.priced[id(kernels), share] = segment_seconds(kernels, self.kind, share)
         return self.priced[id(kernels), share]

@@ -34,6 +34,8 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
         assert sum(d.memory.values()) == d.peak_bytes
     assert found.world == 8
     assert found.low < found.step_seconds < found.high
+    # Eight devices wait for the slowest of them, which is slower than one in the middle.
+    assert found.step_seconds > 0.2 * found.low + 0.8 * found.high
     assert found.fits
     small = plan.simulate(capacity=10**6)
     assert not small.fits
@@ -54,14 +56,14 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
 def test_a_plan_that_does_not_fit_comes_with_what_would_help(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["simulate", GPT, "--plan", "zero:4,stage=1", "--cluster", "a100:1x4"]
+    given = ["simulate", GPT, "--plan", "data_parallel", "--cluster", "a100:1x4"]
     monkeypatch.setenv("COLUMNS", "200")
     assert command(*given, "--memory", "1MB") == 1
     shown = capfd.readouterr().out
     assert "What would help" in shown
-    assert "zero:4,stage=3" in shown
+    assert "zero:stage=1" in shown
     assert command(*given, "--no-advise") == 0
-    assert "zero:4,stage=3" not in capfd.readouterr().out
+    assert "zero:stage=1" not in capfd.readouterr().out
     # With --json or --compare nobody asked for it.
     assert (_patience(None, is_asked=False, fits=True), _patience(None, is_asked=True, fits=False)) == (3.0, 0.0)
 
