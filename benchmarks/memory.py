@@ -17,7 +17,8 @@ peak       the most of all that a step makes: without states
 
 Then what a layer keeps from its forward to its backward (of a model with two more layers what is more): under sequence
 parallelism its share, and the gathered inputs of its two products, unless these are gathered again. Then, of weights
-that are cut unevenly, what rests on each of two devices, as a share of all.
+that are cut unevenly, what rests on each of two devices, as a share of all. Then the peak of each device of pipelines
+with a split backward, over p M and (2 p - 1) M: M is what a microbatch of its stage keeps.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ LAYERS = {
 }
 
 
-def measure(plan: Plan) -> dict[str, float]:
-    """Return the bytes of rank 0 in its second step, those of a column that a plan does not have left out."""
+def measure(plan: Plan, rank: int = 0) -> dict[str, float]:
+    """Return the bytes of a rank in its second step, those of a column that a plan does not have left out."""
     captured, segments = plan.compiled.graph.captured, plan.compiled.schedule.segments
     blocks = {block.path for block in plan.compiled.graph.blocks}
 
@@ -128,7 +129,7 @@ def measure(plan: Plan) -> dict[str, float]:
         return found
 
     values = initial_values(plan.compiled.graph.model, captured.values)
-    return on_threads(plan.compiled, dict(values), run, 600.0)[0] | {"weights": gathered(plan)}
+    return on_threads(plan.compiled, dict(values), run, 600.0)[rank] | {"weights": gathered(plan)}
 
 
 def gathered(plan: Plan) -> int:
@@ -178,6 +179,20 @@ def print_uneven(spec: str) -> None:
     print(f"{spec}: cut 1 : 3, at rest on two devices: " + ", ".join(f"{n / psi:.2f}" for n in held), flush=True)
 
 
+def print_schedules(spec: str, p: int = 4) -> None:
+    graph, m = captured(spec), 2 * p
+    plans = [ss.compile(graph, f"{name}:microbatches={m}", f"local:{p}") for name in ("gpipe", "zb_h1", "zb_h2")]
+    print(f"{spec}, {m} microbatches: peak of a device beside weights and states, MB, and of that by formula")
+    for rank in range(p):
+        every, *others = (measure(plan, rank) for plan in plans)
+        each = every["kept"] / m
+        columns = (
+            f"{found['peak'] / 1e6:8.2f} {found['peak'] / (count * each):.2f}"
+            for found, count in zip(others, (p, 2 * p - 1), strict=True)
+        )
+        print(f"device {rank}   zb_h1, zb_h2: {' '.join(columns)}", flush=True)
+
+
 def formulas(graph: ss.Graph, devices: int, shard: int, is_reduced: bool, name: str) -> dict[str, float]:
     psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     inside = sum(prod(tensor.shape) for tensor in graph.model.parameters() if block_of(tensor.name))
@@ -215,6 +230,7 @@ def main() -> None:
     print_layers("gpt2:size=tiny,seq=128")
     for spec in ("gpt2:size=tiny", "mixtral:size=tiny"):
         print_uneven(spec)
+    print_schedules("gpt2:size=tiny,layers=8,hidden=64,seq=128,batch=16,vocab=64")
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def memory(step: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
     kept = [0]
 
     def seen(run: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*args: Any) -> Any:
-            made = run(*args)
+        def inner(*args: Any, **named: Any) -> Any:
+            made = run(*args, **named)
             kept[0] = live.live
             return made
 
@@ -88,9 +88,9 @@ def main() -> None:
 
     def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(*args: Any) -> Any:
+            def inner(*args: Any, **named: Any) -> Any:
                 start = time.process_time()
-                made = run(*args)
+                made = run(*args, **named)
                 spent[name] += time.process_time() - start
                 return made
 

@@ -47,14 +47,17 @@ def first_half(given: Given, leaves: Sequence[Tensor], is_first: Sequence[bool])
     """Return the gradients of the first leaves (None for others), and the state of the second half.
 
     If several nodes on the way lead to another leaf (a weight that is used twice), its gradient is made here, because
-    one of its uses may be behind the other. Tensors that the forward saved for this half alone are freed.
+    one of its uses may be behind the other. So are gradients where only vectors branch off (the weight and bias of a
+    norm): the second half would need what this half reads, an activation and its gradient, for a few numbers. Tensors
+    that the forward saved for this half alone are freed as they are read.
     """
     ends, roots = [get_gradient_edge(leaf) for leaf in leaves], [edge for edge, _ in given]
     nodes = _nodes(edge.node for edge in roots)
     is_passed, own = _ways(nodes, {end.node: n for n, end in enumerate(ends)}, is_first)
     sources = [node for node in nodes if own[node] and (is_passed[node] or any(node is edge.node for edge in roots))]
     times = Counter(n for node in sources for n in own[node])
-    now = [n for n, first in enumerate(is_first) if first or times[n] > 1]
+    small = {n for node in sources if all(leaves[n].dim() < 2 for n in own[node]) for n in own[node]}
+    now = [n for n, first in enumerate(is_first) if first or times[n] > 1 or n in small]
     left = {
         node: (list[tuple[GradientEdge, Tensor]](), some) for node in sources if (some := own[node].difference(now))
     }
@@ -103,21 +106,29 @@ def _ways(
     return is_passed, own
 
 
-def _saved(nodes: Iterable[Node]) -> list[Tensor]:
-    """Return a list that from now on alone holds the saved tensors of some nodes."""
-    found: list[Tensor] = []
+def _saved(nodes: Iterable[Node]) -> list[Tensor | None]:
+    """Return a list that from now on alone holds the saved tensors of some nodes, each until its node has read it.
+
+    A node written in Python may read it any number of times.
+    """
+    found: list[Tensor | None] = []
 
     def pack(x: Tensor) -> int:
         found.append(x)
         return len(found) - 1
 
+    def take(n: int) -> Tensor | None:
+        x, found[n] = found[n], None
+        return x
+
     for node in nodes:
+        unpack = found.__getitem__ if isinstance(node, torch.autograd.function.BackwardCFunction) else take
         for name in _names(type(node)):
             some = getattr(node, name)
             for one in some if isinstance(some, tuple) else (some,):
                 # Neither numbers nor the state of a user's own hooks.
                 if isinstance(one.data, Tensor) and one.data.dim() and one.unpack_hook is None:
-                    one.register_hooks(pack, found.__getitem__)
+                    one.register_hooks(pack, unpack)
     return found
 
 

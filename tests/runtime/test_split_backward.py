@@ -52,11 +52,13 @@ CASES: list[tuple[Function, list[tuple[int, ...]], set[int]]] = [
     (lambda x, w: torch.tanh(F.linear(torch.tanh(F.linear(x, w)), w)), [(4, 4)], set()),
     (chunked, [(8, 4)], set()),
     (lambda x, w: torch.addmm(w.sum(0), x, w), [(4, 4)], {1}),
-    (lambda x, w, u: (F.linear(x, w), u.sum() * 2), [(4, 4), (3,)], {1, 2}),
+    (lambda x, w, u: (F.linear(x, w), u.sum() * 2), [(4, 4), (3,)], {1}),
+    (lambda x, w, u: (F.linear(x, w), u.sum() * 2), [(4, 4), (3, 2)], {1, 2}),
     (lambda x, w: (F.linear(x, w), w.sum() * 2), [(4, 4)], set()),
     (lambda x, w, u: torch.split(F.linear(x, w), 2, 1)[1] * 2, [(4, 4), (3,)], {1}),
     (lambda x, w: (x * 1, x), [(4, 4)], set()),
-    (lambda x, b: x + b, [(4,)], {1}),
+    (lambda x, b: x + b, [(4,)], set()),
+    (lambda x, b: x + b, [(3, 4)], {1}),
     (lambda x, w: Scaled.apply(torch.tanh(x), w), [(4, 4)], {1}),
     (lambda x, w, u: Scaled.apply(Scaled.apply(x, w), u), [(4, 4), (4, 4)], {1, 2}),
 ]
@@ -125,6 +127,32 @@ def test_what_only_the_first_half_needs_is_freed_with_it() -> None:
     second_half(rest)
     del rest
     assert saved["sigmoid"]() is None
+
+
+def test_a_tape_is_freed_as_the_first_half_walks_over_it() -> None:
+    """Also what a norm has saved, whose small gradients are made with it; not what nodes in Python read twice."""
+    alive: list[bool] = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            alive.append(saved() is not None and ctx.saved_tensors[0] is not None and ctx.saved_tensors[0] is not None)
+            return gradient
+
+    x, w, b = (torch.randn(n, requires_grad=True) for n in (4, 4, 4))
+    inner = Seen.apply(x * 1) * 2
+    saved = weakref.ref(inner.untyped_storage())
+    made = F.layer_norm(inner, (4,), w, b)
+    del inner
+    first, rest = first_half([(get_gradient_edge(made), torch.ones(4))], [x, w, b], [True, False, False])
+    assert alive == [False]
+    assert first[0] is not None
+    assert all(gradient is not None for gradient in second_half(rest)[1:])
 
 
 def test_hooks_of_the_user_on_what_is_saved_stay() -> None:

@@ -103,18 +103,15 @@ def activations(schedule: str) -> list[int]:
     return [int(m.curve[:, CATEGORIES.index("activations")].max()) for m in memories(compiled.compiled.program)]
 
 
-# Of one microbatch of a stage, whose first half of the backward leaves more than it frees: 20 / 16 for a transformer,
-# since gradients of the weights of LayerNorm are made in the second half, too: their inputs and gradients stay.
-HALF = 20 / 16
 SCHEDULES = {
     "gpipe": [M] * P,
     "pipeline_1f1b": [P - i for i in range(P)],
     # Where it is: the first stage has most.
     "interleaved": [P * (1 + (P - 1) / (P * 2))],
     "breadth_first": [M] * P,
-    # P, and 2 P - 1, microbatches are between their first and last work; of these i + 1, and 2 i + 1, are half done.
-    "zb_h1": [P] + [P - i - 1 + (i + 1) * HALF for i in range(1, P)],
-    "zb_h2": [2 * P - 1] + [2 * P - 1 + (2 * i + 1) * (HALF - 1) for i in range(1, P)],
+    # A microbatch between its halves keeps as much as before them: inputs of products and gradients of their results.
+    "zb_h1": [P] * P,
+    "zb_h2": [2 * P - 1] * P,
 }
 
 
