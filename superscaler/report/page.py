@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
@@ -26,6 +26,7 @@ from superscaler.report.numbers import numbers
 from superscaler.report.picture import draw_paths
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import WORDS, Lane, Timeline
+from superscaler.report.works import works
 from superscaler.simulate.storages import CATEGORIES
 from superscaler.specs.file_errors import writing
 from superscaler.specs.sizes import duration
@@ -80,6 +81,7 @@ def _body(title: str, subjects: Sequence[Subject]) -> str:
             tag("section", _pair(subjects, verdict)),
             *several,
             _timeline(subjects),
+            *_editors(subjects),
             *_differences(subjects),
             _memory(subjects),
             *sections,
@@ -96,6 +98,31 @@ def _pair(subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Mar
 
 def _section(name: str, subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
     return tag("section", tag("h2", name), _pair(subjects, make))
+
+
+def _editors(subjects: Sequence[Subject]) -> Iterator[Markup]:
+    """Yield a section in which the order of work of a pipeline can be edited."""
+    for number, subject in enumerate(subjects):
+        if works(subject) is not None:
+            yield tag(
+                "section",
+                tag("h2", f"Order of work{f' of {subject.title}' if len(subjects) > 1 else ''}, to edit"),
+                tag("p", _EDIT, class_="quiet"),
+                tag("p", id=f"edited{number}", aria_live="polite"),
+                tag("div", id=f"works{number}"),
+                tag("details", tag("summary", "the table of works"), tag("textarea", id=f"table{number}", rows=8)),
+                tag("button", "save schedule.txt", id=f"save{number}"),
+                " ",
+                tag("button", "as it was", id=f"reset{number}"),
+                class_="edit",
+            )
+
+
+_EDIT = (
+    "Drag a work to another place of its row, or move it with the arrow keys. The seconds shown are those of works as "
+    "predicted, with messages that take no time. Save the table and compile it: superscaler compile MODEL --plan "
+    "pipeline:schedule=schedule.txt --cluster CLUSTER certifies the new plan, or refuses it with the reason."
+)
 
 
 def _differences(subjects: Sequence[Subject]) -> list[Markup]:
@@ -245,6 +272,7 @@ def _plan(subject: Subject, columns: _Columns) -> dict[str, Any]:
         "title": subject.title,
         "details": details,
         "tracks": [_track(timeline, columns) for timeline in subject.timelines],
+        "works": works(subject),
         "capacity": subject.simulation.prediction.capacity or 0,
         "memory": [_curve(curve, columns) for curve in curves(subject)],
     }
