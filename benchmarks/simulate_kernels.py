@@ -27,7 +27,7 @@ from superscaler.launch.launch import call
 from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.executor import Rank
-from superscaler.simulate import fit, profile
+from superscaler.simulate import profile
 from superscaler.simulate.callables import callables
 from superscaler.simulate.kernels import Segments, input_metas
 from superscaler.simulate.rates import name_of, seconds
@@ -70,7 +70,7 @@ def main() -> None:
 def measured() -> DeviceKind:
     found = call(profile.measure, 2)[0]
     samples = map(profile.Sample.read, found["samples"])
-    return DeviceKind("local", 10**9, {}, fit.speeds(samples, found["floor"], found["fresh"]))
+    return DeviceKind("local", 10**9, {}, profile.speeds(samples, found["floor"], found["fresh"]))
 
 
 def segments(spec: str, plan: str, autocast: str | None) -> Iterable[tuple[str, Sequence[Kernel], float, Any]]:

@@ -81,8 +81,7 @@ def _device(printer: Printer, count: int) -> DeviceKind | None:
         return _gpu(printer, torch.cuda.get_device_name(0))
     from superscaler.cluster import LOCAL, DeviceKind
     from superscaler.launch.launch import call
-    from superscaler.simulate.fit import errors, speeds, widened
-    from superscaler.simulate.profile import Sample, measure
+    from superscaler.simulate.profile import Sample, errors, measure, speeds, widened
 
     found = call(measure, count, *_some(_SIZES))[0]
     samples = [Sample.read(s) for s in found["samples"]]

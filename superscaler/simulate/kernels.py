@@ -1,21 +1,25 @@
-"""The segments of a program: the kernels and the memory of each, recorded once where calls are equal."""
+"""The kernels and the memory of a program: of its segments, recorded once where calls are equal, and of each
+instruction of a device, those of the executor itself included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cache
 
+from superscaler.ir import program as p
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand
-from superscaler.ir.program import Backward, Forward, Function, Instruction, Program, Task, Value
+from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Program, Task, Value
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.simulate.callables import callables
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
 
-__all__ = ["Kernel", "Meta", "Segment", "Segments", "Work"]
+__all__ = ["Kernel", "Kernels", "Meta", "Segment", "Segments", "Work", "Works"]
 
-
+Kernels = Sequence[Kernel]
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -100,3 +104,128 @@ def _ops(function: Function) -> dict[str, tuple[Op, Box]]:
 def _local(model: Model, operand: Operand, box: Box) -> Meta:
     tensor = model.tensors[operand.tensor]
     return tensor.local_shape(extents(ranges(operand, tensor, box))), tensor.dtype
+
+
+class Works:
+    """The kernels of the devices of a program. Equal segments are recorded once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.segments = program, Segments(program)
+        self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
+        # Equal kernels are one object, which is priced once: of backwards by what they add to sums, of buckets.
+        self._backwards: dict[tuple[object, ...], Kernels] = {}
+        self._buckets: dict[int, tuple[object, Kernels]] = {}
+
+    def of(self, device: Device) -> list[Kernels]:
+        """Return the kernels of each instruction of a device."""
+        # A slice: loops are unrolled once.
+        code = device.instructions[:]
+        run = _Device(self, device, code)
+        return [run.kernels(i) for i in code]
+
+    def backward(self, work: Kernels, added: tuple[tuple[Meta, bool], ...]) -> Kernels:
+        """Return the kernels of a backward and of its sums: each with its shape, and whether there is one already."""
+        key = id(work), added
+        if key not in self._backwards:
+            self._backwards[key] = *work, *(k for meta, is_old in added for k in (_added if is_old else _copied)(meta))
+        return self._backwards[key]
+
+    def bucket(self, i: p.Collective) -> Kernels:
+        """Return the copies into the buffer of a collective."""
+        # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
+        if len(i.ways) == 1 and max(i.ways[0].take, i.ways[0].give) <= 0:
+            return ()
+        if id(i.ways) not in self._buckets:
+            # With the ways: an object that is freed gives its number to another one.
+            self._buckets[id(i.ways)] = i.ways, [k for way in i.ways for k in _copied(((way.elements,), i.dtype))]
+        return self._buckets[id(i.ways)][1]
+
+    def metas(self, function: int) -> tuple[list[Meta], list[Meta]]:
+        """Return shape and dtype of the inputs and of the outputs of a function."""
+        if function not in self._metas:
+            model, f = self.program.model, self.program.functions[function]
+            self._metas[function] = [*input_metas(model, f)], [*output_metas(model, f)]
+        return self._metas[function]
+
+
+class _Device:
+    """A device that runs its instructions in order. `metas`: of the values; `started`: of what communication brings."""
+
+    def __init__(self, works: Works, device: Device, code: Sequence[Instruction]) -> None:
+        self.works, self.tensors, self.optimizer = works, works.program.model.tensors, works.program.model.optimizer
+        self.metas: dict[Value, Meta] = {p.ONE: ((), "float32")}
+        self.started: dict[Value, Meta] = {}
+        for weight in device.weights:
+            tensor = self.tensors[weight.tensor]
+            self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
+        self.forwards = {i.task: i for i in code if isinstance(i, Forward)}
+        self.segments = works.segments.tasks(code)
+
+    def kernels(self, i: Instruction) -> Kernels:
+        """Return the kernels of an instruction, and note what it makes."""
+        metas = self.metas
+        match i:
+            case p.Load():
+                metas[i.out] = self.tensors[i.tensor].local_shape(extents(i.box)), self.tensors[i.tensor].dtype
+            case Forward():
+                metas.update(zip(i.outputs, self.works.metas(i.function)[1], strict=True))
+                return self.segments[i.task].forward.kernels
+            case Backward():
+                return self._backward(i)
+            case p.Slice():
+                metas[i.out] = i.shape, metas[i.source][1]
+                return _copied(metas[i.out])
+            case p.Combine():
+                metas[i.out] = i.shape, i.dtype
+                pieces = (k for piece in i.pieces for k in _added(metas[piece]))
+                return Kernel("fill_.Scalar", (), (metas[i.out],)), *pieces
+            case p.Accumulate():
+                metas[i.out] = metas[i.into]
+                return _added(metas[i.value])
+            case p.Collective():
+                pairs = zip(i.works, i.ways, strict=True)
+                self.started |= {work: (way.shape, i.dtype) for work, way in pairs if work is not None}
+                return self.works.bucket(i)
+            case p.Recv():
+                self.started[i.work] = i.shape, i.dtype
+            case p.Copy():
+                self.started[i.work] = metas[i.source]
+            case p.Wait():
+                metas[i.out] = i.shape, self.started[i.work][1]
+            case p.Update():
+                return self._update(i)
+        return ()
+
+    def _backward(self, i: Backward) -> Kernels:
+        segment, forward = self.segments[i.task], self.forwards[i.task]
+        kernels = segment.backward[-1 if i.half == "weight" else 0].kernels if segment.backward else ()
+        function, (inputs, *_) = self.works.program.functions[forward.function], self.works.metas(forward.function)
+        made = [(inputs[n][0], "float32" if n in function.wide else inputs[n][1]) for n in function.grads]
+        self.metas |= {out: meta for out, meta in zip(i.outputs, made, strict=True) if out is not None}
+        totals = [(total, meta) for total, meta in zip(i.sums, made, strict=False) if total is not None]
+        added = tuple((meta, total in self.metas) for total, meta in totals)
+        self.metas |= dict(totals)
+        return self.works.backward(kernels, added)
+
+    def _update(self, i: p.Update) -> Kernels:
+        weights = [self.metas[name] for name in i.weights]
+        # Halves are updated as their float32 copies.
+        updated = tuple((s, "float32") if self.optimizer.has_copy(d) else (s, d) for s, d in weights)
+        pairs = zip(updated, (self.metas[name] for name in i.gradients), strict=True)
+        casts = [meta for meta, gradient in pairs if meta[1] != gradient[1]]
+        casts += [meta for meta, weight in zip(updated, weights, strict=True) if meta != weight]
+        copies = [k for meta in (*casts, *(self.metas[name] for name in i.buffers)) for k in _copied(meta)]
+        name = self.optimizer.name.lower()
+        states = updated * (2 if name.startswith("adam") else 1)
+        fused = [Kernel(f"_fused_{name}_", (*updated, *updated, *states), (*updated, *states))] if weights else []
+        return (*copies, *fused)
+
+
+@cache
+def _copied(meta: Meta) -> Kernels:
+    return (Kernel("copy_", (meta,), (meta,)),)
+
+
+@cache
+def _added(meta: Meta) -> Kernels:
+    return (Kernel("add_.Tensor", (meta, meta), (meta,)),)

@@ -11,7 +11,6 @@ from superscaler.ir import program as p
 from superscaler.ir.model import width
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Task, Value, Weight
 from superscaler.materialize.local_tensors import unique_identifiers
-from superscaler.simulate.buffers import buffers
 from superscaler.simulate.kernels import Segment, Segments
 from superscaler.simulate.storages import (
     ACTIVATIONS,
@@ -23,6 +22,7 @@ from superscaler.simulate.storages import (
     WEIGHTS,
     Storage,
     Storages,
+    buffers,
     elements,
     is_view,
 )

@@ -17,8 +17,7 @@ from superscaler.ir.model import Model, Op, once, without_twins
 from superscaler.ir.program import Program
 from superscaler.simulate.callables import alone, callables
 from superscaler.simulate.clock import clock
-from superscaler.simulate.instructions import Kernels, Works
-from superscaler.simulate.kernels import Kernel, input_metas
+from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.ports import Floats
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line

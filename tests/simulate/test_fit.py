@@ -10,7 +10,7 @@ import torch
 
 from superscaler.cluster import Cluster, DeviceKind, Link
 from superscaler.cluster.devices import Attention, Speeds
-from superscaler.simulate import fit, profile
+from superscaler.simulate import profile
 from superscaler.simulate.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel, Meta
@@ -63,8 +63,8 @@ def kernels_named(name: str) -> list[Kernel]:
 
 def test_speeds_come_back_from_the_seconds_that_they_give() -> None:
     samples = [Sample(k, seconds(k, KIND)) for k in kernels()]
-    found = replace(KIND, speeds=fit.speeds(samples, 1e-5, 2e9))
-    assert fit.errors(samples, found) < 0.01
+    found = replace(KIND, speeds=profile.speeds(samples, 1e-5, 2e9))
+    assert profile.errors(samples, found) < 0.01
     for sample in samples:
         # A kernel of attention has an alpha of its own where it was made with a floor.
         assert seconds(sample.kernel, found) == pytest.approx(sample.seconds, rel=0.05)
@@ -82,10 +82,10 @@ def test_speeds_come_back_from_the_seconds_that_they_give() -> None:
 
 def test_the_error_of_a_fit_is_that_of_its_speeds() -> None:
     samples = [Sample(k, seconds(k, KIND) * factor) for k, factor in zip(kernels(), cycle((0.9, 1.1)))]
-    found = fit.speeds(samples, 1e-5, 2e9)
-    error = fit.errors(samples, replace(KIND, speeds=found))
+    found = profile.speeds(samples, 1e-5, 2e9)
+    error = profile.errors(samples, replace(KIND, speeds=found))
     assert 0.005 < error < 0.12
-    wide = replace(KIND, speeds=fit.widened(found, error))
+    wide = replace(KIND, speeds=profile.widened(found, error))
     for kernel in kernels():
         if kernel.name in ("mm", "add.Tensor"):
             slow, middle, fast = (seconds(kernel, wide, share) for share in (0.0, 0.5, 1.0))
