@@ -94,6 +94,7 @@ def train(
         "steps": steps, "clip": clip, "check_finite": check_finite, "data": data, "seed": seed, "save": save,
         "save_every": save_every, "eval": evaluation, "eval_every": eval_every, "keep": keep,
         "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
+        "profile": profile, "run": run,
     }  # fmt: skip
     Options(**given).check()
     with warm_python() as python:
