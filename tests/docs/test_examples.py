@@ -28,6 +28,12 @@ def test_a_plan_equals_the_model(folder: Path, plan: str) -> None:
     equal(graph_of("gpt2:size=tiny"), f"{folder / 'plans.py'}:{plan}")
 
 
+def test_the_plan_in_the_readme_equals_the_model(tmp_path: Path) -> None:
+    code = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.py").write_text(code)
+    equal(graph_of("gpt2:size=tiny"), f"{tmp_path / 'mine.py'}:half")
+
+
 def test_the_model_is_captured(folder: Path) -> None:
     assert run("validate", f"{folder / 'model.py'}:build", "--plan", "tensor_parallel", "--cluster", "local:2") == 0
 
