@@ -1,7 +1,7 @@
 """Source of device programs: one `step` function per distinct program; peers, groups and slices become data."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -15,8 +15,9 @@ from superscaler.emit.names import LAYER, Spelling
 from superscaler.emit.repeats import Layers, Repeat, line, repeats_of
 from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
-from superscaler.emit.tables import AllTables, Tables, tables_of
+from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
 from superscaler.ir import program as p
+from superscaler.ir.codes import Loop, Rolled
 from superscaler.ir.program import Device, Program, Value
 from superscaler.ir.rendezvous import batches
 
@@ -27,6 +28,8 @@ import segments
 
 def step(rt):
 '''
+# The fields of each kind of instruction that are equal where one text is.
+_OF_FORM = {kind: [n for n, role in own.items() if role is None or role in p.VALUES] for kind, own in p.ROLES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +44,56 @@ class Emitted:
 def emit(program: Program) -> Emitted:
     """Return the Python source of a program. Equal programs give equal bytes."""
     segments, names = emit_segments(program)
-    groups: dict[str, tuple[str, list[int]]] = {}
+    groups: dict[str, tuple[_Writer, list[int]]] = {}
     tables: dict[int, Callable[[], Tables]] = {}
-    for ranks, samples in program.groups:
-        writer = _Writer(program, samples, names)
-        groups.setdefault(writer.write(), (writer.exchanged(), []))[1].extend(ranks)
-        tables |= {rank: partial(tables_of, program, rank, writer.entries) for rank in ranks}
+    written = _written(program, names)
+    for (ranks, _), (body, writer, entries) in zip(program.groups, written, strict=True):
+        groups.setdefault(body, (writer, []))[1].extend(ranks)
+        tables |= {rank: partial(tables_of, program, rank, entries) for rank in ranks}
     files, programs = {"segments.py": segments}, [""] * program.world
-    for number, (body, (exchanged, found)) in enumerate(groups.items()):
+    for number, (body, (writer, found)) in enumerate(groups.items()):
         name, ranks = f"program_{number}", sorted(found)
-        more = fill(" ".join(filter(None, (_places(program.mesh, ranks), exchanged))), WIDTH - 3)
+        more = fill(" ".join(filter(None, (_places(program.mesh, ranks), writer.exchanged()))), WIDTH - 3)
         heads = (_head(ranks, most, more) for most in range(16, 0, -1))
         files[f"{name}.py"] = next(filter(_fits, heads)) + body
         for rank in ranks:
             programs[rank] = name
     return Emitted(files, tuple(programs), AllTables([tables[rank] for rank in range(program.world)]))
+
+
+def _written(program: Program, names: list[str]) -> list[tuple[str, "_Writer", dict[str, Entries]]]:
+    """Return for each group of devices its text, the writer and the entries in its tables. Groups that differ in their
+    data alone are written once, as long as they need equal numbers for these.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for n, (_, samples) in enumerate(program.groups):
+        alike.setdefault(_form(samples[0]), []).append(n)
+    found: dict[int, tuple[str, _Writer, dict[str, Entries]]] = {}
+    for own in alike.values():
+        writer = _Writer(program, [device for n in own for device in program.groups[n][1]], names)
+        body, start = writer.write(), 0
+        for n in own:
+            samples = program.groups[n][1]
+            end = start + len(samples)
+            entries = writer.entries if len(own) == 1 else writer.entries_of(slice(start, end))
+            start = end
+            if entries is None:
+                alone = _Writer(program, samples, names)
+                found[n] = alone.write(), alone, alone.entries
+            else:
+                found[n] = body, writer, entries
+    return [found[n] for n in range(len(found))]
+
+
+def _form(device: Device) -> Hashable:
+    """Return what is equal for devices that differ in their data alone."""
+    code = device.instructions
+    runs = code.runs if isinstance(code, Rolled) else (code,)
+    parts = ((run.first, run.second, run.count) if isinstance(run, Loop) else (run, (), 1) for run in runs)
+    return tuple((w.name, w.tensor) for w in device.weights), tuple(
+        (count, *(tuple((type(i), *[getattr(i, n) for n in _OF_FORM[type(i)]]) for i in some) for some in both))
+        for *both, count in parts
+    )
 
 
 def _head(ranks: Sequence[int], most: int, more: str) -> str:

@@ -6,8 +6,9 @@ d_transformer = rt.sums(24)
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
@@ -30,7 +31,15 @@ class Waits:
 Instruction = p.Instruction | Waits
 # An instruction on each of the sampled devices of a program.
 Row = tuple[Instruction, ...]
-_WAITS = {Role.READ: ("works",), Role.WRITE: ("outs",), Role.END: ("works",)}
+# The fields of each role. After an update, the names of weights still hold them.
+_FIELDS: dict[tuple[type, Role | None], tuple[str, ...]] = {
+    **FIELDS,
+    **{(Waits, role): () for role in VALUES},
+    (Waits, Role.READ): ("works",),
+    (Waits, Role.WRITE): ("outs",),
+    (Waits, Role.END): ("works",),
+    (p.Update, Role.WRITE): (),
+}
 
 
 class Run(NamedTuple):
@@ -44,23 +53,26 @@ class Run(NamedTuple):
 Item = Value | Run | None
 
 
+# Looked up many times for each instruction.
+@lru_cache(1 << 16)
 def family(value: Value) -> Value:
     """Return a value without its microbatch."""
-    return value if value.microbatch == 0 else Value._make((*value[:2], 0, *value[3:]))
+    return value._replace(microbatch=0)
 
 
-def fields(i: Instruction, role: Role) -> Iterator[tuple[str, tuple[Value | None, ...]]]:
-    """Yield the fields of an instruction with a role, each with its values."""
-    # After an update, the names of weights still hold them.
-    known = _WAITS.get(role, ()) if isinstance(i, Waits) else FIELDS[type(i), role]
-    for name in known if not (isinstance(i, p.Update) and role is Role.WRITE) else ():
+def fields(i: Instruction, role: Role) -> list[tuple[str, tuple[Value | None, ...]]]:
+    """Return the fields of an instruction with a role, each with its values."""
+    found = []
+    for name in _FIELDS[type(i), role]:
         value = getattr(i, name)
-        yield name, (value,) if isinstance(value, Value) else value
+        found.append((name, (value,) if type(value) is Value else value))
+    return found
 
 
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
     """Return the values in the fields of an instruction with a role."""
-    return tuple(v for _, some in fields(i, role) for v in some if v is not None)
+    known = _FIELDS[type(i), role]
+    return tuple([v for _, some in fields(i, role) for v in some if v is not None]) if known else ()
 
 
 def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[Row]:
@@ -115,6 +127,7 @@ class Lists:
 
     def __init__(self, rows: Sequence[Instruction], weights: Mapping[Value, str]) -> None:
         self.places: dict[Value, tuple[Value, int]] = {}
+        self._owners: dict[Value, Value] = {}
         self.size = Counter[Value]()
         self.taken = {str(v) for i in rows for role in VALUES for v in names(i, role)}
         modules: dict[str, list[Value]] = {}
@@ -144,8 +157,10 @@ class Lists:
 
     def owner(self, value: Value) -> Value:
         """Return the list that a value is in, else the value."""
-        found = self.places.get(family(value))
-        return value if found is None else found[0]._replace(microbatch=value.microbatch)
+        if value not in self._owners:
+            found = self.places.get(family(value))
+            self._owners[value] = value if found is None else found[0]._replace(microbatch=value.microbatch)
+        return self._owners[value]
 
     def parts(self, i: Instruction) -> list[Run]:
         """Return the lists that an instruction writes to, without the one that it makes."""

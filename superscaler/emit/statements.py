@@ -1,14 +1,13 @@
 """Statements of emitted code: the lines of one instruction."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from superscaler.emit.lines import deleted
 from superscaler.emit.lists import Instruction, Item, Lists, Row, Run, Waits, names
 from superscaler.emit.names import Spelling
-from superscaler.emit.tables import Entries, Tables
+from superscaler.emit.tables import Answer, Asked, Entries, entries_of_tables
 from superscaler.ir import program as p
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Function, Program, Role, Shape, Value
@@ -37,7 +36,9 @@ class Statements:
             for i in rows
             if isinstance(i, p.Backward) and i.half == "input"
         }
-        self.entries = {f.name: Entries() for f in fields(Tables)}
+        self.entries = entries_of_tables()
+        # What was asked for, with the answer.
+        self.asked: list[tuple[Asked, Answer]] = []
         # The rows of the current instruction: in each layer, now and in the second repetition by microbatches.
         self.now: Sequence[Row] = ()
         self.later: Sequence[Row] = ()
@@ -47,10 +48,14 @@ class Statements:
         """Return the number, in a table, of the entry that `get` takes from the current instruction of each sample."""
         order = slice(None, None, self.spelling.direction)
         entries, later = (tuple(tuple(map(get, row)) for row in rows[order]) for rows in (self.now, self.later))
-        if all(entry == entries[0] for entry in (*entries, *later)):
-            entries, later = entries[:1], later[:1]
-        found = self.entries[table].number(entries, later, self.count)
-        return self.spelling.entry(found, len(entries), entries != later)
+        asked = Asked(table, entries, later, self.count)
+        self.asked.append((asked, asked.number(self.entries)))
+        return self.spelling.entry(*self.asked[-1][1])
+
+    def entries_of(self, samples: slice) -> dict[str, Entries] | None:
+        """Return the entries of some of the samples; None if alone they have other numbers."""
+        found = entries_of_tables()
+        return found if all(asked.of(samples).number(found) == answer for asked, answer in self.asked) else None
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]

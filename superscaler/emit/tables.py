@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from superscaler.emit.segments import Draw, draws_of
 from superscaler.ir.fold import Folded, evenly
@@ -64,6 +64,35 @@ class Entries:
         """Yield each entry in the first and in the second repetition, and the number of its repetition."""
         for entries, later, count in self.rows:
             yield from ((*pair, turn) for turn in range(count) for pair in zip(entries, later, strict=True))
+
+
+def entries_of_tables() -> dict[str, Entries]:
+    return {f.name: Entries() for f in fields(Tables)}
+
+
+# The number of the first of the entries, how many layers have one of their own, whether repetitions do.
+Answer = tuple[int, int, bool]
+
+
+class Asked(NamedTuple):
+    """Entries of a table that an instruction needs: in each layer, by sample, now and in the second repetition."""
+
+    table: str
+    entries: tuple[tuple[Any, ...], ...]
+    later: tuple[tuple[Any, ...], ...]
+    turns: int
+
+    def of(self, samples: slice) -> "Asked":
+        """Return the entries of some of the samples."""
+        entries, later = (tuple(entry[samples] for entry in some) for some in (self.entries, self.later))
+        return self._replace(entries=entries, later=later)
+
+    def number(self, known: Mapping[str, Entries]) -> Answer:
+        """Return the number of the entries, which are added to those of their table. Equal ones are one entry."""
+        entries, later = self.entries, self.later
+        if all(entry == entries[0] for entry in (*entries, *later)):
+            entries, later = entries[:1], later[:1]
+        return known[self.table].number(entries, later, self.turns), len(entries), entries != later
 
 
 def tables_of(program: Program, rank: int, entries: Mapping[str, Entries]) -> Tables:
