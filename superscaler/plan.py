@@ -199,12 +199,13 @@ def capture(
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
-    `optimizer` updates parameters of the module: SGD, Adam or AdamW. There is no default where a parameter requires a
-    gradient: None means inference, as for a frozen module and under `torch.no_grad()`. Then no gradient is computed,
-    nothing is updated, and the step returns what the module returns, a loss too. With `outputs` a step that trains
-    keeps what the module returns beside its loss. `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region
-    around this call); `scaler` scales the loss. `precision`, instead of autocast, is "bf16" or "fp16": a copy of the
-    module in that dtype is captured, and the optimizer updates float32 copies of its weights (docs/precision.md).
+    `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element. There is
+    no default where a parameter requires a gradient: None means inference, as for a frozen module and under
+    `torch.no_grad()`. Then no gradient is computed, nothing is updated, and the step returns what the module returns, a
+    loss too. With `outputs` a step that trains keeps what the module returns beside its loss. `autocast` is "bf16" or
+    "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss. `precision`, instead of
+    autocast, is "bf16" or "fp16": a copy of the module in that dtype is captured, and the optimizer updates float32
+    copies of its weights (docs/precision.md).
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
     `check` compares two steps of a copy of the module, run by torch, with the graph: `graph.captured.checked` says how

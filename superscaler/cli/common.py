@@ -121,10 +121,16 @@ class ModelRequest:
     optimizer: Annotated[
         str | None,
         option(
-            "--optimizer", "adamw (default where MODEL gives a loss), adam, sgd; none: inference, nothing is trained"
+            "--optimizer",
+            "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adamax, radam, rmsprop, rprop; none: "
+            "inference, nothing is trained.",
         ),
     ] = None
     lr: Annotated[float, option("--lr", "Learning rate of the optimizer.")] = 1e-3
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the optimizer, as weight_decay=0.1; repeatable."),
+    ] = None
     autocast: Annotated[
         str | None, option("--autocast", "bf16, or fp16 with loss scaling; weights keep their dtype.", "NAME")
     ] = None
@@ -157,6 +163,8 @@ class ModelRequest:
             )
         if self.optimizer is not None and self.optimizer not in (*OPTIMIZERS, _NONE):
             raise InputError(unknown("optimizer", self.optimizer, (*OPTIMIZERS, _NONE)))
+        if self.options and self.optimizer == _NONE:
+            raise InputError(f"--set {self.options[0]} is an option of an optimizer, but --optimizer is none.")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr is {self.lr}, but a learning rate is a finite number above 0.")
 
@@ -171,6 +179,7 @@ class ModelRequest:
 
             import superscaler.plan  # noqa: F401
             from superscaler.frontend.results import NoLossError
+            from superscaler.frontend.training import optimizer_of
             from superscaler.models import build
 
         with phase("model"):
@@ -184,7 +193,7 @@ class ModelRequest:
             )
         if parameters and self.optimizer != _NONE:
             scaler = torch.amp.GradScaler("cpu") if "fp16" in (self.autocast, self.precision) else None
-            optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer or "adamw"])(parameters, lr=self.lr)
+            optimizer = optimizer_of(self.optimizer or "adamw", parameters, self.lr, self.options or ())
             try:
                 return captured(optimizer, scaler=scaler), built
             except NoLossError:

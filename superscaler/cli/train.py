@@ -30,6 +30,16 @@ def train(
     request: PlanRequest,
     steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
+    schedule: Annotated[
+        str | None,
+        option(
+            "--schedule",
+            "Of the learning rate, by torch.optim.lr_scheduler: constant, cosine, cosine_restarts, exponential, "
+            "linear, polynomial, step.",
+            "NAME[:key=value,...]",
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0,
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
     ] = False,
@@ -91,9 +101,9 @@ def train(
         from superscaler.train.warm import warm_python
 
     given: dict[str, Any] = {
-        "steps": steps, "clip": clip, "check_finite": check_finite, "data": data, "seed": seed, "save": save,
-        "save_every": save_every, "eval": evaluation, "eval_every": eval_every, "keep": keep,
-        "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
+        "steps": steps, "clip": clip, "schedule": schedule, "warmup": warmup, "check_finite": check_finite,
+        "data": data, "seed": seed, "save": save, "save_every": save_every, "eval": evaluation,
+        "eval_every": eval_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
         "profile": profile, "run": run,
     }  # fmt: skip
     Options(**given).check()

@@ -16,7 +16,7 @@ from superscaler.frontend.refusals import line_of
 from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
 from superscaler.ir.model import Optimizer, TensorKind
 from superscaler.ops.table import row_of
-from superscaler.specs.options import OPTIMIZERS
+from superscaler.specs.options import OPTIMIZERS, by_looks
 
 _DETACH = "aten.detach.default"
 
@@ -85,7 +85,7 @@ def read_optimizer(
     """Return the training half of a captured optimizer. None means SGD on all parameters that require gradients, for a
     graph that is only inspected; `ss.capture` refuses None.
 
-    Raises CaptureError for another class than SGD, Adam, AdamW, and for parameters that are not the module's.
+    Raises CaptureError for a class that is not one of OPTIMIZERS, and for parameters that are not the module's.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     scaling = tuple(scaler.state_dict().items()) if scaler is not None else ()
@@ -114,6 +114,31 @@ def read_optimizer(
                 groups[names[id(parameter)]] = number
     options = tuple(_options(type(optimizer), g) for g in optimizer.param_groups)
     return Training(Optimizer(kind, options, scaling), groups)
+
+
+def optimizer_of(
+    name: str, parameters: Iterable[nn.Parameter], lr: float, given: Iterable[str]
+) -> torch.optim.Optimizer:
+    """Return torch's optimizer of a name of the command line, with options as `key=value`.
+
+    Raises InputError for an unknown key, with the nearest one, and for a value that the optimizer refuses.
+    """
+    kind = _SUPPORTED[OPTIMIZERS[name]]
+    known = [key for key in inspect.signature(kind).parameters if key not in _NOT_SET]
+    options = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        if key not in known:
+            raise InputError(f"--set {text}: {unknown(f'option of torch.optim.{kind.__name__}', key, known)}")
+        options[key] = by_looks(f"[{value}]" if "," in value else value)
+    try:
+        return kind(parameters, lr=lr, **options)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--set {' --set '.join(given)}: {error}.") from None
+
+
+# Arguments of optimizers that are no options of the command line, or have one of their own.
+_NOT_SET = ("params", "lr", "foreach", "capturable", "differentiable", "fused")
 
 
 def _refuse_changed(optimizer: torch.optim.Optimizer) -> None:

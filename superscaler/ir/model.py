@@ -234,6 +234,11 @@ class Op:
         return f"{self.target}: {side(self.inputs)} -> {side(self.outputs)}"
 
 
+# optimizer -> its states of a weight, two where it is not named; and the options that each add one
+_STATES = {"SGD": 0, "RMSprop": 1}
+_MORE_STATES = ("momentum", "amsgrad", "centered")
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
@@ -258,8 +263,8 @@ class Optimizer:
         >>> adam.state_bytes("float32"), adam.state_bytes("bfloat16")
         (8, 12)
         """
-        more = any(dict(group).get("momentum") or dict(group).get("amsgrad") for group in self.groups)
-        count = 2 * (self.name in ("Adam", "AdamW")) + more + self.has_copy(dtype)
+        more = max(sum(bool(dict(group).get(name)) for name in _MORE_STATES) for group in self.groups or ((),))
+        count = _STATES.get(self.name, 2) + more + self.has_copy(dtype)
         return count * width("float32" if self.has_copy(dtype) else dtype)
 
 

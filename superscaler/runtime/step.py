@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -103,6 +104,8 @@ class Step:
             raise InputError("step() trains: call it outside of torch.no_grad() and torch.inference_mode().")
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
+        if "optimizer" in vars(self) and (given := _rates(self.optimizer)) != self.rates():
+            self.set_rates(given)
         self.state.batch, self.state.clip = batch, clip
         # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
@@ -259,9 +262,23 @@ class Step:
             raise InputError(f"step.lr cannot be {value!r}; a learning rate is a finite number of 0 or more.")
         self.set_rates(given)
 
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer for schedules of `torch.optim.lr_scheduler`, with the learning rates of the parameter
+        groups: `schedule = CosineAnnealingLR(step.optimizer, 100)`. A step takes the rates that it has then.
+        """
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(0))], "lr": rate} for rate in self.rates()]
+        made = torch.optim.SGD(groups)
+        # Schedules warn of an optimizer that has taken no step; this one takes none.
+        made._opt_called = True  # type: ignore[attr-defined]
+        return made
+
     def set_rates(self, rates: Sequence[Any]) -> None:
         """Set the learning rate of each parameter group of the user's optimizer."""
         self._lr = [float(rate) for rate in rates]
+        if "optimizer" in vars(self):
+            for group, rate in zip(self.optimizer.param_groups, self._lr, strict=True):
+                group["lr"] = rate
         for number, group in self.groups().items():
             group["lr"] = self._lr[number]
 
@@ -279,6 +296,10 @@ class Step:
         if self.watch is not None:
             self.watch.close()
         self.state.communicator.close()
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:

@@ -144,7 +144,9 @@ def _update_of(optimizer: Optimizer) -> Callable[[Sequence[int]], int]:
     options = [dict(group) for group in optimizer.groups]
     if any(o.get("foreach") for o in options):
         return lambda sizes: sum(sizes)
-    is_fused = all(o.get("fused") is not False and o.get("foreach") is None for o in options)
+    is_fused = optimizer.name in ("Adam", "AdamW", "SGD") and all(
+        o.get("fused") is not False and o.get("foreach") is None for o in options
+    )
     return lambda sizes: 0 if is_fused else 2 * max(sizes, default=0)
 
 

@@ -11,8 +11,10 @@ from superscaler.errors import InputError, brief, unknown
 Options = Mapping[str, Any]
 
 DEVICES = ("cpu", "meta")
-# the name on the command line -> the name in torch
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+# the name on the command line -> the name in torch, of optimizers that work element by element
+OPTIMIZERS = {
+    name.lower(): name for name in ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop")
+}
 # 16-bit dtypes of autocast and of weights.
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 # The precision of a module as it is.
@@ -68,10 +70,11 @@ def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
         kinds = " or ".join(_TYPES[word] for word in words if word in _TYPES) or name
         raise InputError(f"'{brief(spec)}': {key} is '{brief(text)}', but it must be {kinds}.") from None
     except PydanticUserError:
-        return _by_looks(text)
+        return by_looks(text)
 
 
-def _by_looks(text: str) -> Any:
+def by_looks(text: str) -> Any:
+    """Return the value that a text looks like: a number, true or false, a list, or itself."""
     try:
         return json.loads(text.lower())
     except ValueError:
@@ -133,7 +136,7 @@ def for_function(spec: str, text: str, function: Callable[..., Any], skip: int =
         if key not in named and not takes_any:
             message = unknown("key", key, named) if named else f"unknown key '{key}'; the function takes no keys."
             raise InputError(f"'{spec}': {message}")
-        options[key] = read_value(spec, key, value, _type_of(named[key])) if key in named else _by_looks(value)
+        options[key] = read_value(spec, key, value, _type_of(named[key])) if key in named else by_looks(value)
     missing = [k for k, p in named.items() if p.default is p.empty and k not in options]
     if missing:
         raise InputError(f"'{spec}' needs a value for {', '.join(missing)}; add {missing[0]}=VALUE.")

@@ -25,6 +25,7 @@ from superscaler.train.resume import (
     is_first,
     saving_folder,
 )
+from superscaler.train.schedule import check_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Options:
     eval: Path | None = None
     eval_every: int | None = None
     clip: float | None = None
+    schedule: str | None = None
+    warmup: int = 0
     check_finite: bool = False
     seed: int = 0
     save: Path | None = None
@@ -53,6 +56,7 @@ class Options:
         check_profile(self)
         folder = saving_folder(self.save, self.resume)
         check_saving(self, folder)
+        check_schedule(self.schedule, self.warmup, self.steps)
         check_count("--eval-every", self.eval_every)
         if self.eval_every is not None and self.eval is None:
             raise InputError("--eval-every needs --eval FILE.py:function, the batches to evaluate.")

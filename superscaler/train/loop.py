@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
@@ -25,6 +26,7 @@ from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.feed import feed, fitting, is_function
+from superscaler.train.schedule import advance, schedule_of
 
 # Seconds between two progress lines where they do not overwrite each other.
 _INTERVAL = 1.0
@@ -45,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("directory", nargs="?", type=resume.path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    made.add_argument("--schedule", help="NAME[:key=value,...] of torch.optim.lr_scheduler, as cosine")
+    made.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate grows to its own")
     made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
     made.add_argument(
         "--data", type=resume.path, help="a text, read as bytes, or FILE.py:function; default: Python's own"
@@ -80,6 +84,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         resume.check_saving(options, folder)
         start, seed = resume.start_of(step, options)
         batches, evaluate = choose_batches(step, options.data, seed), evaluation_of(step, options.eval)
+        schedule = _schedule(step, options, start)
         position = {"seed": seed, "data": resume.data_of(options.data), "model": options.named}
         saver = Saver(step, folder, options.keep, resume.warn) if folder else None
         if saver is not None:
@@ -102,7 +107,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
                 seconds = (time.perf_counter() - started) / len(values)
                 resume.tell_times(times, options.launched)
                 for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
-                    reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm)
+                    reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm, step.lr)
+            advance(schedule, turns.step)
             done = number + turns.step
             if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
                 found = evaluate()
@@ -124,6 +130,16 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     step.close()
     if saver is not None and step.rank == 0:
         resume.report(saver, why, start, options.launched)
+
+
+def _schedule(step: Step, options: argparse.Namespace, start: int) -> LRScheduler | None:
+    """Return the schedule of the options at the first step; it follows from the plan's rates and the step's number."""
+    if options.schedule is None and not options.warmup:
+        return None
+    step.set_rates([group["lr"] for group in step.plan["optimizer"]["groups"]])
+    found = schedule_of(step.optimizer, options.schedule, options.warmup, options.steps)
+    advance(found, start)
+    return found
 
 
 def _is_due(done: int, several: int, every: int | None, steps: int) -> bool:
@@ -254,12 +270,15 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.close()
 
-    def add(self, number: int, loss: float, seconds: float, tokens: int, norm: float | None) -> None:
+    def add(
+        self, number: int, loss: float, seconds: float, tokens: int, norm: float | None, lr: float | tuple[float, ...]
+    ) -> None:
         memory = peak_memory()
         if self._metrics is not None:
             entry = {"step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory}
-            self._metrics.add(entry | {"gradient_norm": norm})
-        speed = f"{tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
+            self._metrics.add(entry | {"gradient_norm": norm, "lr": lr})
+        rate = f"lr {lr:.2e}" if isinstance(lr, float) else "lr " + " ".join(f"{one:.2e}" for one in lr)
+        speed = f"{rate}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
         text = f"step {number + 1}/{self._steps}  loss {loss:.4f}  {speed}"
         if self._is_finite and not math.isfinite(loss):
             self._is_finite = False

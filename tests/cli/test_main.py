@@ -57,30 +57,18 @@ def test_the_options_of_every_command() -> None:
     for group in ("checkpoint", "launch"):
         commands |= {f"{group} {name}": c for name, c in commands[group].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
-    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--timings"]
+    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--set"]
+    model += ["--timings"]
     compiling = [*model, "--cluster", "--no-overlap", "--plan"]
-    training = ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
+    training = ["--clip", "--data", "--eval", "--eval-every", "--schedule", "--warmup"]
+    training += ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": [*model, "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
         "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "directory", "model"]),
-        "train": sorted(
-            [
-                *compiling,
-                *training,
-                "--check-finite",
-                "--clip",
-                "--data",
-                "--eval",
-                "--eval-every",
-                "--out",
-                "--seed",
-                "--steps",
-                "model",
-            ]
-        ),
+        "train": sorted([*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "model"]),
         "checkpoint": [],
         "checkpoint export": ["--format", "--json", "--model", "--out", "--timings", "checkpoint"],
         "checkpoint import": ["--json", "--out", "--timings", "--trust", "source"],
@@ -102,7 +90,7 @@ def test_the_options_of_every_command() -> None:
     [
         (["capture", "gtp2"], "error: unknown model 'gtp2'; did you mean 'gpt2'?"),
         (["capture", "mlp:layers=x"], "error: 'mlp:layers=x': layers is 'x', but it must be a whole number, as 4."),
-        (["capture", "mlp", "--optimizer", "adma"], "error: unknown optimizer 'adma'; did you mean 'adam'?"),
+        (["capture", "mlp", "--optimizer", "admaw"], "error: unknown optimizer 'admaw'; did you mean 'adamw'?"),
         (["capture", "mlp", "--lr", "0"], "error: --lr is 0.0, but a learning rate is a finite number above 0."),
         (["compile", "mlp", "--plan", "singel", "--cluster", "local:1"], "error: unknown plan 'singel'"),
         (["verify", "mlp", "--plan", "single", "--cluster", "locl:1"], "error: unknown cluster 'locl'"),

@@ -172,7 +172,7 @@ for _key in ("version", "devices", "manifest"):
 _RUN = ("validate", "load")
 damage("an unknown dtype of the loss", put("loss_dtype", "float99"), "float99", readers=_RUN)
 damage("an unknown dtype of an input", put("inputs/x", [[4, 4], "Tensor"]), "Tensor", readers=_RUN)
-damage("an unknown optimizer", put("optimizer/name", "Adamax"), "Adamax", readers=_RUN)
+damage("an unknown optimizer", put("optimizer/name", "Adagrad"), "Adagrad", readers=_RUN)
 damage("hashes of another plan", lambda f: (f / PLAN).write_text((f / PLAN).read_text().replace('"seed": 0', '"seed": 1')), "is not what compile wrote there")  # fmt: skip  # noqa: E501
 
 

@@ -37,6 +37,7 @@ class Step:
     watch = None
     trains = True
     iterations = 1
+    lr = 0.5
     count = 0
 
     def __init__(self):

@@ -22,6 +22,7 @@ class FakeStep:
     watch = None
     trains = True
     iterations = 1
+    lr = 0.5
 
     def __init__(self, inputs: dict[str, tuple[tuple[int, ...], str]], rank: int = 0) -> None:
         self.inputs = inputs

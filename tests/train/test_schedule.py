@@ -1,0 +1,115 @@
+"""Learning rates by the step, and all optimizers that work element by element."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.frontend.training import optimizer_of
+from superscaler.runtime.step import Step
+from superscaler.specs.options import OPTIMIZERS
+from superscaler.train.schedule import advance, check_schedule, schedule_of
+from tests.ran import Around, equal, on_ranks
+
+
+def make() -> tuple[nn.Module, Any]:
+    module = Around(lambda self, x: self.last(self.first(x).tanh()).square().mean(),
+                    first=nn.Linear(4, 8), last=nn.Linear(8, 2))  # fmt: skip
+    return module, torch.randn(4, 4)
+
+
+@pytest.mark.parametrize("name", ["adadelta", "adamax", "radam", "rmsprop", "rprop"])
+def test_optimizers_are_torchs_under_zero(name: str) -> None:
+    more = ["momentum=0.5", "centered=true"] if name == "rmsprop" else []
+    module, x = make()
+    chosen = optimizer_of(name, module.parameters(), 0.01, more)
+    graph = ss.capture(module, (x,), optimizer=chosen)
+    ran = equal(graph, "zero:stage=1", 2)
+    assert ran.graph.model.optimizer.name == OPTIMIZERS[name]
+    weight = module.last.weight  # type: ignore[union-attr]
+    weight.grad = torch.ones_like(weight)
+    chosen.step()
+    kept = sum(x.nbytes for x in chosen.state[weight].values() if isinstance(x, Tensor) and x.shape == weight.shape)
+    assert ran.graph.model.optimizer.state_bytes("float32") * weight.numel() == kept
+
+
+def test_a_schedule_of_torch_takes_the_step() -> None:
+    torch.manual_seed(0)
+    module, x = make()
+    graph = ss.capture(module, (x,), optimizer=torch.optim.AdamW(module.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    (name,) = ss.compile(graph, "single", "local:1").compiled.graph.model.inputs
+
+    def rates(optimizer: Any, step: Any) -> tuple[list[float], list[Any]]:
+        schedule, losses, found = lr_scheduler.CosineAnnealingLR(optimizer, 3), [], []
+        for _ in range(4):
+            losses.append(float(step()))
+            found.append(schedule.get_last_lr())
+            schedule.step()
+        return losses, found
+
+    def work(step: Step) -> Any:
+        with warnings.catch_warnings(action="error"):
+            found = rates(step.optimizer, lambda: step({name: x}))
+        step.lr = 0.5
+        assert step.optimizer.param_groups[0]["lr"] == step.lr == 0.5
+        return found
+
+    def eager() -> float:
+        optimizer.zero_grad()
+        loss = module(x)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    (ours,) = on_ranks(ss.compile(graph, "single", "local:1"), work)
+    theirs = rates(optimizer, eager)
+    assert ours == (pytest.approx(theirs[0]), theirs[1])
+
+
+def test_a_named_schedule_warms_up_and_goes_on_where_it_was() -> None:
+    def run(start: int, steps: int) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        found = schedule_of(optimizer, "cosine:eta_min=0.1", 2, 6)
+        advance(found, start)
+        values = []
+        for _ in range(start, steps):
+            values.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            advance(found, 1)
+        return values
+
+    whole = run(0, 6)
+    assert whole[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert whole[4] == pytest.approx(0.1 + 0.9 / 2)
+    assert run(3, 6) == pytest.approx(whole[3:])
+
+
+@pytest.mark.parametrize(
+    ("spec", "warmup", "message"),
+    [
+        ("cosin", 0, "unknown schedule 'cosin'; did you mean 'cosine'"),
+        ("step:size=3", 0, "unknown key 'size'; did you mean 'step_size'"),
+        ("linear:start_factor=2", 0, "--schedule linear:start_factor=2: "),
+        (None, 6, "--warmup is 6, but it must be 0 or more, and less than the 6 steps"),
+    ],
+)
+def test_bad_schedules_are_one_line(spec: str | None, warmup: int, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_schedule(spec, warmup, 6)
+    assert message in str(caught.value)
+
+
+def test_bad_options_of_optimizers_are_one_line() -> None:
+    for given, message in (("weight_deca=1", "did you mean 'weight_decay'"), ("eps=-1", "--set eps=-1: Invalid eps")):
+        with pytest.raises(InputError, match=message):
+            optimizer_of("adamw", [nn.Parameter(torch.zeros(1))], 0.1, [given])
+    found = optimizer_of("adamw", [nn.Parameter(torch.zeros(1))], 0.1, ["betas=0.8,0.9", "amsgrad=true"])
+    assert (found.defaults["betas"], found.defaults["amsgrad"]) == ((0.8, 0.9), True)
