@@ -147,7 +147,7 @@ class Split(_ShortRepr):
 class Shard(_ShortRepr):
     """Cut the largest index that `parts` divides, or else the largest one unevenly. Smaller tensors are replicated.
 
-    Shard(4) of [768, 3]: 4 x [192, 3]    of [10, 3]: [2, 3] [3, 3] [2, 3] [3, 3]    of [3]: 4 copies
+    Shard(4) of [768, 3]: 4 x [192, 3]    of [10, 3]: [2, 3], [3, 3], [2, 3], [3, 3]    of [3]: 4 copies
     """
 
     parts: int
