@@ -5,10 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import Printer, command
+from superscaler.cli.common import HELP, Printer, command
 from superscaler.errors import InputError, unknown
 
-app = typer.Typer(help="Look into a checkpoint, or exchange it with other programs.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look into a checkpoint, or exchange it with other programs.", no_args_is_help=True, context_settings=HELP
+)
 
 FORMATS = ("safetensors", "distributed")
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: its last.")]

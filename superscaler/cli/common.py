@@ -104,6 +104,8 @@ def path(name: str, metavar: str, text: str, what: str = "file or folder") -> An
     return typer.Option(name, metavar=metavar, parser=read, help=text)
 
 
+# -h is --help in every command.
+HELP = {"help_option_names": ["-h", "--help"]}
 # The optimizer of a model that is not trained.
 _NONE = "none"
 
@@ -286,6 +288,12 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
         if is_good is False:
             raise typer.Exit(1)
 
+    for p in asked:
+        for given in getattr(p.annotation, "__metadata__", ()):
+            if isinstance(given, typer.models.OptionInfo):
+                given.rich_help_panel = "Model and plan"
+    for p in last:
+        p.annotation.__metadata__[0].rich_help_panel = "Output"
     # Typer reads this signature and lists its options in order: required ones, then those of the command.
     ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]

@@ -6,14 +6,18 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import Printer, command, option
+from superscaler.cli.common import HELP, Printer, command, option
 from superscaler.cli.explain import Directory
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch import jobs as start
 from superscaler.store.plan import RUN_FILE, read_plan
 
-app = typer.Typer(help="Print how a saved plan is started: a command, or a file for a scheduler.", no_args_is_help=True)
+app = typer.Typer(
+    help="Print how a saved plan is started: a command, or a file for a scheduler.",
+    no_args_is_help=True,
+    context_settings=HELP,
+)
 
 Options = Annotated[
     list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="Options of the plan's run.py, as -- --steps 100.")

@@ -12,10 +12,12 @@ import typer
 import superscaler
 from superscaler.cli import checkpoint, launch
 from superscaler.cli.capture import capture
+from superscaler.cli.common import HELP
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
 from superscaler.cli.examples import examples
 from superscaler.cli.explain import diff, explain
+from superscaler.cli.library import models, plans
 from superscaler.cli.report import report
 from superscaler.cli.simulate import simulate
 from superscaler.cli.train import train
@@ -27,10 +29,10 @@ app = typer.Typer(
     name="superscaler",
     help="Parallelize an unmodified PyTorch training step. Exit code 1: the plan does not hold; 2: wrong input.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=HELP,
 )
-for verb in (capture, compile, validate, verify, simulate, train, explain, report, diff):
+for verb in (capture, compile, validate, verify, simulate, train, explain, report, diff, plans, models):
     app.command(verb.__name__)(verb)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")

@@ -138,7 +138,7 @@ def summary(compiled: Compiled) -> str:
     mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
     ages = [age for age in compiled.graph.model.ages.values() if age]
     stale = f"; {len(ages)} weights are stale by {span(ages)}" if ages else ""
-    lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}{stale}"]
+    lines = [f"{len(groups)} distinct program{'s' * (len(groups) != 1)} for {compiled.cluster}{mesh}{stale}"]
     stages = _stages(compiled.graph)
     for name, ranks in groups.items():
         code = compiled.program.devices[ranks[0]].instructions

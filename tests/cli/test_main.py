@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import superscaler
+from superscaler import models, plans
 from superscaler.cli import common
 from superscaler.cli.main import app
 from superscaler.errors import InputError, ScheduleError
@@ -80,6 +81,8 @@ def test_the_options_of_every_command() -> None:
         "explain": ["--json", "--svg", "--timeline", "--timings", "plan"],
         "report": ["--json", "--out", "--run", "--timings", "--trace", "plans"],
         "diff": ["--json", "--timings", "plan_a", "plan_b"],
+        "plans": ["--json", "--timings"],
+        "models": ["--json", "--timings"],
         "doctor": ["--cluster", "--json", "--measure", "--out", "--timings"],
         "examples": ["--json", "--timings", "directory"],
     }
@@ -108,6 +111,19 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert out == ""
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_what_there_is_has_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, names in (("plans", plans.names()), ("models", models.names())):
+        assert run(command, "--json") == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        assert sorted(found) == names
+        assert all(name in err for name in names)
+        assert all(len(about["keys"]) + len(about.get("about", "")) > 1 for about in found.values())
+    assert run("train", "-h") == 0
+    groups = [line.strip("╭─╮ ") for line in capsys.readouterr().out.splitlines() if line.startswith("╭")]
+    assert groups == ["Arguments", "Options", "Model and plan", "Output"], groups
 
 
 @pytest.mark.parametrize("arguments", [["capture"], ["verify", "mlp"], ["trian"], ["train", "mlp", "--steps", "0"]])
