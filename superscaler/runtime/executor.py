@@ -174,21 +174,21 @@ class Rank:
             self._dropped.pop(tag).give(again)
         edges, aliases, _ = tape = self._tapes.pop(tag)
         found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
-        made = _filled(tape, found, range(len(aliases)))
+        made = _filled(tape, found, range(len(aliases)), into)
         del found
-        return self._done("B", tag, gradients, _added(made, into or {}))
+        return self._done("B", tag, gradients, made)
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Tensors:
         """Return the gradients of the aliases with these numbers; keep what `backward_weight` needs."""
         edges, aliases, _ = tape = self._tapes.pop(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [n in first for n in range(len(aliases))])
         self._rests[tag] = tape, rest, [n for n in range(len(aliases)) if n not in first]
-        return self._done("B", tag, gradients, tuple(_filled(tape, found, first)))
+        return self._done("B", tag, gradients, _filled(tape, found, first))
 
     def backward_weight(self, tag: str, into: Sums | None = None) -> Tensors:
         """Return the gradients of the other aliases, without those that are added to sums."""
         tape, rest, numbers = self._rests.pop(tag)
-        return _added(_filled(tape, halves.second_half(rest), numbers), into or {})
+        return _filled(tape, halves.second_half(rest), numbers, into)
 
     def sums(self, count: int) -> list[Tensor | None]:
         """Return a list for `count` sums of gradients, which the first addition makes."""
@@ -380,23 +380,23 @@ def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | No
     return [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
 
 
-def _filled(tape: Tape, found: Sequence[Tensor | None], numbers: Iterable[int]) -> list[Tensor]:
-    """Return the gradients of some aliases of a tape: zeros for missing ones, float32 where they are wide."""
+def _filled(tape: Tape, found: Sequence[Tensor | None], numbers: Iterable[int], into: Sums | None = None) -> Tensors:
+    """Return the gradients of some aliases of a tape: zeros for missing ones, float32 where they are wide. Others are
+    added to their sums in place; a first one is copied, because it may share memory.
+    """
     _, aliases, wide = tape
-    whole = ((n, torch.zeros_like(aliases[n]) if (g := found[n]) is None else g) for n in numbers)
-    return [g.float() if wide[n] else g for n, g in whole]
-
-
-def _added(gradients: list[Tensor], into: Sums) -> Tensors:
-    """Add gradients to their sums in place, and return the others. A first gradient is copied: it may share memory."""
-    for first, sums in sorted(into.items(), reverse=True):
+    whole = [(torch.zeros_like(aliases[n]) if (g := found[n]) is None else g, wide[n]) for n in numbers]
+    for first, sums in sorted((into or {}).items(), reverse=True):
         own, start, stop = sums if isinstance(sums, tuple) else (sums, 0, len(sums))
-        some = {n: gradients.pop(first) for n in range(start, stop)}
+        some = {n: whole.pop(first) for n in range(start, stop)}
         if known := {n: total for n, total in enumerate(own[start:stop], start) if total is not None}:
-            torch._foreach_add_(list(known.values()), [some.pop(n) for n in known])
+            # In the dtype of the sums.
+            torch._foreach_add_(list(known.values()), [some.pop(n)[0] for n in known])
         for n in list(some):
-            own[n] = some.pop(n).clone()
-    return tuple(gradients)
+            g, is_wide = some.pop(n)
+            own[n] = g.to(torch.float32 if is_wide else g.dtype, copy=True)
+            del g
+    return tuple(g.float() if is_wide else g for g, is_wide in whole)
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

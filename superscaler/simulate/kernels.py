@@ -35,9 +35,11 @@ class Segments:
         functions = enumerate(program.functions)
         self._placed = {n for n, f in functions if any(op.target in PLACED for op in f.ops)}
 
-    def of(self, forward: Forward, backward: Backward | None = None, strides: Strides = ()) -> Segment:
+    def of(
+        self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = ()
+    ) -> Segment:
         """Return the segment of a forward and its backward, of two halves the first. `strides`: of inputs, by number,
-        that are not contiguous.
+        that are not contiguous; `added`: the aliases whose gradients are added to sums, in both halves.
         """
         given, first = tuple[bool, ...](), tuple[int, ...]()
         if backward is not None:
@@ -47,23 +49,24 @@ class Segments:
             first = tuple(n for n, pair in enumerate(made) if backward.half and pair != (None, None))
         function = self.program.functions[forward.function]
         parts = self._parts(function, forward) if forward.function in self._placed else ()
-        key = forward.function, Call(bool(function.grads), given, first, strides, parts)
+        key = forward.function, Call(bool(function.grads), given, first, strides, parts, tuple(sorted(added)))
         if key not in self._calls:
             self._calls[key] = self._segment(*key)
         return self._calls[key]
 
     def tasks(self, code: Iterable[Instruction]) -> dict[Task, Segment]:
         """Return the segment of each task of a device."""
-        forwards, backwards = list[Forward](), dict[Task, Backward]()
+        forwards, backwards, added = list[Forward](), dict[Task, Backward](), dict[Task, set[int]]()
         for i in code:
             if isinstance(i, Forward):
                 forwards.append(i)
             elif isinstance(i, Backward):
                 backwards.setdefault(i.task, i)
+                added.setdefault(i.task, set()).update(n for n, total in enumerate(i.sums) if total is not None)
         found, strides = dict[Task, Segment](), dict[Value, tuple[int, ...]]()
         for i in forwards:
             own = tuple((n, strides[name]) for n, name in enumerate(i.inputs) if name in strides) if strides else ()
-            found[i.task] = segment = self.of(i, backwards.get(i.task), own)
+            found[i.task] = segment = self.of(i, backwards.get(i.task), own, added.get(i.task, ()))
             strides |= {out: some for out, some in zip(i.outputs, segment.strides, strict=True) if some}
         return found
 
@@ -123,11 +126,12 @@ class Works:
         run = _Device(self, device, code)
         return [run.kernels(i) for i in code]
 
-    def backward(self, work: Kernels, added: tuple[tuple[Meta, bool], ...]) -> Kernels:
-        """Return the kernels of a backward and of its sums: each with its shape, and whether there is one already."""
+    def backward(self, work: Kernels, added: tuple[tuple[Meta, Meta, bool], ...]) -> Kernels:
+        """Return the kernels of a backward and of its sums: each gradient, its sum, whether there is one already."""
         key = id(work), added
         if key not in self._backwards:
-            self._backwards[key] = *work, *(k for meta, is_old in added for k in (_added if is_old else _copied)(meta))
+            sums = (_added(total, own) if is_old else _copied(total, own) for own, total, is_old in added)
+            self._backwards[key] = *work, *(k for some in sums for k in some)
         return self._backwards[key]
 
     def bucket(self, i: p.Collective) -> Kernels:
@@ -202,9 +206,9 @@ class _Device:
         function, (inputs, *_) = self.works.program.functions[forward.function], self.works.metas(forward.function)
         made = [(inputs[n][0], "float32" if n in function.wide else inputs[n][1]) for n in function.grads]
         self.metas |= {out: meta for out, meta in zip(i.outputs, made, strict=True) if out is not None}
-        totals = [(total, meta) for total, meta in zip(i.sums, made, strict=False) if total is not None]
-        added = tuple((meta, total in self.metas) for total, meta in totals)
-        self.metas |= dict(totals)
+        totals = [(n, total) for n, total in enumerate(i.sums) if total is not None]
+        added = tuple((inputs[function.grads[n]], made[n], total in self.metas) for n, total in totals)
+        self.metas |= {total: made[n] for n, total in totals}
         return self.works.backward(kernels, added)
 
     def _update(self, i: p.Update) -> Kernels:
@@ -222,10 +226,10 @@ class _Device:
 
 
 @cache
-def _copied(meta: Meta) -> Kernels:
-    return (Kernel("copy_", (meta,), (meta,)),)
+def _copied(meta: Meta, source: Meta | None = None) -> Kernels:
+    return (Kernel("copy_", (source or meta,), (meta,)),)
 
 
 @cache
-def _added(meta: Meta) -> Kernels:
-    return (Kernel("add_.Tensor", (meta, meta), (meta,)),)
+def _added(meta: Meta, value: Meta | None = None) -> Kernels:
+    return (Kernel("add_.Tensor", (meta, value or meta), (meta,)),)

@@ -27,6 +27,8 @@ Tensors = Sequence[Tensor]
 # Operators that only allocate.
 _EMPTY = ("empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _TASK = "s0"
+# The bytes of an element of a wide gradient, which is float32.
+_WIDE = 4
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,6 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             numbers = [-1 if x is None else self._number(x) for x in given]
             own = {*numbers, *map(self._number, again)}
             del inputs, outputs, ends
+            summed = self._narrowed(rank, call)
             tapes, backward, gradients = [self._tape(own)], list[Work](), list[dict[int, int]]()
             elements = dict[int, int]()
             for half in self._halves(rank, call):
@@ -90,7 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with self:
                     numbered = half(given, again)
                 backward.append(self._work(kernels, levels, alive))
-                elements |= {n: x.nbytes for n, x in numbered.items()}
+                elements |= {n: _WIDE * x.numel() if n in summed else x.nbytes for n, x in numbered.items()}
                 gradients.append({n: self._number(x) for n, x in numbered.items()})
                 given, numbered = [], {}
                 tapes.append(self._tape(set()))
@@ -106,6 +109,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(gradients),
             elements,
         )
+
+    def _narrowed(self, rank: Rank, call: Call) -> set[int]:
+        """Return the aliases whose gradients are added to wider sums, and let the backward not widen these before."""
+        wide = rank._tapes[_TASK][2] if call.tape else []
+        found = {n for n in call.added if wide[n]}
+        for n in found:
+            wide[n] = False
+        return found
 
     def _halves(self, rank: Rank, call: Call) -> list[Callable[[Any, Any], dict[int, Tensor]]]:
         """Return the backward of the recorded forward as functions: none without a tape, one, or two."""

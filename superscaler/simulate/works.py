@@ -111,8 +111,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a function is called: with a tape or without, which gradients are given, and which aliases have theirs from
-    the first of two halves (none: there is one).
+    """How a function is called: with a tape or without, which gradients are given, which aliases have theirs from the
+    first of two halves (none: there is one), and which are `added` to sums.
     """
 
     tape: bool
@@ -120,3 +120,4 @@ class Call:
     first: tuple[int, ...] = ()
     strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: tuple[Box, ...] = ()
+    added: tuple[int, ...] = ()
