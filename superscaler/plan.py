@@ -40,7 +40,11 @@ _UNSAID: Any = object()
 
 
 class Plan:
-    """A compiled plan: one program per device that computes what the model computes."""
+    """A compiled plan: one program per device that computes what the model computes.
+
+    plan = ss.compile(graph, "data_parallel", "local:4")
+    plan.verify()["equal"]; plan.simulate().step_seconds; plan.peak_bytes; print(plan.explain()); plan.save("plan")
+    """
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
@@ -237,9 +241,11 @@ def capture(
 
 
 def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
-    """Return the plan that `sprogram` makes of (a copy of) the graph. Raises PlanError with the reason.
+    """Return the plan that `sprogram` makes of (a copy of) the graph.
 
-    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" and "local:4".
+    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" and "local:4". Raises TransformError for a
+    cut that cannot be made, ScheduleError for an order in which devices wait for each other, InputError for an unknown
+    plan, option or cluster: each a PlanError.
     """
     program = resolve(sprogram) if isinstance(sprogram, str) else sprogram
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster

@@ -74,7 +74,11 @@ Known = dict[tuple[int, str], Group | None]
 
 
 def sprogram(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function `f(graph, cluster, **options)` as an sProgram, so that it is found in a file by its name."""
+    """Mark a function `f(graph, cluster, **options)` as an sProgram, so that it is found in a file by its name.
+
+    `--plan mine.py:f:tp=2` calls f(graph, cluster, tp=2); options are read as the types of their defaults. Without
+    `@sprogram` a function works too where Python passes it: `ss.compile(graph, f, cluster)`.
+    """
     function.is_sprogram = True  # type: ignore[attr-defined]
     return function
 

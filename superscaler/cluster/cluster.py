@@ -26,7 +26,7 @@ _FORMS = "write local:N, PRESET:SERVERSxDEVICES (as v100:4x8), or the path of a 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A worker. `kind` is the name of a preset, or `local`; `is_host`: its host, not itself."""
+    """A worker. `kind`: the name of a preset, or `local`. `is_host`: its host, not itself."""
 
     id: int
     server: int
@@ -41,7 +41,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Servers with equally many devices each, numbered server by server. `Cluster.parse(str(c)) == c`."""
+    """Servers with equally many devices each, numbered server by server. `Cluster.parse(str(c)) == c`.
+
+    `links` have seconds and bytes a second. Texts of `parse`: "local:4", "v100:4x8", a YAML file (docs/clusters.md).
+
+    >>> cluster = Cluster.parse("v100:4x8")
+    >>> cluster.servers, len(cluster.devices), cluster.devices[8].server
+    (4, 32, 1)
+    """
 
     name: str
     devices: tuple[Device, ...] = field(hash=False)
@@ -137,6 +144,7 @@ class Cluster:
 
     @property
     def hosts(self) -> tuple[Device, ...]:
+        """Return the host of each device."""
         return tuple(device.host for device in self.devices)
 
     @property
@@ -146,6 +154,7 @@ class Cluster:
 
     @property
     def servers(self) -> int:
+        """Return the number of servers."""
         return len(self.devices) // self.devices_per_server
 
     @property

@@ -31,7 +31,10 @@ _OWN = (__name__, checked.__module__, "superscaler.verbs")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy."""
+    """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy.
+
+    `Split("batch", 4)`, then `Split("heads", 2)` of one op: `cells` of shape (4, 2); `parts[0]` has the heads of batch 0.
+    """
 
     op: Op
     grid: Grid = field(repr=False)
@@ -167,7 +170,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A repeated part of the model: a module path that ends in an integer, with its forward ops in order."""
+    """A repeated part of the model: a module path that ends in an integer (`transformer.h.0`), with its forward ops in
+    order.
+    """
 
     path: str
     ops: tuple[Op, ...]
@@ -197,7 +202,11 @@ def block_of(module: str) -> str:
 
 
 class Graph:
-    """A captured training step and the parts that a plan made of it. Only the verbs change it."""
+    """A captured training step and the parts that a plan made of it. Only the verbs change it.
+
+    A plan reads `ops`, `forward_ops`, `updates` (by the name of the parameter), `blocks` and `factors`, and names ops
+    by `op(name)` and groups of parts by `select(...)`; see docs/plans.md.
+    """
 
     def __init__(self, model: Model, captured: Any = None) -> None:
         self.captured = captured
@@ -239,10 +248,12 @@ class Graph:
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:
+        """Return the forward ops in execution order."""
         return self._forward_ops
 
     @property
     def factors(self) -> dict[str, Factor]:
+        """Return the factors by name; each has a `size` in elements."""
         return dict(self.model.factors)
 
     @property
@@ -255,6 +266,7 @@ class Graph:
         return tuple(Block(path, tuple(ops)) for path, ops in found.items())
 
     def op(self, name: str) -> Op:
+        """Return an op by its name. Raises InputError for an unknown one, with the nearest names."""
         if not isinstance(name, str) or name not in self._by_name:
             entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
             if entry is not None:
@@ -430,6 +442,7 @@ class Graph:
 
     @checked
     def rows(self, op: Op) -> Rows:
+        """Return the parts of an op, a row for each."""
         return expand(op, self.grids[op.name])
 
     @checked

@@ -19,7 +19,9 @@ from superscaler.transform.losses import Decompose
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """An algorithm that cuts parts: it returns the axis that it adds to a part with `sizes` (per index)."""
+    """An algorithm of `op_trans` that cuts parts. `cut` returns the axis that it adds to a part; `sizes` are those of
+    the part, in elements, for each of `op.indices`. It raises TransformError where it does not apply.
+    """
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
 
@@ -211,7 +213,10 @@ class Microbatch(_ShortRepr):
 
 @dataclass(frozen=True, slots=True)
 class Stage(_ShortRepr):
-    """Leave parts whole, at place `number` (from 0) along an axis of a mesh: one stage of a pipeline."""
+    """Leave parts whole, at place `number` (from 0) along an axis of a mesh: one stage of a pipeline.
+
+    Stage(1, axis="pp"), placed on mesh(pp=2, dp=2): the part is on devices 2 and 3
+    """
 
     number: int
     axis: str

@@ -64,7 +64,14 @@ def breadth_first(devices: int, microbatches: int, chunks: int = 2) -> Table:
 
 @checked
 def schedule_1f1b(devices: int, microbatches: int) -> Table:
-    """One forward, one backward in turn, after a warm-up that fills the pipeline (Narayanan et al., 2019)."""
+    """One forward, one backward in turn, after a warm-up that fills the pipeline (Narayanan et al., 2019).
+
+    Returns a row of actions for each device, for `order`. Device i keeps `devices` - i microbatches. Raises InputError
+    for a count below 1.
+
+    >>> " ".join(map(str, schedule_1f1b(2, 3)[0]))
+    '0F0 0F1 0B0 0F2 0B1 0B2'
+    """
     _check_counts(devices=devices, microbatches=microbatches)
     numbers = [(0, k) for k in range(microbatches)]
     return [_alternate(d, devices, devices - d - 1, numbers, numbers) for d in range(devices)]

@@ -133,7 +133,8 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
 @checked
 def decompose_losses(graph: Graph, parts: int) -> None:
     """Put steps in the place of losses over the classes that `tensor_splits` cuts a head on, where nothing else needs
-    these whole: then it cuts what is between head and loss, too, and what looks up the head's weight.
+    these whole: then it cuts what is between head and loss, too, and what looks up the head's weight. Call it before
+    `tensor_splits`, with the same number of parts.
     """
     for factor in dict.fromkeys(_outer_factors(graph, parts).values()) if parts > 1 else ():
         _, whole = _with(graph, factor)
@@ -310,7 +311,8 @@ def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -
     """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
 
     Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` says how many
-    blocks each stage has instead, as 3+5+4: what is before the first is with it, what follows a block with that.
+    blocks each stage has instead, as 3+5+4: what is before the first is with it, what follows a block with that. Raises
+    InputError for more stages than there are units.
     """
     block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
     units: list[list[Op]] = []
