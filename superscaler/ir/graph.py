@@ -33,7 +33,7 @@ _OWN = (__name__, checked.__module__, "superscaler.verbs")
 class Parts:
     """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy.
 
-    `Split("batch", 4)`, then `Split("heads", 2)` of one op: `cells` of shape (4, 2); `parts[0]` has the heads of batch 0.
+    `Split("batch", 4)`, then `Split("heads", 2)` of one op: `cells` of shape (4, 2); `parts[0]` has those of batch 0.
     """
 
     op: Op
