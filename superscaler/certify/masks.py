@@ -226,8 +226,11 @@ class Masks:
                 raise Refusal("is given a value by a device that only receives.")
             check_view(content, way.view)
             self._check_shape(content, way.local)
-            if content.dtype != i.dtype:
-                raise Refusal(f"moves {content.dtype} as {i.dtype}.")
+            if content.dtype != (i.wide or i.dtype):
+                raise Refusal(f"moves {content.dtype} as {i.wide or i.dtype}.")
+            is_own = content.is_gradient and i.dtype == self.model.tensors[content.tensor].dtype
+            if i.wide and not (is_own and i.kind == "reduce_scatter"):
+                raise Refusal(f"rounds {kind_of(content)} to {i.dtype} to move it.")
         check_bytes(i.bytes, sizes, i.dtype)
 
     def join(

@@ -40,12 +40,17 @@ def all_gather(communicator: Communicator, tensors: Tensors, group: Group, dims:
 
 
 def reduce_scatter(
-    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()
+    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = (), wire: str = ""
 ) -> Handles:
-    """Sum several tensors as one, each scattered along its own dim; the results are views of one buffer."""
+    """Sum several tensors as one, each scattered along its own dim; the results are views of one buffer.
+
+    `wire`: the dtype in which they travel, added in their own.
+    """
     sizes, mine = sizes or [()] * len(tensors), group.index(communicator.rank)
     chunks = [_chunks(x, group, dim, some) for x, dim, some in zip(tensors, dims, sizes, strict=True)]
-    work = communicator.reduce_scatter(torch.cat([some.flatten(1) for some in chunks], 1).reshape(-1), group, 0)
+    narrow, into = (getattr(torch, wire), tensors[0].dtype) if wire else (tensors[0].dtype, None)
+    joined = torch.cat([some.flatten(1).to(narrow) for some in chunks], 1)
+    work = communicator.reduce_scatter(joined.reshape(-1), group, 0, into=into)
     views = _views(work, [some[0].numel() for some in chunks])
     ways = ((x.shape[1:], d, s[mine]) if s else () for x, d, s in zip(chunks, dims, sizes, strict=True))
     return tuple(_then(v, partial(_kept, *way)) if way else v for v, way in zip(views, ways, strict=True))

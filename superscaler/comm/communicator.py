@@ -98,14 +98,22 @@ class Communicator(ABC):
         work = self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x[None], 0)
         return Later(lambda: trimmed(work.wait(), dim, sizes))
 
-    def reduce_scatter(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Handle:
-        """Sum over the group and keep my chunk of `dim`: equal chunks, or chunks of `sizes` (padded to travel)."""
+    def reduce_scatter(
+        self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = (), into: torch.dtype | None = None
+    ) -> Handle:
+        """Sum over the group and keep my chunk of `dim`: equal chunks, or chunks of `sizes` (padded to travel).
+
+        `into`: the dtype in which chunks are added, if it is not that of x.
+        """
         if len(group) == 1:
-            return Later(lambda: x)
+            return Later(lambda: x if into is None else x.to(into))
         shape = list(x.shape)
         shape[dim] = max(sizes, default=0) * len(sizes) or shape[dim]
         what = self._enter("reduce_scatter", group, shape, x.dtype)
-        work = self._scatter(what, group, split(x, len(group), dim, what, sizes))
+        chunks = split(x, len(group), dim, what, sizes)
+        # Backends add in the dtype of what travels.
+        added = None if into is None else self._swap(what, group, chunks, lambda parts: sum_in_order(parts, into))
+        work = self._scatter(what, group, chunks) if added is None else added
         return Later(lambda: work.wait().narrow(dim, 0, sizes[group.index(self.rank)])) if sizes else work
 
     def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Handle:
@@ -287,11 +295,13 @@ def from_plan_order(chunks: Sequence[Tensor], group: Group) -> Tensor:
     return torch.stack(ordered)
 
 
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum, added from first to last, halves in float32: the same bits on every rank."""
+def sum_in_order(parts: Sequence[Tensor], into: torch.dtype | None = None) -> Tensor:
+    """Return the sum, added from first to last, halves in float32: the same bits on every rank. `into`: the dtype in
+    which it is added and returned.
+    """
     dtype = parts[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = into or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         total += part
-    return total.to(dtype)
+    return total.to(into or dtype)

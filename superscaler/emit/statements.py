@@ -202,10 +202,11 @@ class Statements:
         group = self.number("groups", lambda j: j.group)
         made = self.targets(i.works)
         root = f", {i.root}" if i.root >= 0 else ""
-        if len(i.works) > 1:
+        wire = f', wire="{i.dtype}"' if i.wide else ""
+        if len(i.works) > 1 or i.wide:
             is_flat = i.kind in ("all_reduce", "reduce")
             along = ", largest=True" * i.largest if is_flat else f", ways={self.number('ways', _ways)}"
-            return f"{made}rt.{i.kind}_bucket({self.tuple_of(i.sources)}, {group}{root}{along})"
+            return f"{made}rt.{i.kind}_bucket({self.tuple_of(i.sources)}, {group}{root}{along}{wire})"
         (work,), (way,) = i.works, i.ways
         sizes = f", {way.sizes}" if way.sizes else ""
         extra = {

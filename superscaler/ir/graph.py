@@ -225,6 +225,8 @@ class Graph:
         self.mesh: dict[str, int] = {}
         # Whether gradients of weights are sent while others are computed.
         self.overlaps = True
+        # Whether gradients of weights in halves travel in halves, where they are summed in slices.
+        self.sends_halves = False
         # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
         self.gathers_each = True
         self.rewrite(model)
@@ -236,6 +238,7 @@ class Graph:
         twin.orders, twin.journal = list(self.orders), list(self.journal)
         twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
         twin.pieces, twin.overlaps, twin.gathers_each = dict(self.pieces), self.overlaps, self.gathers_each
+        twin.sends_halves = self.sends_halves
         twin.mesh = dict(self.mesh)
         return twin
 
@@ -315,6 +318,13 @@ class Graph:
         """Send the gradients of weights once the backward of a device has ended, not while others are computed."""
         self.overlaps = False
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
+
+    def send_halves(self) -> None:
+        """Send gradients of weights in bf16 or fp16 in that dtype, where devices keep slices of their sums; they are
+        added in float32. A device's own sum over microbatches is rounded before.
+        """
+        self.sends_halves = True
+        self.journal.append(Entry("send_halves", "", "", caller()))
 
     def gather_once(self) -> None:
         """Gather weights once for all microbatches: for the forward, and again for the backward where ops are

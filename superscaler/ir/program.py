@@ -231,7 +231,8 @@ class Collective:
     flattened and joined.
 
     `works`: the handles to wait on, None where only the device at place `root` of the group gets a result. `bytes`: of
-    the sources, padded. An all_reduce gives the sum, or the `largest`.
+    the sources, padded. An all_reduce gives the sum, or the `largest`. `wide`: the dtype of the sources and of the
+    results, in which they are added, if they travel in another one.
     """
 
     kind: str
@@ -244,6 +245,7 @@ class Collective:
     largest: bool = False
     notes: Notes = field(default=(), compare=False)
     root: int = -1
+    wide: str = ""
 
 
 @dataclass(frozen=True, slots=True)

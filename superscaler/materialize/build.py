@@ -54,8 +54,9 @@ def materialize(
     all. With `steady` it has the first microbatches only; Aperiodic means that they do not determine all.
     """
     model = schedule.edges.model
-    overlaps, turns = schedule.edges.graph.overlaps, _turns(schedule.edges)
-    context = Context(model.tensors, model.from_weights, costs, schedule.edges.fold, fold, overlaps, steady, turns)
+    graph, turns = schedule.edges.graph, _turns(schedule.edges)
+    ways = graph.overlaps, graph.sends_halves
+    context = Context(model.tensors, model.from_weights, costs, schedule.edges.fold, fold, *ways, steady, turns)
     code = Code(model.tensors, world, steady.inner if steady else 0)
     builder = _Builder(schedule, Writer(schedule.transfers, code, context))
     builder.run()

@@ -21,7 +21,8 @@ class Context:
     """Tensors, costs and folds that a lowering depends on.
 
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
-    fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed.
+    fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed;
+    `sends_halves`: those of halves travel as such to slices of their sums.
     `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: for updates, by
     home number and piece, the orders of communication that they are in. `paths`: a cache of searched paths.
     """
@@ -32,6 +33,7 @@ class Context:
     full_fold: Fold | None = None
     fold: Fold | None = None
     overlaps: bool = True
+    sends_halves: bool = False
     steady: SteadyState | None = None
     turns: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
     paths: Cache = field(default_factory=dict)
@@ -46,6 +48,12 @@ class Context:
         tensor = tensor.trained if trained else tensor
         is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
         return tensor.wide_dtype if is_summed else tensor.dtype
+
+    def wire(self, transfer: Transfer, kind: str, *, trained: bool = False) -> str:
+        """Return the dtype in which the tensor of a transfer travels in a collective."""
+        is_narrow = self.sends_halves and kind == "reduce_scatter" and transfer.is_to_updates
+        tensor = self.tensors[transfer.tensor]
+        return (tensor.trained if trained else tensor).dtype if is_narrow else self.dtype(transfer, trained=trained)
 
     def turn(self, transfer: Transfer) -> Hashable:
         """Return the orders of communication that a transfer is in."""

@@ -268,7 +268,9 @@ class Writer:
     def _collective(self, bucket: Sequence[Entry]) -> None:
         """Start the collectives of a bucket as one."""
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
-        dtype = self.context.dtype(self.transfers[bucket[0].number])
+        first = self.transfers[bucket[0].number]
+        wide, dtype = self.context.dtype(first), self.context.wire(first, how.kind)
+        options = how.root, wide * (wide != dtype)
         largest = how.kind == "all_reduce" and self.code.tensors[self.transfers[bucket[0].number].tensor].largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
@@ -280,7 +282,7 @@ class Writer:
                 ways.append(self._way(entry.number, entry.step, source, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             rank = next(slot.device for slot in pairs[0] if slot is not None)
-            self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, how.root))
+            self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, *options))
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._in_flight.setdefault(how.group, [])
             flying.append(bucket)
@@ -313,7 +315,7 @@ class Writer:
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         transfer, elements = self.transfers[number], self._way(number, step, *step.slots[0]).elements
-        dtypes = (self.context.dtype(transfer, trained=trained) for trained in (False, True))
+        dtypes = (self.context.wire(transfer, step.how.kind, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
     def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> CollectiveArg:

@@ -7,6 +7,8 @@ stage 1  a weight and its optimizer state rest in slices, and are gathered for t
 stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
 stage 3  so, and weights of blocks are gathered again for the backward: all but the last `keep` are computed again then
          (`Recompute`, one region a block), those keep activations (`Regather`). Frozen weights rest in slices, too
+
+`halves`: gradients of bf16 and fp16 weights travel in that dtype to their slices, and are added there in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather
 
 
 @along_axis(last=True)
-def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microbatches: int = 1, keep: int = 0) -> None:
+def zero(
+    graph: Graph,
+    n: int,
+    axis: str,
+    stage: int = 1,
+    shard: int = 0,
+    microbatches: int = 1,
+    keep: int = 0,
+    halves: bool = False,
+) -> None:
     shard = shard or n
     if stage not in (1, 2, 3) or keep < 0 or microbatches < 1:
         raise InputError(
@@ -27,6 +38,8 @@ def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microb
         )
     if shard < 1 or n % shard:
         raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose {divisors(n)}.")
+    if halves:
+        graph.send_halves()
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
     for count in (n // shard, shard):

@@ -42,7 +42,7 @@ def _with_ways(function: Callable[..., T]) -> Callable[..., T]:
             return run(rank, tensors, group, *more, **options)
         shapes, dims, sizes = zip(*rank.tables["ways"][ways], strict=True)
         tensors = tuple(x.reshape(shape) for x, shape in zip(tensors, shapes, strict=True))
-        return run(rank, tensors, group, *more, dims, sizes if any(sizes) else ())
+        return run(rank, tensors, group, *more, dims, sizes if any(sizes) else (), **options)
 
     return started
 

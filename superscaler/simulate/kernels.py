@@ -188,7 +188,7 @@ class _Device:
                 return _added(metas[i.value])
             case p.Collective():
                 pairs = zip(i.works, i.ways, strict=True)
-                self.started |= {work: (way.shape, i.dtype) for work, way in pairs if work is not None}
+                self.started |= {work: (way.shape, i.wide or i.dtype) for work, way in pairs if work is not None}
                 return self.works.bucket(i)
             case p.Recv():
                 self.started[i.work] = i.shape, i.dtype

@@ -244,7 +244,7 @@ class Liveness(Storages):
             self.hold(storage)
         for work, way in zip(i.works, i.ways, strict=True):
             if work is not None:
-                size = prod(way.shape) * width(i.dtype)
+                size = prod(way.shape) * width(i.wide or i.dtype)
                 kept = None if result is None else self.hold(result)
                 self.handles[work] = _Handle(size, kept, shared, [self.hold(x) for x in last])
 

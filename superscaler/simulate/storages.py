@@ -161,7 +161,7 @@ class Buffers:
 
 def buffers(i: Collective, place: int) -> Buffers:
     """Return the buffers of a collective on the device at this place of the group."""
-    p, is_one, size = len(i.group), len(i.ways) == 1, width(i.dtype)
+    p, is_one, size = len(i.group), len(i.ways) == 1 and not i.wide, width(i.dtype)
     way, ascending = i.ways[0], tuple(sorted(i.group)) == tuple(i.group)
     given = [block(size * way.elements) for way in i.ways]
     results = tuple(block(size * prod(way.shape)) for way in i.ways)
@@ -177,6 +177,9 @@ def buffers(i: Collective, place: int) -> Buffers:
             return Buffers(sources=True)
         case "all_gather" | "rd_gather":
             return _gathered(i, p, is_one, ascending, flat, results)
+        case "reduce_scatter" if i.wide:
+            # Narrowed, joined and exchanged; the waits add them.
+            return Buffers(shared=2 * flat)
         case "reduce_scatter":
             return _scattered(i, is_one, ascending, given, flat, block(flat // p))
         case _:

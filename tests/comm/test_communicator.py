@@ -135,6 +135,9 @@ def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> N
     assert torch.equal(comm.all_reduce(x, group, largest=True).wait(), largest)
     for dim in (0, 1):
         assert torch.equal(comm.reduce_scatter(x, group, dim).wait(), total.chunk(n, dim)[k])
+        added = comm.reduce_scatter(x.bfloat16(), group, dim, into=torch.float64).wait()
+        wide = [inputs[r].bfloat16().double().chunk(n, dim)[k] for r in group]
+        assert torch.equal(added, sum(wide[1:], wide[0]))
     strided = x.t()
     assert torch.equal(comm.all_reduce(strided, group).wait(), total.t())
     assert torch.equal(comm.reduce_scatter(strided, group, 1).wait(), total.t().chunk(n, 1)[k])

@@ -8,6 +8,8 @@ Megatron's tensor parallelism     8 b s h (P - 1)       four all_reduces; of a l
 Ulysses                           2 b s (h + k) (P - 1) / P   all_to_all of queries, keys, values and the result
 ring                              2 b s k (P - 1)       keys and values, from neighbour to neighbour
 
+And of weights, in bytes: gradients of Psi bf16 weights to their slices 4 Psi (P - 1), in halves 2 Psi (P - 1).
+
 Those of Ulysses are 4 b s h (P - 1) / P where h = k. A ring that keeps nothing sends keys and values again for the
 backward; their gradients go straight to the devices that made them: as many elements, but to others than neighbours.
 """
@@ -15,17 +17,24 @@ backward; their gradients go straight to the devices that made them: as many ele
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from math import prod
 
 import pytest
+import torch
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
+from superscaler.errors import ScheduleError
 from superscaler.ir.program import Collective, Program, Send, links
+from superscaler.models import build
+from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
 from tests.ran import equal
+from tests.simulate.counted import counted
 
 # Of both models.
 BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32
@@ -181,3 +190,25 @@ def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_th
     """
     found = moved(program(f"{GPT},layers=4", 4, f"interlaced:{devices},microbatches=4", devices))
     assert sum(found.values()) == (devices - 1) * BATCH * TOKENS * (6 * HIDDEN + 6)
+
+
+def test_gradients_of_halves_travel_in_halves_and_are_added_in_float32() -> None:
+    """A microbatch's gradient is made in bf16, so that nothing is rounded; the plan predicts what it needs."""
+    built = build(f"{GPT},layers=1")
+    adam = torch.optim.AdamW(built.module.parameters())
+    graph = ss.capture(built.module, built.args, built.kwargs, adam, precision="bf16", check=False)
+    psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
+    plans = {each: ss.compile(graph, f"zero:halves={each == 2}", "local:2") for each in (4, 2)}
+    for each, plan in plans.items():
+        every = [i for device in plan.compiled.program.devices for i in device.instructions]
+        sums = [i for i in every if isinstance(i, Collective) and i.kind == "reduce_scatter"]
+        assert sum(i.bytes * links(i.kind, 2) // 2 for i in sums) == each * psi
+        assert {(i.dtype, i.wide) for i in sums} == {("bfloat16", "float32") if each == 2 else ("float32", "")}
+    assert plans[2].verify()["equal"]
+    program = plans[2].compiled.program
+    check_program(program)
+    first, second = program.devices
+    wrong = [replace(i, dtype="float16") if isinstance(i, Collective) and i.wide else i for i in second.instructions]
+    with pytest.raises(ScheduleError, match=r"rounds the gradient of .* to float16 to move it"):
+        check_program(replace(program, devices=(first, replace(second, instructions=tuple(wrong)))))
+    assert memories(plans[2].compiled.program)[0].peak == pytest.approx(counted(plans[2], 0), rel=0.01)
