@@ -27,9 +27,9 @@ def parts(p: Prediction) -> list[Part]:
     """Return the parts of a step; their seconds sum up to the step's."""
     bound = min(p.bound, p.mean("compute"))
     return [
-        Part("the model's own operations", "backward", bound, "more devices, or a lower precision"),
+        Part("the model's own operations, at full rate", "backward", bound, "more devices, or a lower precision"),
         Part(
-            "kernels beside them", "forward", p.mean("compute") - bound,
+            "other and slower kernels", "forward", p.mean("compute") - bound,
             "larger parts (fewer microbatches, fewer cuts), less recomputation, fused kernels",
         ),
         Part("optimizer", "update", p.mean("optimizer"), "updates cut over the devices (zero:stage=1)"),
@@ -49,7 +49,7 @@ def _even(p: Prediction) -> str:
     if busiest.compute > _UNEVEN * p.mean("compute"):
         where = devices_text(busiest.devices, p.world)
         mean = duration(p.mean("compute"))
-        return f"even work: {where} computes {duration(busiest.compute)}, a device {mean} on average"
+        return f"even work: that of {where} takes {duration(busiest.compute)}, of a device {mean} on average"
     return "more microbatches, or a schedule with less idle time (interleaved, zb_h1)"
 
 

@@ -209,6 +209,8 @@ def _key(i: Instruction) -> Hashable:
     """Return what instructions with the same details have in common."""
     if isinstance(i, Forward | Backward):
         return type(i), i.task.segment, getattr(i, "half", "")
+    if isinstance(i, Loss):
+        return (Loss,)
     values = tuple((v.name, v.is_gradient) for v in _values(i))
     return type(i), values, getattr(i, "kind", ""), getattr(i, "group", ()), getattr(i, "peer", -1)
 

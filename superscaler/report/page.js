@@ -5,7 +5,9 @@ const KINDS = [
   "forward", "again", "backward", "weights", "update", "other", "launch", "transfer", "copy",
   "bubble", "exposed", "copying", "end",
 ];
+const COLUMNS = { u1: Uint8Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array };
 const LETTER_KINDS = { F: "forward", R: "again", B: "backward", I: "backward", W: "weights" };
+const HINT = "Point at an event to see what it is, which line of the plan asked for it, and what it waited for.";
 const FIRST_WAIT = 9;
 const GUTTER = 150, AXIS = 22, ROW = 18, THIN = 6, GAP = 3, BAND = 20;
 
@@ -27,7 +29,7 @@ function revive(value, bytes, start) {
   if (value === null || typeof value !== "object") return value;
   if (value.column) {
     const [type, offset, count] = value.column;
-    return new { u1: Uint8Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array }[type](bytes, start + offset, count);
+    return new COLUMNS[type](bytes, start + offset, count);
   }
   return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, revive(item, bytes, start)]));
 }
@@ -162,7 +164,8 @@ class Chart {
   }
 }
 
-/* Rectangles of one lane. Those below a pixel are summed: a column of pixels has the colour of what fills most of it. */
+/* Rectangles of one lane. Those below a pixel are summed: a column of pixels has the colour of what fills most of it,
+   and is paler where much of it is empty. */
 
 class Painter {
   constructor(context, colors, y, h) {
@@ -234,6 +237,7 @@ class Timeline extends Chart {
     this.bands = [];
     this.place(plans);
     this.listen();
+    this.choose(null);
     this.box.addEventListener("scroll", () => view.changed());
   }
 
@@ -242,7 +246,7 @@ class Timeline extends Chart {
     let y = AXIS;
     for (const plan of plans) {
       for (const track of plan.tracks) {
-        this.bands.push({ y, text: plans.length > 1 || plan.tracks.length > 1 ? `${plan.title}: ${track.title}` : "" });
+        this.bands.push({ y, text: plans.length > 1 || plan.tracks.length > 1 || track.title !== "predicted" ? `${plan.title}: ${track.title}` : "" });
         y += this.bands.at(-1).text ? BAND : 2;
         for (const lane of track.lanes) {
           y += lane.compute && lane !== track.lanes[0] ? GAP : 0;
@@ -313,16 +317,16 @@ class Timeline extends Chart {
     const { lane, k } = event, columns = lane.track.columns, kind = columns.kind[k], d = this.detail(event);
     const m = columns.microbatch[k], [t0, t1] = [this.start(lane, k), this.stop(lane, k)];
     const words = data.words[kind], from = this.source(event);
+    const span = `${seconds(t1 - t0)}, from ${seconds(t0)} to ${seconds(t1)}`;
+    const stream = lane.compute ? "" : `, stream ${lane.stream}`;
     const facts = [d.tensor && `tensor ${d.tensor}`, d.bytes && bytesText(d.bytes), d.devices].filter(Boolean);
     return [
       kind >= FIRST_WAIT ? words + (d.title ? `: ${d.title}` : "") : d.title,
-      [kind < FIRST_WAIT && words, m >= 0 && `microbatch ${m}`, `${seconds(t1 - t0)}, from ${seconds(t0)} to ${seconds(t1)}`]
-        .filter(Boolean).join(" · "),
-      `${lane.name}${lane.compute ? "" : `, stream ${lane.stream}`}${columns.critical[k] ? ", on the critical path" : ""}`,
+      [kind < FIRST_WAIT && words, m >= 0 && `microbatch ${m}`, span].filter(Boolean).join(" · "),
+      lane.name + stream + (columns.critical[k] ? ", on the critical path" : ""),
       facts.join(" · "),
       d.operators,
-      from && `waited for: ${this.detail(from).title} on ${from.lane.name}, ${seconds(this.start(from.lane, from.k))} to ${
-        seconds(this.stop(from.lane, from.k))}`,
+      from && `waited for: ${this.detail(from).title} on ${from.lane.name}, ${seconds(this.stop(from.lane, from.k))}`,
       d.why && `why: ${d.why}`,
       d.asked && `asked by: ${d.asked}`,
     ].filter(Boolean);
@@ -386,7 +390,8 @@ class Timeline extends Chart {
     c.beginPath();
     c.rect(x0, y, x1 - x0 - 2, lane.h);
     c.clip();
-    c.fillStyle = ["backward", "weights", "bubble", "transfer", "copy"].includes(kind) ? "#fff" : "#14161a";
+    const isDark = ["backward", "weights", "transfer", "copy"].includes(kind);
+    c.fillStyle = KINDS.indexOf(kind) >= FIRST_WAIT ? this.color("ink") : isDark ? "#fff" : "#14161a";
     c.fillText(text, x0 + 4, y + lane.h / 2 + 0.5);
     c.restore();
   }
@@ -419,6 +424,7 @@ class Timeline extends Chart {
     const box = document.getElementById("chosen");
     box.replaceChildren();
     if (event) this.write(box, event);
+    else box.textContent = HINT;
     this.view.changed();
   }
 
@@ -429,7 +435,8 @@ class Timeline extends Chart {
 
   show(event) {
     this.choose(event);
-    const { lane, k } = event, [t0, t1] = [this.start(lane, k), this.stop(lane, k)], width = this.view.t1 - this.view.t0;
+    const { lane, k } = event, [t0, t1] = [this.start(lane, k), this.stop(lane, k)];
+    const width = this.view.t1 - this.view.t0;
     if (t0 < this.view.t0 || t1 > this.view.t1) {
       const half = Math.max(width, (t1 - t0) * 1.1) / 2, middle = (t0 + t1) / 2;
       this.view.set(middle - half, middle + half);
@@ -466,6 +473,7 @@ class Timeline extends Chart {
   key(e) {
     const lane = this.lanes.find((l) => l.count), event = this.chosen || (lane && { lane, k: lane.first });
     const middle = (this.view.t0 + this.view.t1) / 2;
+    const nearer = () => this.view.zoom(0.7, middle), farther = () => this.view.zoom(1 / 0.7, middle);
     const moves = {
       ArrowRight: () => this.show(this.chosen ? this.beside(event, 1) : event),
       ArrowLeft: () => this.show(this.beside(event, -1)),
@@ -475,8 +483,7 @@ class Timeline extends Chart {
       g: () => this.source(event) && this.show(this.source(event)),
       Enter: () => this.near(event),
       Escape: () => this.choose(null),
-      w: () => this.view.zoom(0.7, middle), "+": () => this.view.zoom(0.7, middle), "=": () => this.view.zoom(0.7, middle),
-      s: () => this.view.zoom(1 / 0.7, middle), "-": () => this.view.zoom(1 / 0.7, middle),
+      w: nearer, "+": nearer, "=": nearer, s: farther, "-": farther,
       a: () => this.view.pan(-0.2), d: () => this.view.pan(0.2),
       0: () => this.view.set(0, this.view.end),
     };
@@ -646,7 +653,8 @@ class Editor {
 
   /* Return the works that a work waits for: those of the stage before, or behind, and its own forward. */
   needs(work, known) {
-    const { stage, kind, microbatch: m } = this.parse(work), first = (...names) => names.filter((n) => known.has(n)).slice(0, 1);
+    const { stage, kind, microbatch: m } = this.parse(work);
+    const first = (...names) => names.filter((name) => known.has(name)).slice(0, 1);
     if (kind === "F") return first(`${stage - 1}F${m}`);
     if (kind === "R") return [`${stage}F${m}`];
     if (kind === "W") return [`${stage}I${m}`];
@@ -771,7 +779,8 @@ async function main() {
   data.plans.forEach((plan, number) => plan.works && new Editor(number, plan.works));
   window.report = { data, view, timeline };
   view.changed();
-  requestAnimationFrame(() => requestAnimationFrame(() => (document.body.dataset.ready = performance.now().toFixed(0))));
+  const ready = () => (document.body.dataset.ready = performance.now().toFixed(0));
+  requestAnimationFrame(() => requestAnimationFrame(ready));
 }
 
 main();

@@ -196,9 +196,8 @@ def _memory(subjects: Sequence[Subject]) -> Markup:
 
 
 def _timeline(subjects: Sequence[Subject]) -> Markup:
-    keys = (
-        tag("span", tag("i", style=f"background:var(--{key})"), words) for key, words in zip(_KEYS, WORDS, strict=True)
-    )
+    seen = {int(k) for s in subjects for t in s.timelines for lane in t.lanes for k in np.unique(lane.kind)}
+    keys = (tag("span", tag("i", style=f"background:var(--{_KEYS[k]})"), WORDS[k]) for k in sorted(seen))
     label = "timeline of a step; arrow keys choose events, w and s zoom, a and d pan, 0 shows all"
     canvas = tag("canvas", id="timeline", tabindex=0, role="application", aria_label=label)
     return tag(
@@ -304,7 +303,7 @@ def _track(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
     small = {name: (all_of(name), "u1") for name in ("kind", "critical")}
     found = {"start": (start, "u4"), "length": (end - start, "u4"), **numbers, **small}
     return {
-        "title": timeline.title,
+        "title": timeline.title + (f", without {timeline.hidden} devices" if timeline.hidden else ""),
         "seconds": timeline.seconds,
         "tick": tick,
         "columns": {name: columns.add(*column) for name, column in found.items()},
