@@ -56,6 +56,7 @@ class Printer:
     as_json: bool
     progress: Progress = field(default_factory=Progress)
     result: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def show(self, *things: RenderableType) -> None:
         """Print tables or plain text; markup in text is not read."""
@@ -267,6 +268,43 @@ def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Clus
     return sprogram(graph, cluster)
 
 
+def save_options(folder: Path, options: Mapping[str, Any]) -> None:
+    """Write the options of a command, by their names, into a file that --config takes."""
+    import yaml
+
+    from superscaler.specs.file_errors import writing
+
+    with writing(f"--run {folder}", "name a folder that you may write to"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "options.yaml").write_text(yaml.safe_dump(dict(options), sort_keys=False))
+
+
+def _resolved(context: typer.Context) -> dict[str, Any]:
+    """Return the options of a command that have a value, by their names."""
+    pairs = ((_long(p), context.params.get(str(p.name))) for p in context.command.params)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in pairs if name != "config"}
+    return {name: value for name, value in plain.items() if value not in (None, False, [], ())}
+
+
+def _long(parameter: Any) -> str:
+    """Return the name of an option without its dashes; of an argument its own."""
+    return str(max(parameter.opts, key=len).lstrip("-"))
+
+
+def _read_options(context: typer.Context, file: str | None) -> str | None:
+    """Take the options in a YAML file as the defaults of a command."""
+    if file is not None:
+        from superscaler.specs import yaml_file
+
+        known = {_long(p): p for p in context.command.params}
+        given = yaml_file.table(yaml_file.read(file, f"--config {file}"), f"--config {file}")
+        for name in given:
+            if name not in known:
+                raise InputError(f"--config {file}: {unknown('option', name, known)}")
+        context.default_map = {str(known[name].name): value for name, value in given.items()}
+    return file
+
+
 def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     """Make a command of `function(printer, [request,] options of its own)`: the fields of the request are options too,
     and so is --json. Where the function returns False, the exit code is 1.
@@ -276,14 +314,22 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     asked = list(signature(kind, eval_str=True).parameters.values()) if kind else []
     as_json = Annotated[bool, option("--json", "One JSON object as the last line of standard output.")]
     timed = Annotated[bool, option("--timings", "Print at the end where the time went.")]
+    config = Annotated[
+        str | None,
+        typer.Option("--config", metavar="FILE", help="YAML with options by name, which those given here replace.",
+                     is_eager=True, callback=_read_options),
+    ]  # fmt: skip
+    first = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
     last = [
+        Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=config),
         Parameter("timings", Parameter.KEYWORD_ONLY, default=False, annotation=timed),
         Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=as_json),
     ]
 
-    def run(as_json: bool, timings: bool, **given: Any) -> None:
+    def run(context: typer.Context, as_json: bool, timings: bool, config: str | None, **given: Any) -> None:
         request = [kind(**{p.name: given.pop(p.name) for p in asked})] if kind else []
         with printing(as_json, timings) as printer:
+            printer.options = _resolved(context)
             is_good = function(printer, *request, **given)
         if is_good is False:
             raise typer.Exit(1)
@@ -298,6 +344,6 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = Signature([*options, *last])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (*options, *last)}
+    run.__signature__ = Signature([first, *options, *last])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (first, *options, *last)}
     return run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command, option, path
+from superscaler.cli.common import PlanRequest, Printer, command, option, path, save_options
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
 from superscaler.specs.sizes import size
@@ -88,7 +88,8 @@ def train(
         int | None, typer.Option("--profile", min=1, help="Record so many steps, after a first one, into --run.")
     ] = None,
     run: Annotated[
-        Path | None, path("--run", "DIR", "Folder for what --profile records; superscaler report --run reads it.")
+        Path | None,
+        path("--run", "DIR", "Folder for options.yaml, metrics.jsonl, scalars, and what --profile records."),
     ] = None,
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
@@ -107,6 +108,8 @@ def train(
         "profile": profile, "run": run,
     }  # fmt: skip
     Options(**given).check()
+    if run is not None:
+        save_options(run, printer.options)
     with warm_python() as python:
         compiled, built = request.compile()
         if not compiled.trains:
@@ -117,7 +120,7 @@ def train(
         with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
             compiled.save(folder, seed, None if evaluation is None else request.compile_evaluation(built))
             world = compiled.compiled.program.world
-            result = launch(Path(folder), world=world, python=python, named=request.model, **given)
+            result = launch(Path(folder), world=world, python=python, named=request.model, **_work(compiled), **given)
     printer.show(
         _summary(result),
         *_more_memory(compiled, result["memory_bytes"]),
@@ -125,6 +128,17 @@ def train(
     )
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     return not result.get("failed_saves")
+
+
+def _work(plan: Plan) -> dict[str, float]:
+    """Return the operations of a step, and the peak of a device, as far as it is known."""
+    from superscaler.simulate.predict import model_flops
+
+    compiled = plan.compiled
+    found, kind = model_flops(compiled.program.model), compiled.cluster.device_kind
+    dtype = max(found, key=lambda name: found[name], default="float32")
+    peak = 0.0 if kind is None else kind.flops.get(dtype, 0.0)
+    return {"flops": float(sum(found.values())), "peak_flops": float(peak)}
 
 
 def _file_of(spec: Path) -> str:

@@ -50,6 +50,8 @@ class Options:
     named: str | None = None
     profile: int | None = None
     run: Path | None = None
+    flops: float | None = None
+    peak_flops: float | None = None
 
     def check(self) -> None:
         """Raise InputError for options that ranks would refuse, before any rank starts."""

@@ -1,37 +1,26 @@
 """The training loop of one rank, which the `run.py` of a plan directory calls under torchrun."""
 
 import argparse
-import errno
-import json
-import math
-import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step, load
-from superscaler.specs.file_errors import unwritable, writing
 from superscaler.specs.user_file import from_file
 from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.feed import feed, fitting, is_function
+from superscaler.train.log import Reporter, logs_of
 from superscaler.train.schedule import advance, schedule_of
-
-# Seconds between two progress lines where they do not overwrite each other.
-_INTERVAL = 1.0
-# Where they do: to the start of the line, which is cleared.
-_CLEAR = "\r\x1b[2K"
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = load) -> None:
@@ -60,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=resume.path, help="file of a JSON object a step; a run that goes on adds to it")
     made.add_argument("--profile", type=int, help="steps to record with torch's profiler, after a first one; see --run")
-    made.add_argument("--run", type=resume.path, help="folder for what --profile records, for superscaler report --run")
+    made.add_argument("--run", type=resume.path, help="folder for metrics.jsonl, scalars, and what --profile records")
+    made.add_argument("--flops", type=float, help=argparse.SUPPRESS)
+    made.add_argument("--peak-flops", type=float, help=argparse.SUPPRESS)
     resume.add_options(made)
     made.add_argument("--launched", type=resume.path, help=argparse.SUPPRESS)
     return made
@@ -93,7 +84,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         reporter, why = None, ""
         times.append(time.time())
         if step.rank == 0:
-            reporter = Reporter(options.steps, Metrics(options.metrics, start) if options.metrics else None)
+            work = (options.flops or 0.0) / step.world, options.peak_flops or 0.0
+            reporter = Reporter(options.steps, logs_of(options, start), work)
             stack.callback(reporter.close)
         turns = _turns(step, start, options.steps)
         for number in turns:
@@ -182,8 +174,8 @@ def check_options(steps: int, clip: float | None) -> None:
 
 def check_profile(options: Any) -> None:
     """Raise InputError for a profile without a folder, or of more steps than there are after the first."""
-    if (options.profile is None) != (options.run is None):
-        raise InputError("--profile N records N steps into the folder of --run DIR; give both, or none.")
+    if options.profile is not None and options.run is None:
+        raise InputError("--profile N records N steps into the folder of --run DIR; give that, too.")
     if options.profile is not None and not 1 <= options.profile < options.steps:
         raise InputError(
             f"--profile {options.profile} of {options.steps} steps: the first step warms up, so at least 1 and at most "
@@ -218,83 +210,3 @@ def _count_tokens(batch: Batch) -> int:
     if "input_ids" in batch:
         return batch["input_ids"].numel()
     return max((x.shape[0] for x in batch.values() if x.dim()), default=1)
-
-
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes: on its GPU if it has one, else in main memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    # Kibibytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class Metrics:
-    """A file with one JSON object per line. A line that a full disk cannot take is left out with a warning."""
-
-    def __init__(self, path: Path, start: int) -> None:
-        self._path, self._left_out = path, 0
-        with writing(f"--metrics {path}", "name a file in a folder that you may write to"):
-            self._file = path.open("ab" if start else "wb", buffering=0)
-
-    def add(self, entry: dict[str, Any]) -> None:
-        line, written = json.dumps(entry).encode() + b"\n", 0
-        try:
-            written = self._file.write(line)
-            if written < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            # No partial line stays, if the path is a regular file.
-            with suppress(OSError):
-                os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
-            self._left_out += 1
-            if self._left_out == 1:
-                resume.warn(f"{unwritable(f'--metrics {self._path}', error)}; training goes on.")
-
-    def close(self) -> None:
-        self._file.close()
-        if self._left_out:
-            resume.warn(f"--metrics {self._path} is incomplete: it has no line of {self._left_out} steps.")
-
-
-class Reporter:
-    """A writer of a progress line on standard error and of the metrics file, on rank 0."""
-
-    def __init__(self, steps: int, metrics: Metrics | None) -> None:
-        self._steps = steps
-        self._metrics = metrics
-        self._shown = -math.inf
-        self._is_finite = True
-
-    def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-
-    def add(
-        self, number: int, loss: float, seconds: float, tokens: int, norm: float | None, lr: float | tuple[float, ...]
-    ) -> None:
-        memory = peak_memory()
-        if self._metrics is not None:
-            entry = {"step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory}
-            self._metrics.add(entry | {"gradient_norm": norm, "lr": lr})
-        rate = f"lr {lr:.2e}" if isinstance(lr, float) else "lr " + " ".join(f"{one:.2e}" for one in lr)
-        speed = f"{rate}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
-        text = f"step {number + 1}/{self._steps}  loss {loss:.4f}  {speed}"
-        if self._is_finite and not math.isfinite(loss):
-            self._is_finite = False
-            resume.warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")
-        self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
-
-    def evaluated(self, done: int, found: dict[str, float]) -> None:
-        """Report an evaluation after so many steps."""
-        if self._metrics is not None:
-            self._metrics.add({"step": done - 1, "evaluation": found})
-        text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
-        resume.say(f"{_CLEAR * sys.stderr.isatty()}step {done}/{self._steps}  evaluation: {text}")
-
-    def _show(self, text: str, *, is_last: bool) -> None:
-        if sys.stderr.isatty():
-            resume.say(f"{_CLEAR}{text}", end="\n" if is_last else "")
-        elif is_last or time.monotonic() - self._shown >= _INTERVAL:
-            self._shown = time.monotonic()
-            resume.say(text)

@@ -290,8 +290,21 @@ def test_training_with_copies_goes_on_under_another_plan(tmp_path: Path, capfd: 
 @pytest.mark.dist
 def test_train_in_float16_scales_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = "--steps", "4", "--autocast", "fp16", "--clip", "1", "--out", str(tmp_path / "plan")
-    assert run("train", MODEL, *TWO, *options, "--json") == 0
+    more = "--run", str(tmp_path / "run"), "--warmup", "2", "--set", "weight_decay=0.1"
+    assert run("train", MODEL, *TWO, *options, *more, "--json") == 0
     found = last(capfd.readouterr().out)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["loss"] for entry in entries] == found["losses"]
+    assert [entry["lr"] for entry in entries] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
+    assert all(entry["tflops"] > 0 for entry in entries)
+    assert json.loads((tmp_path / "plan" / PLAN_FILE).read_text())["optimizer"]["groups"][0]["weight_decay"] == 0.1
+    file = tmp_path / "run" / "options.yaml"
+    assert run("compile", "--config", str(file)) == 2
+    assert f"--config {file}: unknown option 'steps'" in capfd.readouterr().err
+    kept = [line for line in file.read_text().splitlines() if line.split(":")[0] in ("model", "plan", "autocast")]
+    file.write_text("\n".join(kept))
+    assert run("compile", "--config", str(file), "--cluster", "local:4", "--json") == 0
+    assert last(capfd.readouterr().out)["cluster"] == "local:4"
     assert (tmp_path / "plan" / PLAN_FILE).is_file()
     assert (found["world"], found["tokens_per_second"] > 0) == (2, True)
     assert len(found["losses"]) == 4

@@ -1,0 +1,177 @@
+"""What a run logs, on rank 0: a line on standard error, a JSON object a step, and scalars for TensorBoard."""
+
+import errno
+import json
+import math
+import os
+import resource as process
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from superscaler.specs.file_errors import unwritable, writing
+from superscaler.train import resume
+
+# In the folder of a run.
+METRICS_FILE = "metrics.jsonl"
+# Seconds between two progress lines where they do not overwrite each other.
+_INTERVAL = 1.0
+# Where they do: to the start of the line, which is cleared.
+_CLEAR = "\r\x1b[2K"
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes: on its GPU if it has one, else in main memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # Kibibytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return process.getrusage(process.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Log(Protocol):
+    """What takes an entry of numbers a step."""
+
+    def add(self, entry: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """A file with one JSON object per line. A line that a full disk cannot take is left out with a warning."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path, self._left_out = path, 0
+        with writing(f"--metrics {path}", "name a file in a folder that you may write to"):
+            self._file = path.open("ab" if start else "wb", buffering=0)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        line, written = json.dumps(entry).encode() + b"\n", 0
+        try:
+            written = self._file.write(line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            # No partial line stays, if the path is a regular file.
+            with suppress(OSError):
+                os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+            self._left_out += 1
+            if self._left_out == 1:
+                resume.warn(f"{unwritable(f'--metrics {self._path}', error)}; training goes on.")
+
+    def close(self) -> None:
+        self._file.close()
+        if self._left_out:
+            resume.warn(f"--metrics {self._path} is incomplete: it has no line of {self._left_out} steps.")
+
+
+class TensorBoard:
+    """The numbers of each step as scalars, for TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Add the numbers of an entry, those of an evaluation by their own names."""
+        numbers = {**entry, **{f"evaluation/{name}": x for name, x in entry.get("evaluation", {}).items()}}
+        for name, value in numbers.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, entry["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WeightsAndBiases:
+    """The entries of each step for Weights & Biases."""
+
+    def __init__(self, folder: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=str(folder))
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Log an entry."""
+        self._run.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def logs_of(options: Any, start: int) -> list[Log]:
+    """Return where the entries of a run go: the file of --metrics, and into the folder of --run, for TensorBoard where
+    that is installed, to Weights & Biases where that is installed and WANDB_PROJECT is set.
+    """
+    files = [options.metrics] if options.metrics else []
+    if options.run is None:
+        return [Metrics(file, start) for file in files]
+    with writing(f"--run {options.run}", "name a folder that you may write to"):
+        options.run.mkdir(parents=True, exist_ok=True)
+    found: list[Log] = [Metrics(file, start) for file in (*files, options.run / METRICS_FILE)]
+    found += [TensorBoard(options.run)] if find_spec("tensorboard") else []
+    return found + ([WeightsAndBiases(options.run)] if os.environ.get("WANDB_PROJECT") and find_spec("wandb") else [])
+
+
+class Reporter:
+    """A writer of a progress line on standard error and of the logs. `work`: operations of a step on each device, and
+    their peak a second, 0 where these are unknown.
+    """
+
+    def __init__(self, steps: int, logs: Sequence[Log] = (), work: tuple[float, float] = (0.0, 0.0)) -> None:
+        self._steps, self._logs, self._work = steps, logs, work
+        self._shown = -math.inf
+        self._is_finite = True
+
+    def close(self) -> None:
+        for log in self._logs:
+            log.close()
+
+    def _log(self, entry: dict[str, Any]) -> None:
+        for log in self._logs:
+            log.add(entry)
+
+    def add(
+        self, number: int, loss: float, seconds: float, tokens: int, norm: float | None, lr: float | tuple[float, ...]
+    ) -> None:
+        """Report a step: `tokens` of token ids, or samples of other inputs; the gradients' `norm`, if it is known."""
+        memory, flops, peak = peak_memory(), self._work[0] / seconds, self._work[1]
+        entry: dict[str, Any] = {
+            "step": number,
+            "loss": loss,
+            "seconds": seconds,
+            "tokens": tokens,
+            "memory_bytes": memory,
+        }
+        entry |= {"memory_bytes": memory, "gradient_norm": norm, "lr": lr} | ({"tflops": flops / 1e12} if flops else {})
+        self._log(entry | ({"mfu": flops / peak} if flops and peak else {}))
+        rates = (lr,) if isinstance(lr, float) else lr
+        words = [
+            f"step {number + 1}/{self._steps}", f"loss {loss:.4f}", "lr " + " ".join(f"{rate:.2e}" for rate in rates),
+            f"{tokens / seconds:,.0f} tokens/s", f"{flops / 1e12:.3g} TFLOPS" if flops else "",
+            f"MFU {flops / peak:.0%}" if flops and peak else "", f"{memory / 1e9:.2f} GB",
+            f"norm {norm:.3f}" if norm is not None else "",
+        ]  # fmt: skip
+        if self._is_finite and not math.isfinite(loss):
+            self._is_finite = False
+            resume.warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")
+        self._show("  ".join(filter(None, words)), is_last=number + 1 == self._steps)
+
+    def evaluated(self, done: int, found: dict[str, float]) -> None:
+        """Report an evaluation after so many steps."""
+        self._log({"step": done - 1, "evaluation": found})
+        text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        resume.say(f"{_CLEAR * sys.stderr.isatty()}step {done}/{self._steps}  evaluation: {text}")
+
+    def _show(self, text: str, *, is_last: bool) -> None:
+        if sys.stderr.isatty():
+            resume.say(f"{_CLEAR}{text}", end="\n" if is_last else "")
+        elif is_last or time.monotonic() - self._shown >= _INTERVAL:
+            self._shown = time.monotonic()
+            resume.say(text)
