@@ -32,7 +32,7 @@ _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 _RANDOM = re.compile(
-    "(normal|uniform|bernoulli|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
+    "(normal|uniform|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
     "multinomial|randint|randperm|poisson$|(feature_|alpha_)+dropout_?$|dropout_$"
 )
 
@@ -153,9 +153,14 @@ class _GivenDraws(WithoutDropout):
         """Register tensors that depend on an input or a parameter."""
 
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if name == "bernoulli_":
+            return self._called(Tensor.copy_, "copy_", (args[0], self._bernoulli(*args, **kwargs)), {})
         if _RANDOM.match(name):
             raise Unlike(f"it draws random numbers by {name}")
         return (self._drawn if name in DRAWN else self._computed)(func, name, args, kwargs)
+
+    def _bernoulli(self, x: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+        return DRAWN["bernoulli"](self.following(tuple(x.shape)), x, p).to(x.dtype)
 
     def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         return func(*args, **kwargs)

@@ -38,6 +38,7 @@ RIGHT = {
     "written buffer": lambda m, h: m.norm(h),
     "written into a constant": lambda m, h: torch.zeros(4, 8).index_copy(0, torch.arange(4), h),
     "random numbers": lambda m, h: h * torch.rand_like(h) + torch.bernoulli(torch.full((8,), 0.5)),
+    "drop path": lambda m, h: h + m.first(h) * h.new_empty(4, 1).bernoulli_(0.5).div_(0.5),
     "not a number": lambda m, h: torch.nan_to_num(h.masked_fill(h > 0, float("nan"))),
     "smallest number": lambda m, h: h.masked_fill(h > 0, torch.finfo(h.dtype).min).softmax(-1),
 }
