@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from superscaler.errors import some
 from superscaler.ir.graph import block_of
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Op
+from superscaler.ir.model import Op, width
 from superscaler.ir.program import (
     Backward,
     Collective,
@@ -130,7 +131,9 @@ class Details:
                 return Kind.TRANSFER, self._transfer(i, f"send {self._said(i)}", "send", i.bytes, f"to device {i.peer}")
             case Recv():
                 title = f"receive {self._said(i)}"
-                return Kind.TRANSFER, self._transfer(i, title, "send", 0, f"from device {i.peer}")
+                return Kind.TRANSFER, self._transfer(
+                    i, title, "send", prod(i.shape) * width(i.dtype), f"from device {i.peer}"
+                )
             case Copy():
                 kind = "to_host" if i.to_host else "to_device"
                 title = f"copy {self._said(i)} {'to the host' if i.to_host else 'back from the host'}"

@@ -298,9 +298,12 @@ class Timeline extends Chart {
     return lane ? { lane, k } : null;
   }
 
+  /* Return what an event waited for: the communication, and of a message its start at the other end. */
   source({ lane, k }) {
     const number = lane.track.columns.source[k];
-    return number < 0 ? null : this.find(lane.track, number);
+    if (number < 0) return null;
+    const found = this.find(lane.track, number);
+    return found && (this.source(found) || found);
   }
 
   detail({ lane, k }) {

@@ -85,6 +85,14 @@ def test_a_page_shows_the_plan_and_asks_for_nothing(tmp_path: Path) -> None:
             shown.keyboard.press("Enter")
             settled(shown)
         assert shown.inner_text("#chosen").splitlines()[0] == lines[0]
+        # The wait before the backward of stage 2 goes back to the message of stage 3.
+        chosen = """() => {
+            const t = report.timeline, lane = t.lanes.find((l) => l.compute && l.name === "device 2");
+            const columns = lane.track.columns, own = [...Array(lane.count).keys()].map((n) => n + lane.first);
+            const k = own.find((n) => columns.kind[n] === 9 && t.detail({ lane, k: n }).title.includes("gradients"));
+            return t.lines({ lane, k });
+        }"""
+        assert "waited for: send gradients of add_15 on device 3" in "\n".join(shown.evaluate(chosen))
         shown.keyboard.press("w")
         settled(shown)
         t0, t1 = shown.evaluate("[report.view.t0, report.view.t1]")
