@@ -66,6 +66,11 @@ _NARAYANAN = (
     (40, 6144, 48, 8, 256, 1024, 8, 135),
 )  # fmt: skip
 
+# BigScience, train/tr11-176B-ml/chronicles-prequel.md, "Best TFLOPs": 8 A100 (80 GB), fp16, sequence 2048, vocabulary
+# 250,880, each layer computed again, 2,048 microbatches of one sequence, of which 64 are simulated. A row: layers,
+# hidden, heads, seconds.
+_BIGSCIENCE = ((8, 14400, 32, 769.99),)
+
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, eager, sequence 8192, two
 # samples a GPU, H100 with 2.4 TB/s and 500 W, NICs of 400 Gbit/s. What it computes again is compared with all and none.
 _TITAN = ((8, 5762), (128, 5605))
@@ -105,6 +110,10 @@ def rows() -> Iterator[Row]:
         flops = 96 * batch * layers * 2048 * hidden**2 * (1 + 2048 / 6 / hidden + 51200 / 16 / layers / hidden)
         plan = f"hybrid:dp={dp},tp={tp},microbatches={batch // dp // micro},recompute=full"
         yield Row("narayanan", "weak", model, plan, f"a100:{count // 8}x8", flops / count / speed / 1e12)
+    for layers, hidden, heads, seconds in _BIGSCIENCE:
+        sizes = f"layers={layers},hidden={hidden},heads={heads},seq=2048,vocabulary=250880,batch=64,attention=eager"
+        plan = "hybrid:tp=8,microbatches=64,recompute=full"
+        yield Row("bigscience", "20b", f"gpt3:{sizes}", plan, "a100:1x8", seconds * 64 / 2048)
     for count, speed in _TITAN:
         model = f"llama:size=8b,seq=8192,batch={2 * count}"
         slow = "device: {memory: 96e9, speeds: {memory: [2100e9, 2250e9]}}"
