@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from families import found_of, most, shown
 from points import Rows
-from report import VERDICTS, table, verdict
+from report import POINTS, VERDICTS, point_rows, table, verdict
 
 
 def run(rows: Rows, quick: bool) -> str:
     found = found_of(rows, "gpt3", quick)
+    other = found_of(Rows(keep=True, only_known=True), "gpt3, softmax in float16", quick)
     return "\n".join([
         *shown("e3", "E3. GPT-3 end to end, sequence 16384", found),
         table(VERDICTS, [
             verdict("most over Megatron-LM and Alpa", 3.3, most(found, "co-shard", "Megatron-LM, Alpa")),
             verdict("most over DeepSpeed", 1.5, most(found, "co-shard", "DeepSpeed")),
         ]),
+        "The same where the softmax is in float16, so that scores take half of the memory:\n",
+        table(POINTS, (line for gpus, row in other.items() for line in point_rows(f"{gpus} GPUs", row))),
     ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def verdict(what: str, paper: float, ours: float | None, cause: str = "") -> lis
     if ours is None:
         return [what, f"{paper:g}", "not run", "", cause]
     is_hit = abs(ours / paper - 1) <= HIT
-    return [what, f"{paper:g}", f"{ours:.2g}", "hit" if is_hit else "miss", "" if is_hit else cause]
+    said = f"{ours:.0f}" if ours >= 100 else f"{ours:.2g}"
+    return [what, f"{paper:g}", said, "hit" if is_hit else "miss", "" if is_hit else cause]
 
 
 VERDICTS = ("claim", "paper", "ours", "", "what decides")
@@ -45,7 +47,7 @@ def point_rows(label: str, found: Mapping[str, Row | None]) -> list[list[str]]:
         peak = f"{row['peak'] / 1e9:.1f}" + ("" if row["fits"] else " **out of memory**")
         shares = (f"{share(row, part):.0%}" for part in ("compute", "communication", "bubble"))
         held = "; ".join(f"{size / 1e9:.1f} GB {name}" for name, size in row["largest"][:2])
-        plan = f"`{row['plan']}`"
+        plan = f"`{json.loads(row['key'])[1]}`"
         rows.append([label, system, plan, f"{row['seconds']:.1f}", f"{row['tflops']:.0f}", peak, *shares, held])
     return rows
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from models import BATCH, MODELS
+from models import MODELS
 from points import Point
 
 Ladder = list[Point]
@@ -189,11 +189,11 @@ def spaces(family: str, gpus: int) -> dict[str, list[Ladder]]:
     """Return the ladders of each system for a family on so many GPUs."""
 
     def place(plan: str, stages: int = 1, dp: int = 1) -> Point:
-        return Point(MODELS[family][gpus], plan, CLUSTERS[gpus], BATCH[family], stages, dp)
+        return Point(MODELS[family][gpus], plan, CLUSTERS[gpus], 128 if family == "alphafold2" else 512, stages, dp)
 
     return {
         system: [[MAKERS[system](place, config) for config in ladder.split("|")] for ladder in ladders]
-        for system, ladders in SPACES.get((family, gpus), {}).items()
+        for system, ladders in SPACES.get((family.partition(",")[0], gpus), {}).items()
     }
 
 
