@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -235,23 +235,30 @@ class Loop:
 
     def repetition(self, at: int) -> Iterator[Instruction]:
         """Yield the instructions of a repetition, which may be one beyond `count`."""
-        for i, moved in zip(self.first, self._moved, strict=True):
-            yield replace(i, **{name: move(at) for name, move in moved}) if moved and at else i
+        for i, (values, moves) in zip(self.first, self._moved, strict=True):
+            if moves and at:
+                values = list(values)
+                for n, move in moves:
+                    values[n] = move(at)
+                yield type(i)(*values)
+            else:
+                yield i
 
     @cached_property
-    def _moved(self) -> list[list[tuple[str, Callable[[int], Any]]]]:
-        """Return the moving fields of each instruction, as functions of the repetition."""
-        found = []
+    def _moved(self) -> list[tuple[list[Any], list[tuple[int, Callable[[int], Any]]]]]:
+        """Return the fields of each instruction, and those that move, as functions of the repetition."""
+        found, known = [], dict[Any, Callable[[int], Any]]()
         for a, b in zip(self.first, self.second, strict=True):
-            names = (f.name for f in fields(a) if f.compare)
-            moves = ((name, mover(getattr(a, name), getattr(b, name))) for name in names)
-            found.append([(name, move) for name, move in moves if move is not None])
+            names = [f.name for f in fields(a)]
+            compared = ((n, f.name) for n, f in enumerate(fields(a)) if f.compare)
+            moves = ((n, mover(getattr(a, name), getattr(b, name), known)) for n, name in compared)
+            found.append(([getattr(a, name) for name in names], [(n, m) for n, m in moves if m is not None]))
         return found
 
 
-def mover(first: Any, second: Any) -> Callable[[int], Any] | None:
+def mover(first: Any, second: Any, known: dict[Any, Callable[[int], Any]] | None = None) -> Callable[[int], Any] | None:
     """Return the function `at -> evenly([first, second], (at,))`, None if both are equal. It looks up the moving
-    numbers once.
+    numbers once. `known`: functions of names that were returned before; each keeps its last result.
 
     Raises ValueError for tuples of different lengths.
     """
@@ -261,16 +268,22 @@ def mover(first: Any, second: Any) -> Callable[[int], Any] | None:
         return lambda at: first + at * (second - first)
     if not isinstance(first, tuple):
         return lambda at: evenly([first, second], (at,))
+    known = {} if known is None else known
+    if isinstance(first, Value) and (first, second) in known:
+        return known[first, second]
     pairs = enumerate(zip(first, second, strict=True))
-    moving = [(n, move) for n, (a, b) in pairs if (move := mover(a, b)) is not None]
+    moving = [(n, move) for n, (a, b) in pairs if (move := mover(a, b, known)) is not None]
     make: Callable[[list[Any]], Any] = getattr(first, "_make", tuple)
 
+    @lru_cache(1)
     def moved(at: int) -> Any:
         found = list(first)
         for n, move in moving:
             found[n] = move(at)
         return make(found)
 
+    if isinstance(first, Value):
+        known[first, second] = moved
     return moved
 
 

@@ -106,7 +106,7 @@ class _Clock:
 
     def _work(self, run: Run) -> bool:
         given = self.work(run.cohort, run.at)
-        if run.worked == run.at or not np.any(given):
+        if run.worked == run.at or not (given if isinstance(given, float) else np.any(given)):
             return True
         seconds = np.atleast_1d(np.asarray(given, dtype=np.float64))
         if self.slowdown > 1.0:

@@ -29,7 +29,8 @@ class Segments:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._run = callables(program)
-        self._calls: dict[tuple[int, Call], Segment] = {}
+        self._calls: dict[Hashable, Segment] = {}
+        self._tasks: dict[int, dict[Task, Segment]] = {}
         self._known: dict[Hashable, Segment] = {}
         # Functions whose kernels depend on the place of a part.
         functions = enumerate(program.functions)
@@ -43,19 +44,25 @@ class Segments:
         """
         given, first = tuple[bool, ...](), tuple[int, ...]()
         if backward is not None:
-            given = tuple(g is not None for g in backward.gradients)
-            sums = backward.sums or (None,) * len(backward.outputs)
-            made = zip(backward.outputs, sums, strict=True)
-            first = tuple(n for n, pair in enumerate(made) if backward.half and pair != (None, None))
+            given = tuple([g is not None for g in backward.gradients])
+            if backward.half:
+                sums = backward.sums or (None,) * len(backward.outputs)
+                made = zip(backward.outputs, sums, strict=True)
+                first = tuple(n for n, pair in enumerate(made) if pair != (None, None))
         function = self.program.functions[forward.function]
         parts = self._parts(function, forward) if forward.function in self._placed else ()
-        key = forward.function, Call(bool(function.grads), given, first, strides, parts, tuple(sorted(added)))
+        key = forward.function, given, first, strides, parts, tuple(sorted(added))
         if key not in self._calls:
-            self._calls[key] = self._segment(*key)
+            self._calls[key] = self._segment(forward.function, Call(bool(function.grads), *key[1:]))
         return self._calls[key]
 
-    def tasks(self, code: Iterable[Instruction]) -> dict[Task, Segment]:
+    def tasks(self, device: Device) -> dict[Task, Segment]:
         """Return the segment of each task of a device."""
+        if device.rank not in self._tasks:
+            self._tasks[device.rank] = self._found(device.instructions[:])
+        return self._tasks[device.rank]
+
+    def _found(self, code: Iterable[Instruction]) -> dict[Task, Segment]:
         forwards, backwards, added = list[Forward](), dict[Task, Backward](), dict[Task, set[int]]()
         for i in code:
             if isinstance(i, Forward):
@@ -163,7 +170,7 @@ class _Device:
             tensor = self.tensors[weight.tensor]
             self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
         self.forwards = {i.task: i for i in code if isinstance(i, Forward)}
-        self.segments = works.segments.tasks(code)
+        self.segments = works.segments.tasks(device)
 
     def kernels(self, i: Instruction) -> Kernels:
         """Return the kernels of an instruction, and note what it makes."""

@@ -80,7 +80,7 @@ class Liveness(Storages):
         super().__init__()
         self.model, self.rank, self.update, self.clips = program.model, device.rank, update, clips
         self.code = device.instructions[:]
-        self.segments = segments.tasks(self.code)
+        self.segments = segments.tasks(device)
         self.parameters = _parameters(program)
         # The bytes of the tensor of each name, without the rest of its storage.
         self.sizes: dict[Value, int] = {}
