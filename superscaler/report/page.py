@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from superscaler.errors import InputError
 from superscaler.report.answer import compared, verdict
-from superscaler.report.facts import ranges
 from superscaler.report.markup import Markup, table, tag
 from superscaler.report.matrix import matrix
-from superscaler.report.memory_curve import Curve, alive, curves
+from superscaler.report.memory_curve import alive
 from superscaler.report.model_table import model_table
 from superscaler.report.numbers import numbers
+from superscaler.report.page_data import packed
 from superscaler.report.picture import draw_paths
 from superscaler.report.subject import Subject
-from superscaler.report.timeline import WORDS, Lane, Timeline
+from superscaler.report.timeline import WORDS
 from superscaler.report.works import works
 from superscaler.simulate.storages import CATEGORIES
 from superscaler.specs.file_errors import writing
@@ -55,7 +49,7 @@ def save(subjects: Sequence[Subject], file: Path) -> None:
 def page(subjects: Sequence[Subject]) -> str:
     """Return the report of one plan, or of several beside each other."""
     title = " | ".join(subject.title for subject in subjects)
-    parts = {"title": escape(title), "body": _body(title, subjects), "data": pack(_data(subjects))}
+    parts = {"title": escape(title), "body": _body(title, subjects), "data": packed(subjects)}
     files = {"style": "page.css", "script": "page.js"}
     parts |= {name: _file(file).rstrip() for name, file in files.items()}
     text = _file("page.html")
@@ -227,95 +221,3 @@ def _buttons() -> list[Markup]:
         *hints,
         tag("span", "drag pans, ctrl + wheel zooms, a click keeps an event, a double click goes near"),
     ]
-
-
-# Data.
-
-
-@dataclass(eq=False)
-class _Columns:
-    """Columns of numbers, one after the other, each from a multiple of 4 on."""
-
-    parts: list[bytes] = field(default_factory=list)
-    size: int = 0
-
-    def add(self, values: NDArray[Any], kind: str) -> dict[str, Any]:
-        data = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
-        data += bytes(-len(data) % 4)
-        self.parts.append(data)
-        self.size += len(data)
-        return {"column": [kind, self.size - len(data), len(values)]}
-
-
-def pack(made: tuple[dict[str, Any], _Columns]) -> str:
-    """Return a header and its columns as base64 of gzip: the length of the header, the header, the columns."""
-    head, columns = made
-    text = json.dumps(head, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 4)
-    data = b"".join([len(text).to_bytes(4, "little"), text, *columns.parts])
-    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
-
-
-def _data(subjects: Sequence[Subject]) -> tuple[dict[str, Any], _Columns]:
-    columns = _Columns()
-    return {
-        "words": WORDS,
-        "categories": CATEGORIES,
-        "plans": [_plan(subject, columns) for subject in subjects],
-    }, columns
-
-
-def _plan(subject: Subject, columns: _Columns) -> dict[str, Any]:
-    details = [{k: v for k, v in asdict(d).items() if v} for d in subject.details.found]
-    return {
-        "title": subject.title,
-        "details": details,
-        "tracks": [_track(timeline, columns) for timeline in subject.timelines],
-        "works": works(subject),
-        "capacity": subject.simulation.prediction.capacity or 0,
-        "memory": [_curve(curve, columns) for curve in curves(subject)],
-    }
-
-
-def _curve(curve: Curve, columns: _Columns) -> dict[str, Any]:
-    return {
-        "name": _devices(curve.devices),
-        "times": columns.add(curve.times, "f4"),
-        "values": [columns.add(column, "f4") for column in curve.values.T],
-        "during": columns.add(curve.during, "f4"),
-        "overhead": curve.memory.overhead,
-    }
-
-
-def _devices(devices: Sequence[int]) -> str:
-    return f"device{'s' if len(devices) > 1 else ''} {ranges(devices)}"
-
-
-def _track(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
-    """Return a timeline as data. Times are counted in ticks of a nanosecond, or longer for steps of seconds."""
-    tick = max(1e-9, timeline.seconds / 2**31)
-
-    def all_of(name: str) -> NDArray[Any]:
-        return np.concatenate([getattr(lane, name) for lane in timeline.lanes])
-
-    start, end = (np.round(all_of(name) / tick).astype(np.int64) for name in ("start", "end"))
-    numbers = {name: (all_of(name), "i4") for name in ("detail", "microbatch", "source")}
-    small = {name: (all_of(name), "u1") for name in ("kind", "critical")}
-    found = {"start": (start, "u4"), "length": (end - start, "u4"), **numbers, **small}
-    return {
-        "title": timeline.title + (f", without {timeline.hidden} devices" if timeline.hidden else ""),
-        "seconds": timeline.seconds,
-        "tick": tick,
-        "columns": {name: columns.add(*column) for name, column in found.items()},
-        "lanes": [_lane(lane) for lane in timeline.lanes],
-    }
-
-
-def _lane(lane: Lane) -> dict[str, Any]:
-    return {
-        "name": _devices(lane.devices),
-        "stream": lane.stream,
-        "compute": lane.is_compute,
-        "first": lane.first,
-        "count": len(lane),
-    }
