@@ -112,13 +112,14 @@ class DependencyGraph:
     @cached_property
     def early(self) -> frozenset[int]:
         """Return the segments without weights that other devices wait for (such as the number of labels), or, where
-        the plan gives no order, other microbatches: they would keep what they have made. And the copies.
+        the plan gives no order, other microbatches: they would keep what they have made. And the copies, but those of
+        copies, which pass from device to device while these compute.
         """
         segments = self.schedule.segments
         some = (t for t in self.schedule.transfers if t.kind == FORWARD)
         moved = (t for t in some if not t.is_local or (len(t.microbatches) > 1 and not self.graph.orders))
         sent = {place.segment for t in moved for end in t.pieces for place in end.places if place.kind == FORWARD}
-        return self.copies.union(n for n in sent if all(op.from_data for op in segments[n].ops))
+        return (self.copies - self.passed_on).union(n for n in sent if all(op.from_data for op in segments[n].ops))
 
     def _add(self, node: Node) -> int:
         if node not in self.number:
@@ -317,8 +318,10 @@ class DependencyGraph:
             yield from self._followers(after) if is_on_the_way else (after,)
 
     def _copiers(self, transfer: Transfer) -> list[Node]:
-        """Return the copies whose values a transfer moves to other devices."""
+        """Return the copies whose values a transfer moves to other devices, if not to copies that pass them on."""
         if not self.copies or transfer.is_local:
+            return []
+        if any(place.segment in self.copies for end in transfer.readers for place in end.places):
             return []
         made = (place for end in transfer.pieces for place in end.places if place.kind == FORWARD)
         return [Node(*place[:3]) for place in made if place.segment in self.copies]
@@ -326,6 +329,13 @@ class DependencyGraph:
     @cached_property
     def copies(self) -> frozenset[int]:
         return frozenset(segment.number for segment in self.schedule.segments if segment.is_copy)
+
+    @cached_property
+    def passed_on(self) -> frozenset[int]:
+        """Return the copies of copies, which pass from device to device in a ring."""
+        segments = self.schedule.segments
+        copied = {o.tensor for n in self.copies for op in segments[n].ops for o in op.outputs}
+        return frozenset(n for n in self.copies if any(alias.tensor in copied for alias in segments[n].aliases))
 
     def home(self, number: int) -> Op:
         """Return the optimizer op of a home number."""

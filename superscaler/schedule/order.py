@@ -157,23 +157,26 @@ def _sort(nodes: DependencyGraph, groups: Sequence[int]) -> list[Node]:
 
 
 def _orbits(nodes: DependencyGraph) -> list[int]:
-    """Return, for each node, the first node that does the same on a corresponding device."""
+    """Return, for each node, the first node that does the same on a corresponding device: in a ring on any."""
     fold, first = nodes.schedule.edges.fold, dict[Hashable, int]()
-    if fold is None:
+    if fold is None and not nodes.passed_on:
         return list(range(len(nodes.names)))
 
-    def base(place: Place | Node) -> Hashable:
-        return (*place[:2], fold.places[place.key[0]][0], *place.key[1:], place[3])
+    def base(place: Place | Node, is_run: bool = False) -> Hashable:
+        device = fold.places[place.key[0]][0] if fold and not (is_run and nodes.passed_on) else 0
+        return (*place[:2], device, *place.key[1:], place[3])
 
     found = []
     for number, node in enumerate(nodes.names):
-        if node.kind == "C":
+        if node.kind == "C" and fold is None:
+            found.append(number)
+        elif node.kind == "C":
             transfer = nodes.schedule.transfers[node.number]
             p, r = transfer.links[max(node.link, 0)]
             ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
             found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
         else:
-            found.append(number if node.kind == "O" else first.setdefault(base(node), number))
+            found.append(number if node.kind == "O" else first.setdefault(base(node, node.is_run), number))
     return found
 
 

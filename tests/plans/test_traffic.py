@@ -27,7 +27,7 @@ import torch
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
-from superscaler.ir.program import Collective, Program, Send, links
+from superscaler.ir.program import Backward, Collective, Forward, Program, Send, links
 from superscaler.models import build
 from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
@@ -127,6 +127,9 @@ def test_keys_pass_from_neighbour_to_neighbour() -> None:
         for i in device.instructions:
             if isinstance(i, Send) and not i.notes[0].is_backward:
                 assert i.peer == (device.rank + 1) % 4
+    # All are at the same step at a time: none waits for keys that its neighbour passes on after its own work.
+    work = [[i.task for i in device.instructions if isinstance(i, Forward | Backward)] for device in found.devices]
+    assert all(other == work[0] for other in work)
 
 
 @pytest.mark.parametrize(("model", "devices"), [(GPT, 2), (GPT, 4), (LLAMA, 4)])
