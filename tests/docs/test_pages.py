@@ -61,16 +61,16 @@ def chosen(page: str, language: str, is_slow: bool) -> list[Block]:
 @pytest.mark.dist
 @pytest.mark.parametrize(("page", "is_slow"), rows("console"))
 def test_commands_print_what_is_shown(
-    page: str, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for block in chosen(page, "console", is_slow):
         for (program, *arguments), shown in commands(block):
             if program != "superscaler":
                 continue
-            capsys.readouterr()
+            capfd.readouterr()
             run(*arguments)
-            said = "".join(capsys.readouterr())
+            said = "".join(capfd.readouterr())
             if shown:
                 checker = doctest.OutputChecker()
                 assert checker.check_output(shown, said, FLAGS), f"superscaler {' '.join(arguments)}\n{said}"
