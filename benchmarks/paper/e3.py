@@ -16,6 +16,7 @@ def run(rows: Rows, quick: bool) -> str:
             verdict("most over Megatron-LM and Alpa", 3.3, most(found, "co-shard", "Megatron-LM, Alpa")),
             verdict("most over DeepSpeed", 1.5, most(found, "co-shard", "DeepSpeed")),
         ]),
+        "With the softmax in float32 Megatron-LM's 8-way tensor parallelism does not fit 15B, as the paper says.\n",
         "The same where the softmax is in float16, so that scores take half of the memory:\n",
         table(POINTS, (line for gpus, row in other.items() for line in point_rows(f"{gpus} GPUs", row))),
     ])  # fmt: skip

@@ -12,6 +12,8 @@ def run(rows: Rows, quick: bool) -> str:
     few = {gpus: row for gpus, row in found.items() if gpus <= 8}
     return "\n".join([
         *shown("e4", "E4. mBART end to end", found),
+        "Of the interlaced plan the look-up of the decoder lies between blocks, so that its stage has the whole",
+        "embedding (`plans/interlaced.py` cuts what is before the first block and after the last): out of memory.\n",
         table(VERDICTS, [
             verdict("over Megatron-LM at 4 and 8 GPUs", 1.0, most(few, "interlaced", "Megatron-LM")),
             verdict("most over Megatron-LM", 2.8, most(found, "interlaced", "Megatron-LM")),

@@ -19,7 +19,7 @@ def run(rows: Rows, quick: bool) -> str:
         if row and "error" not in row and system != "DeepSpeed"
     ]
     shares = {gpus: row["Megatron-LM"] for gpus, row in found.items()}
-    waits = {gpus: share(row, "communication") for gpus, row in shares.items() if row and "error" not in row}
+    waits = {gpus: share(row, "communication") for gpus, row in shares.items() if row and row.get("fits")}
     return "\n".join([
         "### E8. Where the time of mBART goes\n",
         "Seconds of a step, in the mean over the devices, by the shares of the microbatches simulated.\n",

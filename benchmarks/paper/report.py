@@ -24,7 +24,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def verdict(what: str, paper: float, ours: float | None, cause: str = "") -> list[str]:
     """Return a row of the table of hits: a claim, the paper's number, ours, hit or miss, the cause of a miss."""
     if ours is None:
-        return [what, f"{paper:g}", "not run", "", cause]
+        return [what, f"{paper:g}", "not run, or a side does not fit", "", cause]
     is_hit = abs(ours / paper - 1) <= HIT
     said = f"{ours:.0f}" if ours >= 100 else f"{ours:.2g}"
     return [what, f"{paper:g}", said, "hit" if is_hit else "miss", "" if is_hit else cause]
