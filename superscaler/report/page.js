@@ -246,7 +246,8 @@ class Timeline extends Chart {
     let y = AXIS;
     for (const plan of plans) {
       for (const track of plan.tracks) {
-        this.bands.push({ y, text: plans.length > 1 || plan.tracks.length > 1 || track.title !== "predicted" ? `${plan.title}: ${track.title}` : "" });
+        const isAlone = plans.length === 1 && plan.tracks.length === 1 && track.title === "predicted";
+        this.bands.push({ y, text: isAlone ? "" : `${plan.title}: ${track.title}` });
         y += this.bands.at(-1).text ? BAND : 2;
         for (const lane of track.lanes) {
           y += lane.compute && lane !== track.lanes[0] ? GAP : 0;
@@ -362,10 +363,11 @@ class Timeline extends Chart {
     const { start, length, kind, critical } = lane.track.columns, tick = lane.track.tick;
     const painter = new Painter(this.context, this.colors, y, lane.h), end = lane.first + lane.count;
     const path = [], labels = [];
+    const each = tick * this.scale, left = this.x(0);
     for (let k = lane.count ? this.last(lane, this.view.t0) : end; k < end; k++) {
-      const x0 = this.x(start[k] * tick);
+      const x0 = left + start[k] * each;
       if (x0 > this.width) break;
-      const width = length[k] * tick * this.scale;
+      const width = length[k] * each;
       if (width >= 1) {
         painter.rect(kind[k], Math.max(x0, GUTTER - 2), Math.min(x0 + width, this.width + 2));
         if (width > 24 && lane.compute) labels.push([k, Math.max(x0, GUTTER), Math.min(x0 + width, this.width)]);
@@ -576,11 +578,11 @@ class Memory extends Chart {
   }
 
   draw() {
-    const c = this.begin(150), curve = this.curve, top = Math.max(...curve.during);
+    const c = this.begin(150), curve = this.curve, top = curve.during.reduce((a, b) => Math.max(a, b), 0);
     this.axis(150);
     this.most = top * 1.08 || 1;
     this.clipped(AXIS, 150, () => {
-      for (let x = GUTTER; x < this.width - 12; x++) this.column(x, curve);
+      this.stack(curve);
       const capacity = this.plan.capacity - curve.overhead;
       c.fillStyle = this.color("bad");
       if (capacity > 0 && capacity < this.most) c.fillRect(GUTTER, this.y(capacity), this.width, 1.5);
@@ -595,20 +597,41 @@ class Memory extends Chart {
     return 150 - (150 - AXIS - 4) * bytes / this.most;
   }
 
-  /* Draw a column of pixels: the highest point in it, by category. */
-  column(x, curve) {
-    let [k, last] = [this.point(this.time(x)), this.point(this.time(x + 1))];
-    for (let j = k + 1; j <= last; j++) if (curve.during[j] > curve.during[k]) k = j;
-    let sum = 0;
-    const c = this.context;
+  /* Draw all categories on top of each other. */
+  stack(curve) {
+    const count = Math.max(0, this.width - 12 - GUTTER);
+    const points = Array.from({ length: count }, (_, n) => this.highest(GUTTER + n, curve));
+    let below = new Float64Array(count);
     curve.values.forEach((values, n) => {
-      const size = n + 1 === curve.values.length ? Math.max(0, curve.during[k] - sum) : values[k];
-      if (size > 0) {
-        c.fillStyle = this.color(`m${n}`);
-        c.fillRect(x, this.y(sum + size), 1, this.y(sum) - this.y(sum + size));
-      }
-      sum += size;
+      const isLast = n + 1 === curve.values.length;
+      const size = (k, at) => (isLast ? Math.max(0, curve.during[k] - below[at]) : values[k]);
+      const above = below.map((bytes, at) => bytes + size(points[at], at));
+      this.area(below, above, this.color(`m${n}`));
+      below = above;
     });
+  }
+
+  /* Return the highest point in a column of pixels. */
+  highest(x, curve) {
+    let k = this.point(this.time(x));
+    const last = this.point(this.time(x + 1));
+    for (let j = k + 1; j <= last; j++) if (curve.during[j] > curve.during[k]) k = j;
+    return k;
+  }
+
+  area(below, above, color) {
+    const c = this.context;
+    c.fillStyle = color;
+    c.beginPath();
+    for (let n = 0; n < above.length; n++) {
+      c.lineTo(GUTTER + n, this.y(above[n]));
+      c.lineTo(GUTTER + n + 1, this.y(above[n]));
+    }
+    for (let n = above.length - 1; n >= 0; n--) {
+      c.lineTo(GUTTER + n + 1, this.y(below[n]));
+      c.lineTo(GUTTER + n, this.y(below[n]));
+    }
+    c.fill();
   }
 
   hover(e) {
@@ -778,9 +801,9 @@ async function main() {
   document.getElementById("all").addEventListener("click", () => view.set(0, view.end));
   document.getElementById("in").addEventListener("click", () => view.zoom(0.5, (view.t0 + view.t1) / 2));
   document.getElementById("out").addEventListener("click", () => view.zoom(2, (view.t0 + view.t1) / 2));
-  data.plans.forEach((plan, number) => new Memory(number, view, plan));
+  const memories = data.plans.map((plan, number) => new Memory(number, view, plan));
   data.plans.forEach((plan, number) => plan.works && new Editor(number, plan.works));
-  window.report = { data, view, timeline };
+  window.report = { data, view, timeline, memories };
   view.changed();
   const ready = () => (document.body.dataset.ready = performance.now().toFixed(0));
   requestAnimationFrame(() => requestAnimationFrame(ready));
