@@ -33,7 +33,6 @@ PLANS = [
     ("data_parallel", 2),
     ("tensor_parallel", 2),
     ("pipeline_1f1b:stages=2,microbatches=4", 2),
-    ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CAST = "aten._to_copy.default"

@@ -115,7 +115,7 @@ def test_twenty_steps_follow_the_module(model: str, clip: float | None, spec: st
     assert all(rank == found[0] for rank in found)
 
 
-@pytest.mark.parametrize(("spec", "world"), [("tensor_parallel", 2), (HYBRID, 8)])
+@pytest.mark.parametrize(("spec", "world"), [*slow(("tensor_parallel", 2)), (HYBRID, 8)])
 def test_dropout_draws_the_same_numbers_under_every_plan(spec: str, world: int) -> None:
     model = "gpt2:size=tiny,dropout=0.1"
     batches = batches_of(model)
@@ -125,7 +125,9 @@ def test_dropout_draws_the_same_numbers_under_every_plan(spec: str, world: int) 
         assert found == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize(("spec", "world"), [("data_parallel", 3), ("tensor_parallel", 4), (HYBRID, 8), (PIPELINE, 2)])
+@pytest.mark.parametrize(
+    ("spec", "world"), [("data_parallel", 3), ("tensor_parallel", 4), *slow((HYBRID, 8)), (PIPELINE, 2)]
+)
 def test_the_ranks_move_the_bytes_that_the_plan_says(spec: str, world: int) -> None:
     """Of float32, by sums that share buckets, by messages; the loss and its norm are sums over all that come on top."""
     model = "gpt2:size=tiny,batch=6" if world == 3 else "gpt2:size=tiny"

@@ -14,6 +14,7 @@ from superscaler.materialize.rvd import route
 from superscaler.plan import Plan
 from tests.graphs import graph_of
 from tests.ran import Around, SProgram, captured, equal
+from tests.sweeps import few, slow
 
 
 def two(width: int) -> nn.Module:
@@ -57,7 +58,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), ORDERS, ids=str)
+@pytest.mark.parametrize(("before", "after"), few(ORDERS, 1, 3, 4), ids=str)
 def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> None:
     for made, read in itertools.product(CUTS, ("batch", "inner", "copies")):
         equal(GRAPH, written(made, read, before, after), "v100:2x4")
@@ -85,7 +86,9 @@ def test_messages_of_one_point_start_together() -> None:
         assert len(re.findall(r"rt\.(?:send|recv)", code)) == 12
 
 
-@pytest.mark.parametrize(("dp", "spec"), [(1, "hybrid:dp=1,tp=4,pp=2,microbatches=2"), (3, "hybrid:dp=3,tp=4,pp=2")])
+@pytest.mark.parametrize(
+    ("dp", "spec"), [(1, "hybrid:dp=1,tp=4,pp=2,microbatches=2"), *slow((3, "hybrid:dp=3,tp=4,pp=2"))]
+)
 def test_stages_of_copies_share_out_what_they_send(dp: int, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between stages on two servers each tensor-parallel device sends a part, forward and backward."""
     monkeypatch.setattr(route, "START", 0.0)

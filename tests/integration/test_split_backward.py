@@ -79,7 +79,7 @@ def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
 
 def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
     graph = graph_of("gpt2:size=tiny", "SGD")
-    plan = ss.compile(graph, halved("hybrid:dp=4,tp=4,pp=2,microbatches=2", again=True), "v100:4x8")
+    plan = ss.compile(graph, halved("hybrid:dp=4,tp=2,pp=2,microbatches=2", again=True), "v100:2x8")
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
     assert found["equal"], found

@@ -18,11 +18,15 @@ from superscaler.report.facts import summary
 from tests.graphs import graph_of
 from tests.ran import equal, trained
 from tests.rewrites import stale
+from tests.sweeps import few
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", "hybrid:dp=2,tp=2,pp=2"]
 
 
-@pytest.mark.parametrize(("plan", "again"), [*product(PLANS, [False]), ("single", True), (PLANS[-1], True)])
+ROWS = [*product(PLANS, [False]), ("single", True), (PLANS[-1], True)]
+
+
+@pytest.mark.parametrize(("plan", "again"), few(ROWS, 0, 1, 3, 6))
 def test_stale_plans_equal_the_recurrence_on_one_device(plan: str, again: bool) -> None:
     world = {"single": 1, PLANS[-1]: 8}.get(plan, 2)
     ran = equal(graph_of("gpt2:size=tiny", "SGD"), stale(plan, again), world)

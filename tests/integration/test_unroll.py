@@ -40,7 +40,7 @@ def shuffled(batch: Batch, count: int) -> list[Batch]:
 
 @pytest.mark.parametrize("plan", ["single", "zero:stage=3", "pipeline_1f1b:microbatches=2"])
 def test_losses_are_those_of_the_plan_itself_bit_by_bit(plan: str) -> None:
-    graph = graph_of("gpt2:size=tiny", "momentum")
+    graph = graph_of("gpt2:size=tiny")
     world = 1 if plan == "single" else 2
     batches = shuffled(graph.captured.batch, 4)
     plain = losses_of(ss.compile(graph, plan, f"local:{world}"), batches)

@@ -13,11 +13,12 @@ from superscaler.ir.program import Accumulate, Collective, Free, Update, writes
 from tests.graphs import graph_of
 from tests.ran import SProgram, equal, trained
 from tests.rewrites import early, on_top
+from tests.sweeps import few
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", "hybrid:dp=2,tp=2,pp=1"]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", few(PLANS, 0, 3, 4))
 def test_updates_right_after_their_gradients_change_no_number(plan: str) -> None:
     world = {"single": 1, PLANS[-1]: 4}.get(plan, 2)
     for device in equal(graph_of("gpt2:size=tiny,layers=4,batch=16"), early(plan), world).program.devices:

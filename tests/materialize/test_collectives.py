@@ -41,7 +41,7 @@ def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> 
     """Each weight rests whole on one device (the optimizer's work is shared out by weights): a sum there, in a bucket
     per device, and a broadcast from there, each of one weight's bytes per device but one.
     """
-    graph = graph_of("gpt2:size=tiny,batch=6,layers=1")
+    graph = graph_of("mlp:hidden=8,inputs=6,classes=4,batch=6")
 
     @ss.sprogram
     def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:

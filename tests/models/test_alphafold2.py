@@ -22,8 +22,8 @@ from tests.ran import on_ranks
 from tests.sweeps import few, slow
 
 TINY = "alphafold2:size=tiny"
-DROPPING = f"{TINY},dropout=0.15,pair_dropout=0.25"
 RECYCLING = f"{TINY},layers=1,passes=2"
+DROPPING = f"{RECYCLING},dropout=0.15,pair_dropout=0.25"
 RESIDUES, SEQUENCES, CHANNELS = "sequence", "msa.1", ("hidden", "hidden.2")
 
 
@@ -31,8 +31,7 @@ RESIDUES, SEQUENCES, CHANNELS = "sequence", "msa.1", ("hidden", "hidden.2")
     ("size", "published", "parameters"),
     [
         ("87m", 87e6, 87_878_615),
-        *slow(("930m", 930e6, 947_228_759), ("2.4b", 2.4e9, 2_405_774_807)),
-        ("3.2b", 3.2e9, 3_207_652_823),
+        *slow(("930m", 930e6, 947_228_759), ("2.4b", 2.4e9, 2_405_774_807), ("3.2b", 3.2e9, 3_207_652_823)),
     ],
 )
 def test_sizes_are_those_of_the_papers_table(size: str, published: float, parameters: int) -> None:
@@ -180,7 +179,7 @@ def test_pair_tensors_hold_residues_twice_and_one_of_them_is_cut() -> None:
 
     ops = inside(graph_of(DROPPING))
     pairs = [op for op in ops if op.outputs[0].slots and factors(op).count(RESIDUES) == 2]
-    assert len(pairs) > 100
+    assert len(pairs) > 80
     for op in pairs:
         cut = op.find(RESIDUES)
         first = next(i for i in op.outputs[0].slots if i is not None and op.indices[i].factor == RESIDUES)
@@ -194,14 +193,14 @@ def test_heads_are_one_factor_and_the_ones_of_dropout_a_number() -> None:
     graph = graph_of(DROPPING)
     slots = {name: tensor.slots for name, tensor in graph.model.tensors.items()}
     for name in ("row", "column", "start", "end"):
-        block = f"blocks.1.{name}"
+        block = f"blocks.0.{name}"
         heads = slots[f"{block}.qkv.weight"][0][1]
         assert graph.factors[heads].size == 4
         assert slots[f"{block}.out.weight"][1][0] == heads
         assert name == "column" or slots[f"{block}.bias.weight"][0] == (heads,)
     values = graph.captured.values
     assert max(v.numel() for n, v in values.items() if graph.model.tensors[n].kind == "constant") == 12 * 12
-    assert [op.has_mirror for op in graph.ops if op.target == "ss.dropout"] == [False] * (3 * 2 * 5)
+    assert [op.has_mirror for op in graph.ops if op.target == "ss.dropout"] == [False] * (2 * 5)
 
 
 def test_recycled_passes_have_no_mirrors() -> None:
@@ -248,7 +247,7 @@ def test_what_holds_the_factor_is_cut_and_not_replicated(name: str, modules: tup
     replicated = {entry.op for entry in graph.journal if "replicated" in entry.detail}
     paths = tuple(f"{block.path}.{module}".rstrip(".") for block in graph.blocks for module in modules)
     held = [op.name for op in graph.forward_ops if op.module.startswith(paths)]
-    assert len(held) > 100
+    assert len(held) > 30
     assert not replicated.intersection(held)
 
 
@@ -263,7 +262,7 @@ def test_dropout_draws_the_same_numbers_under_every_plan() -> None:
     alone = step_loss(compile(graph, "single", "local:1"))
     found = graph.captured
     assert alone != pytest.approx(float(reference_step(found, found.batch, found.values).loss), abs=1e-5)
-    for name in ("data_parallel", "residues", "sequences"):
+    for name in ("residues", "sequences"):
         assert step_loss(plan_of(DROPPING, name)) == pytest.approx(alone, abs=1e-5), name
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.models import BuiltModel, build
+from tests.sweeps import few
 
 # Spec -> the loss of random weights: that of a uniform guess, of so many classes.
 LOSSES = {
@@ -107,7 +108,11 @@ PAPER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PAPER.items() for size in sizes])
+SIZES = [(name, size) for name, sizes in PAPER.items() for size in sizes]
+
+
+# The largest take seconds to build.
+@pytest.mark.parametrize(("name", "size"), few(SIZES, *range(4), 5, 6, *range(9, 12)))
 def test_the_papers_sizes_on_meta(name: str, size: str) -> None:
     billions, layers, hidden, heads = PAPER[name][size]
     built = build(f"{name}:size={size},batch=1,device=meta")

@@ -30,28 +30,25 @@ TRAINED: list[Row] = [
     (GPT, "tensor_parallel", 4),
     (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
     (GPT, "zero:2,stage=3 x tensor_parallel:2 x recompute", 4),
-    (DEEP, "zb_h1:2 x zero:2,stage=1", 4),
+    (GPT, "zb_h1:2 x zero:2,stage=1", 4),
 ]
 ALWAYS: list[Row] = [
     ("mlp", "single", 1),
     ("mlp", "tensor_parallel", 4),
     ("mlp", "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
-    (LLAMA, "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
     # The sequence: rings, all_to_alls, slices of it at rest; two stacks; two axes of a pair representation.
     (GPT, "ring_attention", 4),
     (LLAMA, "ring_attention:zigzag=true", 2),
     (MBART, "data_parallel:2 x ring_attention", 4),
     (LLAMA, "ring_attention:2 x ulysses:2", 4),
-    (LLAMA, "data_parallel:2 x sequence_parallel", 4),
     (GPT, "sequence_parallel", 2),
     (LLAMA, "ulysses", 2),
     (MESHED, "dap", 2),
-    (GPT, "zero:2,stage=3 x ring_attention", 4),
     # Weights at rest in slices: in groups, gathered for each microbatch or kept, cut where 3 divides no index.
     (LLAMA, "zero:stage=3,shard=2,microbatches=2", 4),
     (GPT, "zero:stage=3,keep=2,microbatches=2", 2),
     (GPT, "zero:stage=2,microbatches=4", 2),
-    ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
+    ("gpt2:size=tiny,batch=6", "zero:stage=3", 3),
     (GPT, "fsdp:shard=2", 4),
     # Memory: microbatches, parts of blocks one after the other, the hosts, what is computed again.
     (GPT, "gradient_accumulation", 2),
@@ -65,12 +62,12 @@ ALWAYS: list[Row] = [
     (LLAMA, "pipeline_1f1b:2,microbatches=4 x recompute", 2),
     (MBART, "interlaced:2,microbatches=2,recompute=early", 2),
     (GPT, "pipeline_1f1b:2,microbatches=2 x zero x tensor_parallel:2", 8),
-    (LLAMA, "tensor_parallel:4 x zero:2,stage=2,microbatches=2", 8),
+    (LLAMA, "tensor_parallel:2 x zero:2,stage=2,microbatches=2", 4),
     # Pieces of gradients under the next forward.
     (GPT, "bytescheduler:piece=16000", 4),
     # Megatron whole.
     (DEEP, "hybrid:tp=2,pp=2,microbatches=4,chunks=2,sequence=true,recompute=selective", 4),
-    (f"{LLAMA},layers=4", "hybrid:dp=2,tp=2,pp=2,microbatches=2,chunks=2,sequence=true,recompute=full,zero=1", 8),
+    (LLAMA, "hybrid:dp=2,tp=2,pp=2,microbatches=2,sequence=true,recompute=full,zero=1", 8),
 ]
 
 CAUSAL = ["gpt2:size=tiny,heads=8", "gpt3:size=tiny,seq=16,heads=8", "llama:size=tiny,heads=8,kv_heads=8",
@@ -132,6 +129,10 @@ MEMORY: list[Row] = [
     (GPT, "zero:2,stage=3 x tensor_parallel:2", 4),
     *((model, plan, devices) for model in (GPT, LLAMA, MBART, "t5:size=tiny") for plan, devices in FSDP),
     (LLAMA, "data_parallel:2 x tensor_parallel", 8),
+    (LLAMA, "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
+    ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
+    (LLAMA, "tensor_parallel:4 x zero:2,stage=2,microbatches=2", 8),
+    (f"{LLAMA},layers=4", "hybrid:dp=2,tp=2,pp=2,microbatches=2,chunks=2,sequence=true,recompute=full,zero=1", 8),
 ]
 PRODUCTS = ["interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2", "zb_h1:2 x tensor_parallel:2",
             "interlaced:2,microbatches=2 x tensor_parallel:2", "interlaced:2,microbatches=2 x data_parallel:2",

@@ -35,6 +35,7 @@ from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
 from tests.ran import equal
 from tests.simulate.counted import counted
+from tests.sweeps import few, slow
 
 # Of both models.
 BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32
@@ -43,7 +44,7 @@ GPT, LLAMA = "gpt2:size=tiny", "llama:size=tiny"
 
 @cache
 def program(model: str, layers: int, plan: str, devices: int) -> Program:
-    graph = graph_of(model + ",layers=1" * (layers == 1 and model != MESHED), "SGD")
+    graph = graph_of(model) if model == MESHED else graph_of(model + ",layers=1" * (layers == 1), "SGD")
     return ss.compile(graph, plan, f"local:{devices}").compiled.program
 
 
@@ -72,7 +73,7 @@ def per_layer(model: str, plan: str, devices: int) -> dict[tuple[str, str], int]
     return {key: count for key in two if (count := two[key] - one[key])}
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [*slow(2), 4])
 def test_sequence_parallel(devices: int) -> None:
     each = 2 * BATCH * TOKENS * HIDDEN * (devices - 1)
     ways = [(direction, kind) for direction in ("forward", "backward") for kind in ("all_gather", "reduce_scatter")]
@@ -97,15 +98,17 @@ def test_a_sequence_cut_by_tensor_parallelism_passes_from_stage_to_stage_once(ch
         assert {found[direction, "send"] for direction in ("forward", "backward")} == {count * passed}
 
 
-@pytest.mark.parametrize(("model", "keys", "devices"), [(GPT, HIDDEN, 2), (GPT, HIDDEN, 4), (LLAMA, KEYS, 2)])
+@pytest.mark.parametrize(("model", "keys", "devices"), [*slow((GPT, HIDDEN, 2)), (GPT, HIDDEN, 4), (LLAMA, KEYS, 2)])
 def test_ulysses(model: str, keys: int, devices: int) -> None:
     each = 2 * BATCH * TOKENS * (HIDDEN + keys) * (devices - 1) // devices
     expected = {("forward", "all_to_all"): each, ("backward", "all_to_all"): each}
     assert per_layer(model, "ulysses", devices) == expected
 
 
-@pytest.mark.parametrize(("model", "keys"), [(GPT, HIDDEN), (LLAMA, KEYS)])
-@pytest.mark.parametrize("options", ["", ":recompute=false"])
+RINGS = [(GPT, HIDDEN, ""), (LLAMA, KEYS, ":recompute=false"), (GPT, HIDDEN, ":recompute=false"), (LLAMA, KEYS, "")]
+
+
+@pytest.mark.parametrize(("model", "keys", "options"), few(RINGS, 0, 1))
 def test_ring_attention(model: str, keys: int, options: str) -> None:
     directions = ["forward", "backward"] if options else ["forward", "again", "backward"]
     each = 2 * BATCH * TOKENS * keys * 3
@@ -132,7 +135,7 @@ def test_keys_pass_from_neighbour_to_neighbour() -> None:
     assert all(other == work[0] for other in work)
 
 
-@pytest.mark.parametrize(("model", "devices"), [(GPT, 2), (GPT, 4), (LLAMA, 4)])
+@pytest.mark.parametrize(("model", "devices"), [*slow((GPT, 2)), (GPT, 4), (LLAMA, 4)])
 def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(model: str, devices: int) -> None:
     """The largest score, the sum of exponentials and the label's score, each in an all_reduce; no scores. And a row of
     the embedding for each token, forward only, whether or not it shares the head's weight; the head's input has a
@@ -186,7 +189,7 @@ def test_a_breadth_first_pipeline_gathers_the_weights_of_a_chunk_once(options: s
     assert blocks_at_once(ran.program) == 2
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [*slow(2), 4])
 def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_them(devices: int) -> None:
     """Of tokens of h channels, over P - 1 devices: rows to the first stage, their gradient back, the head's input to
     all, its gradient back, and twice what stages hand on. The loss takes three numbers a token, in all_reduces.

@@ -103,7 +103,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 def captured(name: str) -> Graph:
     torch.manual_seed(0)
     module, args = MODELS[name]()
-    return ss.capture(module, args, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2))
+    return ss.capture(module, args, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2), cache=f"small {name}")
 
 
 class Author:

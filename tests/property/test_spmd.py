@@ -219,9 +219,8 @@ def random_graph(seed: int) -> tuple[Graph, Any]:
     return Graph(model), values
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random(range(10 * block, 10 * block + 10), random_graph, monkeypatch)
+def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_random(range(12), random_graph, monkeypatch)
     assert found["folded"] >= 1
 
 
@@ -232,7 +231,7 @@ BROKEN = {"attention": (5097, 1444, 1062)}
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random([*range(6), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
+    found = check_random([*range(4), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
 
 
