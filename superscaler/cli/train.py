@@ -93,6 +93,7 @@ def train(
     ] = None,
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
+    import_numpy()
     check(request, clip, data, evaluation, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {steps} steps")
     with phase("import"):
@@ -185,3 +186,14 @@ def _summary(result: Mapping[str, Any]) -> str:
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps on {result['world']} devices; "
         f"{result['tokens_per_second']:,.0f} tokens/s, {result['seconds']:.1f} s"
     )
+
+
+def import_numpy() -> None:
+    """Import numpy with a BLAS of one thread: a process with other threads cannot be forked for the ranks."""
+    name = "OPENBLAS_NUM_THREADS"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "1")
+    import numpy  # noqa: F401
+
+    if not is_set:
+        del os.environ[name]

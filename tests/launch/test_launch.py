@@ -64,6 +64,8 @@ TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=5)"
 # The same with forks as ranks, for several plans in turn.
 WARM = """
 import sys, pathlib
+from superscaler.cli.train import import_numpy
+import_numpy()
 from superscaler.errors import PlanError
 from superscaler.train.launch import train
 from superscaler.train.warm import warm_python
@@ -137,7 +139,10 @@ def test_ranks_that_are_forks_train_and_fail_as_others(plan: Path) -> None:
     for folder, fault in zip(folders, faults, strict=True):
         folder.mkdir()
         write(folder, fault)
-    done = subprocess.run([sys.executable, "-c", WARM, *map(str, folders)], capture_output=True, text=True, timeout=120)
+    words = [sys.executable, "-c", WARM, *map(str, folders)]
+    # As users have it: without the number of threads that tests set.
+    environment = {name: value for name, value in os.environ.items() if "_NUM_THREADS" not in name}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     said = done.stdout.splitlines()
     assert len(said) == len(faults), done.stderr
     for line, message in zip(said, faults.values(), strict=True):
