@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # The environment variable with the process number of a rank's launcher.
 LAUNCHER = "SUPERSCALER_LAUNCHER"
 _CODE, _LINE = 130, b"interrupted\n"
+# Empty once a thread is about to write the line: another one that also sees the signal leaves the end to it.
+_turn = [None]
 # Seconds between two checks of a rank's parent.
 _LOOK = 1.0
 # Linux: option that sets the signal for a process whose parent ends.
@@ -27,7 +30,10 @@ _PR_SET_PDEATHSIG = 1
 def _end(line: bytes = _LINE) -> NoReturn:
     """End the process at once, without the interpreter's own teardown: modules may be half imported."""
     try:
+        _turn.pop()
         os.write(2, line)
+    except IndexError:
+        time.sleep(1.0)
     finally:
         os._exit(_CODE)
 

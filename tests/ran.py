@@ -7,6 +7,7 @@ each kind in `tests/plans/test_equal.py`; `tests/integration/test_twin.py` shows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -17,6 +18,7 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.cli.main import main
 from superscaler.compiler import Compiled, finish, transform
+from superscaler.emit.device import Emitted
 from superscaler.frontend.oracle import retyped
 from superscaler.ir.program import Instruction, Program
 from superscaler.plans import resolve
@@ -52,6 +54,13 @@ def exact(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Comp
     where = ss.Cluster.parse(f"local:{cluster}" if isinstance(cluster, int) else cluster)
     planned, _ = transform(graph, resolve(plan) if isinstance(plan, str) else plan, where)
     return finish(retype(planned, "float64"), where)
+
+
+def rewritten(compiled: Compiled, emitted: Emitted) -> Compiled:
+    """Return a compiled plan with other source than that of its program."""
+    changed = replace(compiled)
+    changed.__dict__["emitted"] = emitted
+    return changed
 
 
 def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:

@@ -27,7 +27,7 @@ from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracles import draw_of, recurrence
 from tests.graphs import graph_of
-from tests.ran import exact
+from tests.ran import exact, rewritten
 
 pytestmark = pytest.mark.dist
 WORLD, ROOT = 4, Path(__file__).parents[1]
@@ -147,7 +147,7 @@ def broken(case: Case) -> Case:
         with pytest.raises(AssertionError):
             check(results)
 
-    return f"{name} broken", replace(exact, emitted=replace(exact.emitted, files=files)), values, batch, fails
+    return f"{name} broken", rewritten(exact, replace(exact.emitted, files=files)), values, batch, fails
 
 
 def test_plans_on_processes_equal_one_device(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from small_plans import Noise
 
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
-from superscaler.emit.device import emit
 from superscaler.ir.program import (
     FIELDS,
     Backward,
@@ -36,6 +35,7 @@ from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
+from tests.ran import rewritten
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0
@@ -95,7 +95,7 @@ def with_code(exact: Compiled, code: Sequence[Code]) -> Compiled:
 
 
 def with_program(exact: Compiled, program: Program) -> Compiled:
-    return replace(exact, program=program, emitted=emit(program))
+    return replace(exact, program=program)
 
 
 def mutate(mutation: Mutation) -> Compiled:
@@ -258,7 +258,7 @@ def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compi
     tables = exact.emitted.tables
     assert tables[0].draws != tables[1].draws
     tables = (tables[0], replace(tables[1], draws=tables[0].draws))
-    return replace(exact, emitted=replace(exact.emitted, tables=tables))
+    return rewritten(exact, replace(exact.emitted, tables=tables))
 
 
 @mutation(DP, "cross_entropy_loss")
@@ -288,7 +288,7 @@ def with_table(exact: Compiled, rank: int, tensor: str, **new: Any) -> Compiled:
     tables = list(exact.emitted.tables)
     weights = [{**w, **new} if w["tensor"] == tensor else w for w in tables[rank].weights]
     tables[rank] = replace(tables[rank], weights=weights)
-    return replace(exact, emitted=replace(exact.emitted, tables=tuple(tables)))
+    return rewritten(exact, replace(exact.emitted, tables=tuple(tables)))
 
 
 @mutation(DP, "head.weight")
@@ -324,14 +324,14 @@ def tags_of_messages_swapped_in_the_tables(exact: Compiled, code: list[Code]) ->
     first, second = exact.emitted.tables
     messages = [first.messages[1], first.messages[0], *first.messages[2:]]
     tables = (replace(first, messages=messages), second)
-    return replace(exact, emitted=replace(exact.emitted, tables=tables))
+    return rewritten(exact, replace(exact.emitted, tables=tables))
 
 
 @mutation(DP, "linear_2[0:8, 0:10] is made")
 def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Compiled:
     files = dict(exact.emitted.files)
     files["segments.py"] = files["segments.py"].replace("F.gelu(", "F.silu(").replace(", approximate='none'", "")
-    return replace(exact, emitted=replace(exact.emitted, files=files))
+    return rewritten(exact, replace(exact.emitted, files=files))
 
 
 @mutation(PIPE, "labels[4:8] on device 1, microbatch 1", "labels is read as [4:8]")

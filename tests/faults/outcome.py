@@ -19,7 +19,6 @@ from superscaler.artifact import describe, initial_values
 from superscaler.certify.certificate import check_program
 from superscaler.comm.threads import ThreadCommunicator, run_ranks
 from superscaler.compiler import Compiled
-from superscaler.emit.device import emit
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
 from superscaler.ir.rendezvous import check_rendezvous
@@ -152,7 +151,7 @@ def _intact(name: str) -> Sequence[State]:
 def _run(compiled: Compiled, program: Program) -> Sequence[State]:
     """Return what each rank has after each of two steps."""
     whole = replace(program, devices=tuple(program.devices))
-    changed = replace(compiled, program=whole, emitted=emit(whole))
+    changed = replace(compiled, program=whole)
     captured = compiled.graph.captured
     values = {k: _double(v) for k, v in initial_values(compiled.graph.model, captured.values).items()}
     batch = {k: _double(v) for k, v in captured.batch.items()}

@@ -11,6 +11,7 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Collective, Send
 from superscaler.ir.rendezvous import check_rendezvous
+from tests.ran import rewritten
 
 
 def check(seed: int, irregular: bool) -> None:
@@ -44,7 +45,7 @@ def test_the_check_of_equality_can_fail() -> None:
     broken = text.replace("torch.tanh(", "torch.sin(").replace(" - ", " + ")
     assert broken != text
     files = {**compiled.emitted.files, "segments.py": broken}
-    wrong = dataclasses.replace(compiled, emitted=dataclasses.replace(compiled.emitted, files=files))
+    wrong = rewritten(compiled, dataclasses.replace(compiled.emitted, files=files))
     assert largest_error(wrong, values)[0] > 1e-9
 
 
