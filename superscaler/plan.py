@@ -22,7 +22,7 @@ from superscaler.ir.graph import Graph
 from superscaler.plans import resolve
 from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
-from superscaler.report.page import save as save_pages
+from superscaler.report.page.write import save as save_pages
 from superscaler.report.picture import save
 from superscaler.report.subject import Subject, subject
 from superscaler.runtime.step import Step, load

@@ -15,9 +15,8 @@ from superscaler.cli.capture import capture
 from superscaler.cli.common import HELP
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
-from superscaler.cli.examples import examples
 from superscaler.cli.explain import diff, explain
-from superscaler.cli.library import models, plans
+from superscaler.cli.library import examples, models, plans
 from superscaler.cli.report import report
 from superscaler.cli.simulate import simulate
 from superscaler.cli.train import train

@@ -40,8 +40,8 @@ def report(
         )
     if out is None and trace is None:
         raise InputError("nothing is asked for; give --out plan.html, --trace trace.json, or both.")
-    from superscaler.report import page
     from superscaler.report import trace as traces
+    from superscaler.report.page import write as page
     from superscaler.verify.plan_dir import subject_of
 
     subjects = [subject_of(plan, own) for plan, own in zip_longest(plans, runs)]

@@ -15,10 +15,11 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.ir.program import Forward
-from superscaler.report import page, trace
+from superscaler.report import trace
 from superscaler.report.details import Kind
-from superscaler.report.matrix import bytes_between
-from superscaler.report.memory_curve import curves
+from superscaler.report.page import write as page
+from superscaler.report.page.matrix import bytes_between
+from superscaler.report.page.memory_curve import curves
 from superscaler.report.raster import WIDTH, drawing
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline, Wait

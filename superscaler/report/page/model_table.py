@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from superscaler.report.markup import Markup, table, tag
+from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.schema import Block, adapter
 from superscaler.report.subject import Subject
 from superscaler.report.words import axes_text, heading

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.report.facts import ranges
-from superscaler.report.memory_curve import Curve, curves
+from superscaler.report.page.memory_curve import Curve, curves
+from superscaler.report.page.works import works
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import WORDS, Lane, Timeline
-from superscaler.report.works import works
 from superscaler.simulate.storages import CATEGORIES
 
 

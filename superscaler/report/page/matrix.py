@@ -9,7 +9,7 @@ import numpy as np
 from superscaler.ir.codes import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Program, Send, links
-from superscaler.report.markup import Markup, table, tag
+from superscaler.report.page.markup import Markup, table, tag
 from superscaler.simulate.ports import Floats
 from superscaler.specs.sizes import size
 

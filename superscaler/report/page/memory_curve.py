@@ -9,7 +9,7 @@ import numpy as np
 
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
-from superscaler.report.markup import Markup, table, tag
+from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.ports import Floats

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.report.answer import compared, verdict
-from superscaler.report.markup import Markup, table, tag
-from superscaler.report.matrix import matrix
-from superscaler.report.memory_curve import alive
-from superscaler.report.model_table import model_table
-from superscaler.report.numbers import numbers
-from superscaler.report.page_data import packed
+from superscaler.report.page.answer import compared, verdict
+from superscaler.report.page.data import packed
+from superscaler.report.page.markup import Markup, table, tag
+from superscaler.report.page.matrix import matrix
+from superscaler.report.page.memory_curve import alive
+from superscaler.report.page.model_table import model_table
+from superscaler.report.page.numbers import numbers
+from superscaler.report.page.works import works
 from superscaler.report.picture import draw_paths
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import WORDS
-from superscaler.report.works import works
 from superscaler.simulate.storages import CATEGORIES
 from superscaler.specs.file_errors import writing
 from superscaler.specs.sizes import duration
@@ -62,7 +62,7 @@ def page(subjects: Sequence[Subject]) -> str:
 
 
 def _file(name: str) -> str:
-    return resources.files("superscaler.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("superscaler.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _body(title: str, subjects: Sequence[Subject]) -> str:

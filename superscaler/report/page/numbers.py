@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from superscaler.report.answer import times
 from superscaler.report.facts import ranges
-from superscaler.report.markup import Markup, table, tag
+from superscaler.report.page.answer import times
+from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import WORDS, Timeline
 from superscaler.specs.sizes import duration

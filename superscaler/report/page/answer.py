@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from superscaler.report.markup import Markup, table, tag
+from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.prediction import COLUMNS, Prediction, device_rows, devices_text
 from superscaler.specs.sizes import duration, size
