@@ -23,9 +23,9 @@ _ENDINGS = (".yaml", ".yml")
 # Processes without --cluster: more take long on a CPU and add little.
 _USUAL = 4
 _MOST = 64
-# The first so many sizes of models, and of collectives, are measured; None: all.
-_SIZES: int | None = None
-_BYTES: int | None = None
+# What else `measure` is given: how many sizes of models; how many sizes of collectives, and repetitions of each.
+_MODELS: Sequence[str] = ()
+_COLLECTIVES: Sequence[str] = ()
 _NUMBERS = ("bytes", "measured us", "fitted us", "error")
 
 
@@ -47,7 +47,7 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     from superscaler.launch.launch import call
 
     device = _device(printer, count)
-    rows = call(measure_links, count, *_some(_BYTES))[0]
+    rows = call(measure_links, count, *_COLLECTIVES)[0]
     samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in rows]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))
     if device is not None and device.speeds is not None and device.speeds.units == 0:
@@ -69,10 +69,6 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     }
 
 
-def _some(count: int | None) -> list[str]:
-    return [] if count is None else [str(count)]
-
-
 def _device(printer: Printer, count: int) -> DeviceKind | None:
     """Return the speeds of a core with its share of the memory, while `count` processes run; of a GPU what is known."""
     import torch
@@ -83,7 +79,7 @@ def _device(printer: Printer, count: int) -> DeviceKind | None:
     from superscaler.launch.launch import call
     from superscaler.simulate.profile import Sample, errors, measure, speeds, widened
 
-    found = call(measure, count, *_some(_SIZES))[0]
+    found = call(measure, count, *_MODELS)[0]
     samples = [Sample.read(s) for s in found["samples"]]
     fitted = speeds(samples, found["floor"], found["fresh"])
     flops = {dtype: speed for dtype, (speed, _) in fitted.products.items()}

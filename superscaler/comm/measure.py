@@ -34,9 +34,9 @@ def probe(backend: str) -> None:
     communicator.close()
 
 
-def measure(count: str = "6") -> list[dict[str, Any]]:
+def measure(count: str = "6", repeats: str = str(_REPEATS)) -> list[dict[str, Any]]:
     """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of all ranks, and the seconds
-    that they add to work `beside` them; of the first so many sizes.
+    that they add to work `beside` them; of the first so many sizes, and so many repetitions.
 
     On a CPU communication needs the cores that compute, and finds caches full and ranks late: there, seconds are those
     that it adds to work before it, if they are more than those without work. Seconds are the first quartile over
@@ -52,7 +52,7 @@ def measure(count: str = "6") -> list[dict[str, Any]]:
         # Chunks are equal; a remainder that the number of processes does not divide is left out.
         even = x[: len(x) // len(everyone) * len(everyone)]
         for kind, (group, start, source) in _runs(communicator, everyone, x, even).items():
-            seconds, beside = _time(communicator, start, work if len(set(group)) > 1 else None)
+            seconds, beside = _time(communicator, start, work if len(set(group)) > 1 else None, int(repeats))
             row = {"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds, "beside": beside}
             found.append(row)
     communicator.close()
@@ -115,14 +115,16 @@ def _work() -> Callable[[], None]:
     return run
 
 
-def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | None) -> tuple[float, float]:
+def _time(
+    c: DistributedCommunicator, start: _Start, work: Callable[[], None] | None, repeats: int
+) -> tuple[float, float]:
     """Return the seconds of a collective, and those that it adds to work beside it; both alike without work."""
 
     def alone() -> None:
         start()()
 
     if work is None:
-        (seconds,) = _quartiles(c, alone)
+        (seconds,) = _quartiles(c, repeats, alone)
         return seconds, seconds
     run = work
 
@@ -135,13 +137,13 @@ def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | 
         run()
         finish()
 
-    seconds, idle, late, both = _quartiles(c, alone, run, after, beside)
+    seconds, idle, late, both = _quartiles(c, repeats, alone, run, after, beside)
     return max(seconds, late - idle), max(0.0, both - idle)
 
 
-def _quartiles(c: DistributedCommunicator, *runs: Callable[[], Any]) -> list[float]:
+def _quartiles(c: DistributedCommunicator, repeats: int, *runs: Callable[[], Any]) -> list[float]:
     """Return the seconds of functions that run in turns."""
-    times = [[_seconds(c, run) for run in runs] for _ in range(_WARM + _REPEATS)]
+    times = [[_seconds(c, run) for run in runs] for _ in range(_WARM + repeats)]
     mine = torch.tensor([times[_WARM:]], dtype=torch.float64, device=c.device)
     slowest = c.all_gather(mine, tuple(range(c.world)), 0).wait().amax(0)
     found: list[float] = slowest.quantile(0.25, dim=0).tolist()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links
@@ -40,6 +40,7 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
 positive = st.floats(1e-30, 1e30)
 
 
+@settings(max_examples=30)
 @given(
     name=st.one_of(
         st.just(LOCAL), st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)

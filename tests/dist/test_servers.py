@@ -18,9 +18,10 @@ import pytest
 
 from superscaler.train.launch import train
 from tests.commands import run
+from tests.sweeps import slow
 
 ROOT = Path(__file__).parents[2]
-CLUSTER = "{name: two servers, preset: local, servers: 2, devices_per_server: 2}"
+CLUSTER = "{{name: two servers, preset: local, servers: 2, devices_per_server: {}}}"
 
 
 NAMES, ADDRESSES = ("server0", "server1"), ("10.9.0.1", "10.9.0.2")
@@ -87,13 +88,14 @@ def _last_words(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("plan", "each"), [("data_parallel", 1), *slow(("hybrid:dp=2,tp=2", 2))])
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_two_servers_train_as_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plan: str, each: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    plan = tmp_path / "plan"
-    assert run("compile", "mlp", "--plan", "hybrid:dp=2,tp=2", "--cluster", CLUSTER, "--out", str(plan)) == 0
+    folder, cluster = tmp_path / "plan", CLUSTER.format(each)
+    assert run("compile", "mlp", "--plan", plan, "--cluster", cluster, "--out", str(folder)) == 0
     printed = capsys.readouterr().out.strip().splitlines()[-1]
     assert "start it on each of 2 servers, one of which is HOST, with: torchrun" in printed
     command = shlex.split(printed.partition("with: ")[2].replace("HOST", NAMES[0]))
@@ -110,4 +112,4 @@ def test_two_servers_train_as_one(
         texts = [_last_words(process) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(texts)
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
-    assert losses == train(plan, world=4, steps=4)["losses"]
+    assert losses == train(folder, world=2 * each, steps=4)["losses"]

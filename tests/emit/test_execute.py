@@ -27,15 +27,15 @@ from tests.graphs import graph_of
 from tests.sweeps import few
 
 GPT = "gpt2:size=tiny"
-DEEP = "gpt2:size=tiny,layers=6,batch=4"
+DEEP = "gpt2:size=tiny,layers=6,batch=16"
 MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
 PLANS = [
     (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
     (GPT, "zero:stage=3,microbatches=2", 4),
     (GPT, "zb_h1:microbatches=8", 2),
     (GPT, "swap:what=both,microbatches=2", 2),
-    ("llama:size=tiny,batch=4", "ring_attention", 4),
-    ("mixtral:size=tiny,batch=4", "expert_parallel:capacity=1.25", 4),
+    ("llama:size=tiny", "ring_attention", 4),
+    ("mixtral:size=tiny", "expert_parallel:capacity=1.25", 4),
     # Their code has loops.
     (MLP, "pipeline_1f1b:microbatches=32", 2),
     (MLP, "interleaved:microbatches=64,chunks=2", 4),
@@ -47,7 +47,7 @@ PLANS = [
     (DEEP, "zero:stage=3", 2),
     (DEEP, "recompute", 1),
     # Loops over layers in one over microbatches.
-    ("gpt2:size=tiny,layers=6,batch=16", "hybrid:dp=1,tp=2,pp=2,microbatches=16", 4),
+    (DEEP, "pipeline_1f1b:microbatches=16", 2),
 ]
 
 

@@ -99,7 +99,9 @@ def assert_bits(graph: Graph, expected: Tensor, gradients: Mapping[str, Tensor])
     assert {g.dtype for g in found.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(("spec", "name"), [("mlp", "fp16"), ("gpt2:size=tiny", "bf16"), ("llama:size=tiny", "bf16")])
+@pytest.mark.parametrize(
+    ("spec", "name"), [("mlp", "fp16"), ("gpt2:size=tiny", "bf16"), *slow(("llama:size=tiny", "bf16"))]
+)
 @pytest.mark.filterwarnings("ignore:.*float16 gradients")
 def test_one_device_gives_the_bits_of_eager_autocast(spec: str, name: str) -> None:
     module, batch, graph = captured(spec, name)
@@ -257,7 +259,7 @@ def test_microbatches_add_their_gradients_in_float32(is_whole: bool, plan: Any, 
 @pytest.mark.filterwarnings("ignore:.*float16 gradients")
 @pytest.mark.parametrize(
     ("spec", "dtype", "plans"),
-    [("gpt2:size=tiny", torch.float16, PLANS[3:]), ("llama:size=tiny", torch.bfloat16, PLANS[1:3])],
+    [*slow(("gpt2:size=tiny", torch.float16, PLANS[3:])), ("llama:size=tiny", torch.bfloat16, PLANS[1:3])],
 )
 def test_whole_modules_in_halves(spec: str, dtype: torch.dtype, plans: list[tuple[str, int]]) -> None:
     built = build(spec)

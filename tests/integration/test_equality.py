@@ -95,13 +95,14 @@ def batches_of(model: str) -> list[dict[str, Tensor]]:
 
 
 PIPELINE, HYBRID = "pipeline_1f1b:stages=2,microbatches=4", "hybrid:dp=2,tp=2,pp=2,microbatches=2"
-TRAINED = [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), (PIPELINE, 2), (HYBRID, 8)]
+TRAINED = [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), (PIPELINE, 2)]
 
 
 @pytest.mark.parametrize(
     ("model", "clip", "spec", "world"),
     [
         *(("gpt2:size=tiny", None, *plan) for plan in TRAINED),
+        *slow(("gpt2:size=tiny", None, HYBRID, 8)),
         ("llama:size=tiny", None, "tensor_parallel", 2),
         ("gpt2:size=tiny", 0.5, "single", 1),
         *slow(("gpt2:size=tiny", 0.5, HYBRID, 8)),

@@ -60,7 +60,7 @@ REGIONS = [("gpt2:size=tiny", "blocks"), ("gpt2:size=tiny", "attn"), ("gpt2:size
 
 @pytest.mark.parametrize(("spec", "inside"), few(REGIONS, 0, 4, 5))
 def test_recompute_changes_no_number(spec: str, inside: str) -> None:
-    graph = normed() if spec == "normed" else graph_of(spec, "SGD")
+    graph = normed() if spec == "normed" else graph_of(spec)
     for plan in PLANS if spec != "mixtral:size=tiny" else PLANS[1:2]:
         # The norms are of the whole batch.
         name = plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan

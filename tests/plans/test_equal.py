@@ -15,15 +15,17 @@ import superscaler as ss
 from superscaler.plans.lib import schedules
 from tests.graphs import graph_of
 from tests.ran import equal
+from tests.sweeps import few
 
 Row = tuple[str, str, int]
 GPT, LLAMA, MBART, DEEP = "gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "gpt2:size=tiny,layers=4,batch=16"
 ALPHAFOLD = "alphafold2:size=tiny,layers=1,passes=2"
-# Microbatches of 3, 3, 2 and 2 rows.
-UNEVEN = "gpt2:size=tiny,batch=10"
-MESHED = f"{ALPHAFOLD},sequences=8,residues=8,hidden=32,heads=8,pair_heads=8"
+# Microbatches of 2 rows and of 1.
+UNEVEN = "gpt2:size=tiny,batch=6"
+# Its meshes do not depend on the number of its passes.
+MESHED = f"{ALPHAFOLD.replace('passes=2', 'passes=1')},sequences=8,residues=8,hidden=32,heads=8,pair_heads=8"
 
-# In float64 and in the trained dtype.
+# In float64 and in the trained dtype, but for what tests/integration/test_equality.py trains for twenty steps.
 TRAINED: list[Row] = [
     ("mlp", "data_parallel", 4),
     ("mlp", "pipeline_1f1b:stages=4,microbatches=8", 4),
@@ -39,7 +41,7 @@ ALWAYS: list[Row] = [
     # The sequence: rings, all_to_alls, slices of it at rest; two stacks; two axes of a pair representation.
     (GPT, "ring_attention", 4),
     (LLAMA, "ring_attention:zigzag=true", 2),
-    (MBART, "data_parallel:2 x ring_attention", 4),
+    (MBART, "ring_attention", 2),
     (LLAMA, "ring_attention:2 x ulysses:2", 4),
     (GPT, "sequence_parallel", 2),
     (LLAMA, "ulysses", 2),
@@ -53,7 +55,7 @@ ALWAYS: list[Row] = [
     # Memory: microbatches, parts of blocks one after the other, the hosts, what is computed again.
     (GPT, "gradient_accumulation", 2),
     (UNEVEN, "hybrid:tp=2,pp=2,microbatches=4,recompute=full", 4),
-    (UNEVEN, "zero:1,stage=2,microbatches=3 x tensor_parallel:2", 2),
+    (UNEVEN, "zero:1,stage=2,microbatches=4 x tensor_parallel:2", 2),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
     (LLAMA, "recompute:2,what=attention x tensor_parallel:2", 4),
     (MBART, "chain_recompute:limit=4.5e6", 2),
@@ -67,6 +69,15 @@ ALWAYS: list[Row] = [
     (GPT, "bytescheduler:piece=16000", 4),
     # Megatron whole.
     (DEEP, "hybrid:tp=2,pp=2,microbatches=4,chunks=2,sequence=true,recompute=selective", 4),
+    (LLAMA, "hybrid:dp=2,tp=2,pp=2,microbatches=2,sequence=true,recompute=full,zero=1", 8),
+]
+
+# What other rows reach: a ring, ZeRO with microbatches and in groups, ZeRO on a pipeline, Megatron whole.
+REACHED: list[Row] = [
+    (GPT, "ring_attention", 4),
+    (GPT, "zero:stage=2,microbatches=4", 2),
+    (GPT, "fsdp:shard=2", 4),
+    (GPT, "pipeline_1f1b:2,microbatches=2 x zero x tensor_parallel:2", 8),
     (LLAMA, "hybrid:dp=2,tp=2,pp=2,microbatches=2,sequence=true,recompute=full,zero=1", 8),
 ]
 
@@ -204,7 +215,7 @@ def sweep() -> Iterator[Row]:
     yield from ALWAYS
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), TRAINED)
+@pytest.mark.parametrize(("model", "plan", "devices"), few(TRAINED, 0, 1, 3, 4, 5))
 def test_equal_as_trained(model: str, plan: str, devices: int) -> None:
     result = ss.compile(graph_of(model), plan, f"local:{devices}").verify()
     assert result["equal"], result
@@ -212,7 +223,7 @@ def test_equal_as_trained(model: str, plan: str, devices: int) -> None:
     assert result["bytes_moved"] == result["bytes_planned"]
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), ALWAYS)
+@pytest.mark.parametrize(("model", "plan", "devices"), [row for row in ALWAYS if row not in REACHED])
 def test_equal(model: str, plan: str, devices: int) -> None:
     equal(graph_of(model), plan, devices)
 

@@ -87,12 +87,12 @@ def test_a_table_of_slices_in_a_wrong_order_is_refused(tmp_path: Path) -> None:
     file.write_text(print_schedule(schedules.gpipe(2, 4)))
     message = r"causal attention reads earlier ones, but 0B0 is ordered before 0B1 .* their backwards in reverse"
     with pytest.raises(ScheduleError, match=message):
-        plan_of(GPT, f"pipeline:schedule={file},slices=2", 2)
+        ss.compile(decoder(), f"pipeline:schedule={file},slices=2", "local:2")
     with pytest.raises(InputError, match="a table of 4 microbatches is not one of 3 slices each; choose 1, 2 or 4"):
-        plan_of(GPT, f"pipeline:schedule={file},slices=3", 2)
+        ss.compile(decoder(), f"pipeline:schedule={file},slices=3", "local:2")
     file.write_text(print_schedule(schedules.chimera(2, 4)))
     with pytest.raises(InputError, match="stage 0 has slices on several devices"):
-        plan_of(GPT, f"pipeline:schedule={file},slices=2", 2)
+        ss.compile(decoder(), f"pipeline:schedule={file},slices=2", "local:2")
 
 
 def test_slices_that_read_each_other_are_not_recomputed() -> None:
@@ -106,7 +106,7 @@ def test_slices_of_what_is_not_causal_are_refused() -> None:
         InputError,
         match=r"attention\.self.* not known to be causal along sequence.*its queries may read keys of slice 1",
     ):
-        plan_of("bert:size=tiny", "terapipe", 2)
+        ss.compile(graph_of("bert:size=tiny"), "terapipe", "local:2")
 
 
 class Mixer(nn.Module):

@@ -50,7 +50,7 @@ def test_every_plan_of_the_library_is_short() -> None:
 def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
     for spec in ("gpt2:size=tiny", "mixtral:size=tiny"):
         plan = "tensor_parallel" if spec.startswith("gpt2") else "tensor_parallel:vocabulary=false"
-        compiled = ss.compile(graph_of(spec, "SGD"), plan, "local:4")
+        compiled = ss.compile(graph_of(spec), plan, "local:4")
         assert isinstance(compiled.compiled.program.devices, Folded)
         assert compiled.counts["distinct_programs"] == 1
         slices = [tables.parts for tables in compiled.compiled.emitted.tables]

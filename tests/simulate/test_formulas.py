@@ -16,7 +16,7 @@ from superscaler.simulate.storages import CATEGORIES
 from tests.graphs import graph_of
 from tests.sweeps import few
 
-S, B, H, A, LAYERS = 256, 4, 512, 8, 2
+S, B, H, A, LAYERS = 256, 4, 512, 8, 1
 P, M = 4, 8
 
 
@@ -80,7 +80,7 @@ def test_model_states_are_those_of_zero(plan: str, gathered: float) -> None:
     """With weights in bf16 and AdamW in float32: 16 bytes a parameter, and 2 more because gradients of copies are
     float32. ZeRO rests weights, states and gradients in 1 / N, and gathers bf16 weights: all, or those of two blocks.
     """
-    graph, n = gpt(2 * LAYERS, "copies"), 4
+    graph, n = gpt(4 * LAYERS, "copies"), 4
     size = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     found, compiled = predicted(graph, plan, n)
     code = compiled.compiled.program.devices[0].instructions
@@ -98,7 +98,7 @@ def test_model_states_are_those_of_zero(plan: str, gathered: float) -> None:
 @cache
 def activations(schedule: str) -> list[int]:
     """Return the most bytes of activations of each stage."""
-    graph = graph_of("gpt2:size=tiny,layers=8,seq=64,batch=16")
+    graph = graph_of("gpt2:size=tiny,layers=8,batch=16")
     compiled = ss.compile(graph, f"{schedule}:microbatches={M}", f"local:{P}")
     return [int(m.curve[:, CATEGORIES.index("activations")].max()) for m in memories(compiled.compiled.program)]
 

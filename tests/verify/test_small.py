@@ -108,7 +108,7 @@ def test_what_cannot_shrink_says_why() -> None:
 
 def test_the_command_tells_what_shrank(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--plan", "data_parallel", "--cluster", "local:4", "--shapes", "small")
-    assert command("verify", "gpt2:size=tiny", *shape) == 0
+    assert command("verify", "mlp:batch=8", *shape) == 0
     told = capsys.readouterr().out
     assert "batch 8 -> 6" in told
     assert "devices 4 -> 3" in told
