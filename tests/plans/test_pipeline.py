@@ -19,6 +19,7 @@ from superscaler.plans.lib import schedules
 from superscaler.report.facts import summary
 from tests.graphs import graph_of
 from tests.ran import Around, captured, equal
+from tests.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=16"
 
@@ -65,7 +66,7 @@ def decoder() -> ss.Graph:
     [
         ("terapipe:microbatches=1,slices=4", 2),
         ("seq1f1b:microbatches=2,slices=2", 4),
-        ("seq1f1b:2,microbatches=2,slices=2 x data_parallel:2", 4),
+        *slow((("seq1f1b:2,microbatches=2,slices=2 x data_parallel:2", 4),)),
         ("terapipe:2,slices=2 x tensor_parallel:2", 4),
     ],
 )
