@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.store.pieces import located, overlap, owners
+from superscaler.store.pieces import Ranges, located, overlap, owners, sizes
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -40,38 +40,40 @@ def check_models(plan: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
         raise InputError(f"the plan of evaluation {what}; compile both of one module, for one cluster.")
 
 
-def fill(evaluation: Step, step: Step) -> None:
-    """Give the weights of an evaluation that are not those of the training step their present values; all ranks call
-    this.
-    """
-    lacking = [_lacking(evaluation.plan, step.plan, rank) for rank in range(step.world)]
-    needed = {_place(evaluation.plan, entry)[0] for entries in lacking for entry in entries}
-    communicator = step.state.communicator
-    for source, entries in enumerate(owners(step.plan)):
-        for entry in entries:
-            name, ranges = located(step.plan, entry)
-            if name in needed:
-                shape = tuple(sum(b - a for a, b in dim) for dim in ranges)
-                weight = (
-                    step.state.weights[entry["name"]].detach().to(step.state.device) if source == step.rank else None
-                )
-                sent = None if weight is None else weight.reshape(shape)
-                dtype = getattr(torch, step.plan["tensors"][entry["tensor"]]["dtype"])
-                piece = communicator.broadcast(sent, source, tuple(range(step.world)), shape, dtype).wait()
-                _put(evaluation, lacking[step.rank], name, ranges, piece)
+class Filler:
+    """Gives the weights of an evaluation that rest otherwise than in training their present values."""
 
+    def __init__(self, evaluation: Step, step: Step) -> None:
+        self.evaluation, self._step = evaluation, step
+        lacking = [_lacking(evaluation.plan, step.plan, rank) for rank in range(step.world)]
+        needed = {located(evaluation.plan, entry)[0] for entries in lacking for entry in entries}
+        self._own = lacking[step.rank]
+        pairs = ((rank, entry) for rank, entries in enumerate(owners(step.plan)) for entry in entries)
+        every = [(rank, entry, *located(step.plan, entry)) for rank, entry in pairs]
+        # In one order on all ranks: who has a piece, its weight there, and which piece it is of which tensor.
+        self._pieces = [piece for piece in every if piece[2] in needed]
 
-def _put(evaluation: Step, entries: Iterable[Mapping[str, Any]], name: str, ranges: Any, piece: Tensor) -> None:
-    """Copy what a piece has of the weights of this rank into them."""
-    for entry in entries:
-        theirs, wanted = located(evaluation.plan, entry)
-        common = overlap(wanted, ranges) if theirs == name else None
-        if common is not None:
-            weight = evaluation.state.weights[entry["name"]]
-            whole = weight.view([sum(b - a for a, b in dim) for dim in wanted])
-            here, there = (np.ix_(*(pair[k] for pair in common)) for k in (0, 1))
-            at = tuple(map(torch.from_numpy, here)), tuple(map(torch.from_numpy, there))
-            whole[at[0]] = piece[at[1]].to(weight)
+    def fill(self) -> None:
+        """Send each piece to all ranks; all of them call this."""
+        state = self._step.state
+        for source, entry, name, ranges in self._pieces:
+            shape, dtype = sizes(ranges), getattr(torch, self._step.plan["tensors"][entry["tensor"]]["dtype"])
+            sent = None
+            if source == self._step.rank:
+                sent = state.weights[entry["name"]].detach().to(state.device).reshape(shape)
+            piece = state.communicator.broadcast(sent, source, tuple(range(self._step.world)), shape, dtype).wait()
+            self._put(name, ranges, piece)
+
+    def _put(self, name: str, ranges: Ranges, piece: Tensor) -> None:
+        """Copy what a piece has of the weights of this rank into them."""
+        for entry in self._own:
+            theirs, wanted = located(self.evaluation.plan, entry)
+            common = overlap(wanted, ranges) if theirs == name else None
+            if common is not None:
+                weight = self.evaluation.state.weights[entry["name"]]
+                here, there = (np.ix_(*(pair[k] for pair in common)) for k in (0, 1))
+                at = tuple(map(torch.from_numpy, here)), tuple(map(torch.from_numpy, there))
+                weight.view(sizes(wanted))[at[0]] = piece[at[1]].to(weight)
 
 
 def _owned(plan: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:

@@ -75,10 +75,10 @@ class Step:
         self.watch: Watch | None = None
         # The directory from which the plan was loaded.
         self.directory: Path | None = None
-        # The plan of evaluation, its code and its weights; and its step, once one was evaluated.
+        # The plan of evaluation, its code and its weights; and what fills its step, once one was evaluated.
         self.evaluation: Callable[[], tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]] | None
         self.evaluation = None
-        self._evaluating: Step | None = None
+        self._filler: evaluation.Filler | None = None
         self.trains = bool(plan["loss_dtype"])
         self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
@@ -126,7 +126,7 @@ class Step:
         It needs a plan of evaluation: `plan.save(directory, evaluation=...)`. Raises InputError without one.
         """
         with evaluation.uncounted(self):
-            return self.filled()(batch)
+            return self._filled()(batch)
 
     def evaluate(
         self, batches: Iterable[Mapping[str, Tensor]], metrics: Mapping[str, evaluation.Metric] | None = None
@@ -137,25 +137,33 @@ class Step:
         nothing is changed, nothing is written. Raises InputError as `infer`.
         """
         with evaluation.uncounted(self):
-            return evaluation.mean(self.filled(), batches, metrics)
+            return evaluation.mean(self._filled(), batches, metrics)
 
-    def filled(self) -> Step:
+    @property
+    def evaluating(self) -> Step:
+        """Return the step of evaluation, on the weights of the last evaluation; its own one if this trains nothing."""
+        return self._filled_by().evaluation if self.trains else self
+
+    def _filled(self) -> Step:
         """Return the step of evaluation with the present weights."""
-        if not self.trains:
-            return self
+        if self.trains:
+            self._filled_by().fill()
+        return self.evaluating
+
+    def _filled_by(self) -> evaluation.Filler:
         if self.evaluation is None:
             raise InputError(
                 "this plan was saved without one of evaluation; capture module.eval() with optimizer=None, compile it "
                 "for the same cluster, and save both: plan.save(directory, evaluation=that)."
             )
-        communicator = self.state.communicator
-        if self._evaluating is None:
+        # Not a cached property: its lock is that of all ranks in a process, which build their steps together.
+        if self._filler is None:
             plan, programs, weights = self.evaluation()
             evaluation.check_models(plan, self.plan)
             shared = evaluation.shared(plan, self)
-            self._evaluating = build_step(plan, programs, weights, communicator, shared=shared)
-        evaluation.fill(self._evaluating, self)
-        return self._evaluating
+            built = build_step(plan, programs, weights, self.state.communicator, shared=shared)
+            self._filler = evaluation.Filler(built, self)
+        return self._filler
 
     @property
     def outputs(self) -> Any:
@@ -368,8 +376,7 @@ def build_step(
     rank 0, the module's tensors that no device holds. `shared`: slices by local name that are there already.
     """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
-    local: dict[str, Tensor] = {}
-    local.update(shared or {})
+    local = dict(shared or {})
     for entry in (entry for entry in tables["weights"] if entry["name"] not in local):
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
         kept = piece.clone() if entry.get("host") else piece.clone().to(communicator.device)

@@ -97,7 +97,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
             if reporter is not None:
                 values = loss.reshape(-1).tolist()
                 seconds = (time.perf_counter() - started) / len(values)
-                resume.tell_times(times, options.launched)
+                resume.report_times(times, options.launched)
                 for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
                     reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm, step.lr)
             advance(schedule, turns.step)
@@ -149,7 +149,7 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         made = make()
         batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         say: Callable[[str], None] = resume.say if step.rank == 0 else lambda _: None
-        return step.evaluate(fitting(batches, step.filled().inputs, say), metrics)
+        return step.evaluate(fitting(batches, step.evaluating.inputs, say), metrics)
 
     return evaluate
 

@@ -191,7 +191,7 @@ def say(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def tell_times(times: list[float], launched: Path | None) -> None:
+def report_times(times: list[float], launched: Path | None) -> None:
     """Report to the launcher after the first step when rank 0 began, was loaded, and had made that step."""
     if len(times) == 2:
         times.append(time.time())
