@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,11 @@ from superscaler.ir.program import (
 )
 from superscaler.report.details import Details
 from superscaler.report.timeline import Row, Timeline, Wait, timeline
+from superscaler.runtime.profile import VERSION
 from superscaler.simulate.timetable import COMPUTE
 from superscaler.specs.file_errors import reading
 from superscaler.specs.sizes import duration
 
-# The version of the files of a run.
-VERSION = 1
 _REMEDY = "record a run of this plan with superscaler train --profile N --run DIR"
 # Kinds of calls by instruction.
 _KINDS: Mapping[type, str] = {
@@ -86,7 +85,8 @@ def measured(folder: Path, program: Program, code: str, details: Details) -> tup
     middle = sorted(range(count), key=seconds.__getitem__)[count // 2]
     ranks = [_rank(k, program, found, spans[k][middle]) for k, found in enumerate(files)]
     zero = min(rank.start for rank in ranks)
-    rows = [_row(rank, ranks, zero) for rank in ranks]
+    met = _met(ranks)
+    rows = [_row(rank, met, zero) for rank in ranks]
     error = max(found["clock_error"] for found in files)
     span = f"{duration(min(seconds))} to {duration(max(seconds))}"
     note = (
@@ -142,14 +142,15 @@ def _numbers(code: Sequence[Instruction]) -> dict[str, int]:
     return found
 
 
-def _row(rank: _Rank, ranks: Sequence[_Rank], zero: float) -> Row:
+def _row(rank: _Rank, met: Mapping[Hashable, float], zero: float) -> Row:
     """Return the events of a rank as columns: its calls, its waits, and the communication that it started."""
-    there, streams, cells = _there(rank, ranks), ["compute"], list[tuple[float, ...]]()
+    there = {at: met[key] for key, at in _meetings(rank) if key in met}
+    streams, cells = ["compute"], list[tuple[float, ...]]()
     for e in rank.events:
         # An update waits for all that was sent, the sum of the loss for all devices: both start nothing of their own.
         is_wait = e.is_wait or isinstance(rank.code[e.at], Loss)
-        met = min(max(there.get(e.at, e.start), e.start), e.end) if is_wait else e.start
-        cells.append((COMPUTE, e.at, e.at if is_wait else -1, e.start, e.end, met))
+        own = min(max(there.get(e.at, e.start), e.start), e.end) if is_wait else e.start
+        cells.append((COMPUTE, e.at, e.at if is_wait else -1, e.start, e.end, own))
     for at in sorted(there):
         if at in rank.over:
             name = _stream(rank.code[at])
@@ -158,9 +159,9 @@ def _row(rank: _Rank, ranks: Sequence[_Rank], zero: float) -> Row:
             cells.append((streams.index(name), at, -1, start, rank.over[at], start))
     columns = np.array(cells).reshape(-1, 6).T
     stream, instruction, waited = (x.astype(np.int64) for x in columns[:3])
-    start, end, met = columns[3:] - zero
-    critical = np.zeros(len(start), dtype=bool)
-    return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met, critical)
+    start, end, met_at = columns[3:] - zero
+    critical = np.zeros(len(stream), dtype=bool)
+    return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met_at, critical)
 
 
 def _stream(i: Instruction) -> str:
@@ -172,22 +173,16 @@ def _stream(i: Instruction) -> str:
     return "copies"
 
 
-def _there(rank: _Rank, ranks: Sequence[_Rank]) -> dict[int, float]:
-    """Return when all ends of each communication that a rank started were there."""
-    found = {}
-    for key, at in _meetings(rank):
-        ends = [other.called.get(own) for other in ranks for k, own in _known(other) if k == key]
-        if ends and None not in ends:
-            found[at] = max(e for e in ends if e is not None)
-    return found
+def _met(ranks: Sequence[_Rank]) -> dict[Hashable, float]:
+    """Return when all ends of each communication were there, by the key that they share."""
+    called = defaultdict[Hashable, list[float | None]](list)
+    for rank in ranks:
+        for key, at in _meetings(rank):
+            called[key].append(rank.called.get(at))
+    return {key: max(e for e in ends if e is not None) for key, ends in called.items() if None not in ends}
 
 
-def _known(rank: _Rank) -> list[tuple[tuple[Any, ...], int]]:
-    known: list[tuple[tuple[Any, ...], int]] = rank.__dict__.setdefault("meetings", list(_meetings(rank)))
-    return known
-
-
-def _meetings(rank: _Rank) -> Iterator[tuple[tuple[Any, ...], int]]:
+def _meetings(rank: _Rank) -> Iterator[tuple[Hashable, int]]:
     """Yield what a rank starts, under a key that all ends share."""
     turns: dict[tuple[int, ...], int] = defaultdict(int)
     for at, i in enumerate(rank.code):
