@@ -17,7 +17,7 @@ from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
 from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
 from superscaler.ir import program as p
-from superscaler.ir.codes import Loop, Rolled
+from superscaler.ir.codes import form
 from superscaler.ir.program import Device, Program, Value
 from superscaler.ir.rendezvous import batches
 
@@ -28,8 +28,6 @@ import segments
 
 def step(rt):
 '''
-# The fields of each kind of instruction that are equal where one text is.
-_OF_FORM = {kind: [n for n, role in own.items() if role is None or role in p.VALUES] for kind, own in p.ROLES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def _written(program: Program, names: list[str]) -> list[tuple[str, "_Writer", d
     """
     alike: dict[Hashable, list[int]] = {}
     for n, (_, samples) in enumerate(program.groups):
-        alike.setdefault(_form(samples[0]), []).append(n)
+        alike.setdefault(form(samples[0]), []).append(n)
     found: dict[int, tuple[str, _Writer, dict[str, Entries]]] = {}
     for own in alike.values():
         writer = _Writer(program, [device for n in own for device in program.groups[n][1]], names)
@@ -83,17 +81,6 @@ def _written(program: Program, names: list[str]) -> list[tuple[str, "_Writer", d
             else:
                 found[n] = body, writer, entries
     return [found[n] for n in range(len(found))]
-
-
-def _form(device: Device) -> Hashable:
-    """Return what is equal for devices that differ in their data alone."""
-    code = device.instructions
-    runs = code.runs if isinstance(code, Rolled) else (code,)
-    parts = ((run.first, run.second, run.count) if isinstance(run, Loop) else (run, (), 1) for run in runs)
-    return tuple((w.name, w.tensor) for w in device.weights), tuple(
-        (count, *(tuple((type(i), *[getattr(i, n) for n in _OF_FORM[type(i)]]) for i in some) for some in both))
-        for *both, count in parts
-    )
 
 
 def _head(ranks: Sequence[int], most: int, more: str) -> str:

@@ -184,13 +184,22 @@ def _links(device: Device) -> Iterator[tuple[int, ...]]:
                 yield value if isinstance(value, tuple) else (value,)
 
 
+def runs_of(device: Device) -> Sequence[Run]:
+    """Return the instructions of a device as its loops, and what is between them."""
+    code = device.instructions
+    return code.runs if isinstance(code, Rolled) else (tuple(code),)
+
+
 def form(device: Device) -> Hashable:
-    """Return the form of a device, equal for devices that run one program: its text, the shapes of its data, which
-    groups are equal.
+    """Return the form of a device, equal for devices that run one program: its text, its loops, the shapes of its data,
+    which groups are equal.
     """
     form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, w.host, len(w.box)) for w in device.weights)]
     groups: dict[object, int] = {}
-    for i in device.instructions:
+    runs = runs_of(device)
+    form += [(len(run), run.count if isinstance(run, Loop) else 1) for run in runs]
+    # Two repetitions determine all.
+    for i in (i for run in runs for i in ((*run.first, *run.second) if isinstance(run, Loop) else run)):
         kind = type(i)
         form.append(kind.__name__)
         for name, role in ROLES[kind].items():

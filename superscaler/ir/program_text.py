@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.ir.codes import Loop, Rolled, Run, form
+from superscaler.ir.codes import Loop, Rolled, Run, form, runs_of
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.model import Model
 from superscaler.ir.program import (
@@ -82,7 +82,7 @@ def _lines(program: Program) -> Iterator[str]:
     if not isinstance(devices, Folded):
         alike: dict[object, list[Device]] = {}
         for device in devices:
-            alike.setdefault((form(device), _loops(device)), []).append(device)
+            alike.setdefault(form(device), []).append(device)
         sections = list(alike.values())
     else:
         sections = [[devices.compiled[d] for d in devices.fold.samples(b)] for b in range(len(devices.fold.devices))]
@@ -95,21 +95,11 @@ def _lines(program: Program) -> Iterator[str]:
 def _section(devices: Sequence[Device]) -> Iterator[str]:
     tables: dict[tuple[Any, ...], int] = {}
     yield from _rows(zip(*(d.weights for d in devices), strict=True), tables)
-    for some in zip(*(_runs(d) for d in devices), strict=True):
+    for some in zip(*map(runs_of, devices), strict=True):
         instructions = [run.first + run.second if isinstance(run, Loop) else run for run in some]
         if isinstance(loop := some[0], Loop):
             yield f"loop {loop.count} of {len(loop.first)}"
         yield from _rows(zip(*instructions, strict=True), tables)
-
-
-def _runs(device: Device) -> Sequence[Run]:
-    code = device.instructions
-    return code.runs if isinstance(code, Rolled) else (tuple(code),)
-
-
-def _loops(device: Device) -> tuple[tuple[int, int], ...]:
-    """Return the position and the count of each loop of a device."""
-    return tuple((len(run), run.count if isinstance(run, Loop) else 1) for run in _runs(device))
 
 
 def _rows(each: Iterable[tuple[Any, ...]], tables: dict[tuple[Any, ...], int]) -> Iterator[str]:
