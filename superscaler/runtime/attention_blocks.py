@@ -6,12 +6,24 @@ in the gradients: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)),
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 _ATEN = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Queries (..., L, E), keys and values (..., S, E), and how the queries see the keys: "all", "before", "none"."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float | None
+    sees: str
 
 
 def scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool) -> Tensor:
@@ -24,13 +36,14 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_ca
     return found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str) -> Pair:
+def forward(block: Block) -> Pair:
     """Return the attention of a block, and its log-sum-exp: finite, and too small to count, where no key is seen."""
+    q, k, v, mask, scale, sees = block
     if sees == "none":
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], _least(q), dtype=_wide(q))
-    kernel = _kernel(q, k, v, mask)
+    kernel = _kernel(block)
     if not kernel:
-        return dense(q, k, v, mask, scale, sees)
+        return dense(block)
     if kernel == "cpu":
         added = _added(mask, q)
         out, total = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -47,19 +60,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     return out, total[..., : q.shape[-2]]
 
 
-def backward(
-    gradient: Tensor,
-    out: Tensor,
-    total: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    sees: str,
-) -> tuple[Tensor, ...]:
+def backward(gradient: Tensor, out: Tensor, total: Tensor, block: Block) -> tuple[Tensor, ...]:
     """Return the gradients of a block's q, k and v, given `out` and `total` of all blocks and the gradient of `out`."""
-    is_causal, kernel = sees == "before", _kernel(q, k, v, mask)
+    q, k, v, mask, scale, sees = block
+    is_causal, kernel = sees == "before", _kernel(block)
     if kernel == "cpu":
         return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, total, 0.0, is_causal, attn_mask=_added(mask, q), scale=scale
@@ -75,13 +79,14 @@ def backward(
         options = gradient, q, k, v, None, out, padded, none, none, 0.0, (True, True, True, False), is_causal
         found: tuple[Tensor, ...] = _ATEN._scaled_dot_product_efficient_attention_backward(*options, scale=scale)
         return found[:3]
-    return _dense_backward(gradient, out, total, q, k, v, mask, scale, is_causal)
+    return _dense_backward(gradient, out, total, block)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str) -> Pair:
-    """Return what `forward` does by operators that autograd can differentiate; they write out scores."""
+def dense(block: Block) -> Pair:
+    """Return the results of `forward`, by operators that autograd can differentiate; they write out scores."""
+    q, k, v, mask, scale, sees = block
     if sees == "none":
-        return forward(q, k, v, mask, scale, sees)
+        return forward(block)
     found = scores(q, k, mask, scale, sees == "before").to(_wide(q))
     is_empty = (found == -math.inf).all(-1, keepdim=True)
     total = found.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
@@ -89,18 +94,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
     return shares.to(v.dtype) @ v, total.masked_fill(is_empty, _least(q)).squeeze(-1)
 
 
-def _dense_backward(
-    gradient: Tensor,
-    out: Tensor,
-    total: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    is_causal: bool,
-) -> tuple[Tensor, ...]:
-    shares = (scores(q, k, mask, scale, is_causal).to(total.dtype) - total.unsqueeze(-1)).exp()
+def _dense_backward(gradient: Tensor, out: Tensor, total: Tensor, block: Block) -> tuple[Tensor, ...]:
+    q, k, v, mask, scale, sees = block
+    shares = (scores(q, k, mask, scale, sees == "before").to(total.dtype) - total.unsqueeze(-1)).exp()
     inner = (gradient * out).sum(-1, keepdim=True, dtype=total.dtype)
     found = (shares * (gradient @ v.transpose(-2, -1) - inner)).to(q.dtype)
     found = found * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -111,8 +107,9 @@ def _dense_backward(
 _ROWS = 32
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+def _kernel(block: Block) -> str:
     """Return which kernel of torch computes a block: "cpu", "flash", "efficient"; '' for none."""
+    q, k, v, mask, *_ = block
     alike = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1]
     if not alike or (mask is not None and mask.dim() not in (2, 4)):
         return ""

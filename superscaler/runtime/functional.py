@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superscaler.runtime import attention_blocks
+from superscaler.runtime.attention_blocks import Block
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 _GAMMA = 0x9E3779B97F4A7C15
@@ -216,8 +217,7 @@ def attention_block(
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
     run = attention_blocks.dense if torch.is_grad_enabled() else attention_blocks.forward
-    each = _chunks(q, k, v, mask, blocks, chunks)
-    made = [run(rows, keys, values, own, scale, sees) for rows, keys, values, own, sees in each]
+    made = [run(block) for block in _chunks(q, k, v, mask, scale, blocks, chunks)]
     if len(made) == 1:
         # In the layout of torch, for whom the transposed result is a view.
         return made[0]
@@ -225,12 +225,18 @@ def attention_block(
 
 
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[tuple[int, str]], chunks: int
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the queries, keys, values and mask of each block, and how it sees."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    blocks: Sequence[tuple[int, str]],
+    chunks: int,
+) -> Iterator[Block]:
+    """Yield each block: a chunk of the queries with the chunk of keys that it sees."""
     keys, values = k.chunk(chunks, -2), v.chunk(chunks, -2)
     for n, (rows, (at, sees)) in enumerate(zip(q.chunk(len(blocks), -2), blocks, strict=True)):
-        yield rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), sees
+        yield Block(rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), scale, sees)
 
 
 def attention_gradient(
@@ -267,15 +273,14 @@ class _Gradient(torch.autograd.Function):
         out, total = (x.chunk(count, dim) for x, dim in zip(rest, (-2, -1), strict=True))
         given = list(zip(gradient.chunk(count, -2), out, total, strict=True))
         if count == 1 and blocks[0][1] != "none":
-            dq, dk, dv = attention_blocks.backward(*given[0], *whole, mask, scale, blocks[0][1])
+            dq, dk, dv = attention_blocks.backward(*given[0], Block(*whole, mask, scale, blocks[0][1]))
         else:
             dq, dk, dv = map(torch.zeros_like, whole)
-            into = _chunks(dq, dk, dv, None, blocks, chunks)
-            for n, (rows, keys, values, own, sees) in enumerate(_chunks(*whole, mask, blocks, chunks)):
-                *sums, _, _ = next(into)
-                if sees != "none":
-                    found = attention_blocks.backward(*given[n], rows, keys, values, own, scale, sees)
-                    torch._foreach_add_(sums, list(found))
+            into = _chunks(dq, dk, dv, None, None, blocks, chunks)
+            own = _chunks(*whole, mask, scale, blocks, chunks)
+            for ends, block, sums in zip(given, own, into, strict=True):
+                if block.sees != "none":
+                    torch._foreach_add_(list(sums[:3]), list(attention_blocks.backward(*ends, block)))
         return dq, _sum_heads(dk, k), _sum_heads(dv, v), *(None,) * 6
 
 
