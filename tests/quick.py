@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from superscaler.launch.client import FOLLOW
+
 ROOT = Path(__file__).parents[1]
 # Imports nothing but this: it must start in a few hundredths of a second.
 _CLIENT = """#!{python} -IS
@@ -34,25 +36,9 @@ server.connect({address!r})
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits, os.getpid()]).encode()
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
-server.sendall(asked)
-signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
-signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-(fork,) = struct.unpack("<q", server.recv(8))
-def hand_on(number, frame):
-    try:
-        os.kill(fork, number)
-    except ProcessLookupError:
-        pass  # It has ended already, and its exit code is on its way.
-for number in signals:
-    signal.signal(number, hand_on)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-answer = server.recv(8)
-code = struct.unpack("<q", answer)[0] if answer else -9
-if code < 0:
-    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
-    os.kill(os.getpid(), -code)
-os._exit(code)
+def ask():
+    socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
+    server.sendall(asked)
 """
 _SIZE = struct.Struct("<Q")
 
@@ -68,7 +54,7 @@ def quick_python(folder: Path) -> Path:
     process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
     atexit.register(lambda: (process.kill(), process.wait()))
     server.close()
-    program.write_text(_CLIENT.format(python=sys.executable, address=address))
+    program.write_text(_CLIENT.format(python=sys.executable, address=address) + FOLLOW)
     program.chmod(0o700)
     return program
 

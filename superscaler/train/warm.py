@@ -27,6 +27,7 @@ import superscaler.comm.distributed
 import superscaler.launch.watch
 import superscaler.train.loop  # noqa: F401
 from superscaler.interrupt import end_with_parent
+from superscaler.launch.client import FOLLOW
 
 # It imports nothing but this, to start in a few hundredths of a second.
 _CLIENT = """import json, os, resource, signal, socket, struct, sys
@@ -34,25 +35,8 @@ server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 asked = json.dumps([sys.argv[1:], dict(os.environ)]).encode()
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
-signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-server.sendall(struct.pack("<q", len(asked)) + asked)
-(rank,) = struct.unpack("<q", server.recv(8))
-def pass_on(number, frame):
-    try:
-        os.kill(rank, number)
-    except ProcessLookupError:
-        pass  # It has ended already, and its exit code is on its way.
-for number in signals:
-    signal.signal(number, pass_on)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-answer = server.recv(8)
-code = struct.unpack("<q", answer)[0] if answer else -signal.SIGKILL
-if code < 0:
-    if code != -signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-os._exit(code)
+def ask():
+    server.sendall(struct.pack("<q", len(asked)) + asked)
 """
 _NUMBER = struct.Struct("<q")
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
@@ -68,7 +52,7 @@ def warm_python() -> Iterator[Sequence[str]]:
             yield (sys.executable,)
             return
         client = Path(folder) / "rank.py"
-        client.write_text(_CLIENT.format(address=server.getsockname()))
+        client.write_text(_CLIENT.format(address=server.getsockname()) + FOLLOW)
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
