@@ -11,8 +11,8 @@ from superscaler.cli.main import main
 progress._PATIENCE = 600.0
 
 
-def run(*arguments: str) -> int:
+def run(*arguments: object) -> int:
     """Run a command; return its exit code."""
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(list(map(str, arguments)))
     return int(ended.value.code or 0)

@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.artifact import initial_values
-from superscaler.cli.main import main
 from superscaler.compiler import Compiled, finish, transform
 from superscaler.emit.device import Emitted
 from superscaler.frontend.oracle import retyped
@@ -98,13 +96,6 @@ def captured(
     trained = [p for p in module.parameters() if p.requires_grad]
     options.setdefault("optimizer", kind(trained, lr=lr) if trained else None)
     return ss.capture(module, args, inputs if isinstance(inputs, dict) else {}, **options)
-
-
-def command(*arguments: object) -> int:
-    """Return the exit status of a `superscaler` command in this process."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, arguments)))
-    return int(ended.value.code or 0)
 
 
 def on_ranks(plan: ss.Plan | Compiled, run: Callable[[Step], T]) -> list[T]:

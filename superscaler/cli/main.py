@@ -31,12 +31,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-for verb in (capture, compile, validate, verify, simulate, train, explain, report, diff, plans, models):
+for verb in (capture, compile, validate, verify, simulate, train, explain, report, diff, plans, models, examples):
     app.command(verb.__name__)(verb)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 app.command("doctor")(doctor)
-app.command("examples")(examples)
 
 
 def _version(wanted: bool) -> None:

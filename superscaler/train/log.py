@@ -142,14 +142,10 @@ class Reporter:
     ) -> None:
         """Report a step: `tokens` of token ids, or samples of other inputs; the gradients' `norm`, if it is known."""
         memory, flops, peak = peak_memory(), self._work[0] / seconds, self._work[1]
-        entry: dict[str, Any] = {
-            "step": number,
-            "loss": loss,
-            "seconds": seconds,
-            "tokens": tokens,
-            "memory_bytes": memory,
-        }
-        entry |= {"memory_bytes": memory, "gradient_norm": norm, "lr": lr} | ({"tflops": flops / 1e12} if flops else {})
+        entry = {
+            "step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory,
+            "gradient_norm": norm, "lr": lr, **({"tflops": flops / 1e12} if flops else {}),
+        }  # fmt: skip
         self._log(entry | ({"mfu": flops / peak} if flops and peak else {}))
         rates = (lr,) if isinstance(lr, float) else lr
         words = [

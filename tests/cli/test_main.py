@@ -12,7 +12,7 @@ import pytest
 
 import superscaler
 from superscaler import models, plans
-from superscaler.cli import common, progress
+from superscaler.cli import common
 from superscaler.cli.main import app
 from superscaler.errors import InputError, ScheduleError
 from superscaler.timing import phase
@@ -106,10 +106,8 @@ def test_the_options_of_every_command() -> None:
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # No phase says that it takes long, however slow the machine is.
-    monkeypatch.setattr(progress, "_PATIENCE", 600.0)
     assert run(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

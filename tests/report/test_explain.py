@@ -24,8 +24,8 @@ from superscaler.report.facts import account, manifest, ranges
 from superscaler.report.words import read
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
+from tests.commands import run
 from tests.graphs import graph_of, step_of
-from tests.ran import command
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
@@ -192,7 +192,7 @@ def test_json_is_the_saved_account_with_its_manifest(
     saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = saved["data_parallel"]
-    assert command("explain", str(directory), "--json") == 0
+    assert run("explain", str(directory), "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     saved = json.loads((directory / PLAN_FILE).read_text())["manifest"]
     assert found["manifest"].items() <= saved.items()
@@ -227,7 +227,7 @@ def test_diff_tells_splits_orders_and_bytes(
     saved: dict[str, Path], plans: dict[str, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = "hybrid:dp=2,tp=2", "hybrid:tp=2,pp=2,microbatches=2"
-    assert command("diff", saved[first], saved[second]) == 1
+    assert run("diff", saved[first], saved[second]) == 1
     out = capsys.readouterr().out
     assert "  - op_trans Split('batch', parts=2, axis='dp'), 31 times" in out
     assert "  + op_trans Microbatch(2), 31 times" in out
@@ -238,7 +238,7 @@ def test_diff_tells_splits_orders_and_bytes(
     assert "model:" not in out
     assert plans[first].diff(plans[second]) == out.rstrip("\n")
     plans[first].save(tmp_path / "again")
-    assert command("diff", saved[first], tmp_path / "again", "--json") == 0
+    assert run("diff", saved[first], tmp_path / "again", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["equal"], found["differences"]) == (True, [])
 
@@ -309,16 +309,16 @@ def test_compiling_the_same_again_is_not_compiling(
     arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(folder)]
     runs: list[object] = []
     monkeypatch.setattr("superscaler.plan.finish", lambda *a: (runs.append(a), finish(*a))[1])
-    assert command(*arguments) == 0
+    assert run(*arguments) == 0
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     first = capsys.readouterr().out.splitlines()
     assert "written to" in first[-2] + first[-1]
-    assert command(*arguments) == 0
+    assert run(*arguments) == 0
     again = capsys.readouterr().out.splitlines()
     assert "unchanged: " in again[-2] + again[-1]
     # What the plan needs is predicted while it is compiled.
     assert again[:-2] == [line for line in first[:-2] if not line.startswith("memory: ")]
-    assert command(*arguments, "--json") == 0
+    assert run(*arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["unchanged"] is True
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
     assert len(runs) == 1
@@ -326,7 +326,7 @@ def test_compiling_the_same_again_is_not_compiling(
         file = folder / name
         file.write_bytes(file.read_bytes().replace(b"a", b"b", 1))
         count = len(runs)
-        assert command(*arguments) == 0
+        assert run(*arguments) == 0
         assert len(runs) == count + 1, name
 
 
@@ -344,7 +344,7 @@ def test_a_changed_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture
             shutil.copytree(tmp_path / "0", tmp_path / str(number))
         model, out = options.pop("model"), str(tmp_path / str(number))
         pairs = [word for pair in options.items() for word in pair]
-        assert command("compile", model, *pairs, "--out", out, "--json") == 0
+        assert run("compile", model, *pairs, "--out", out, "--json") == 0
         assert json.loads(capsys.readouterr().out)["unchanged"] is False, changed
 
 
@@ -408,7 +408,7 @@ def test_wrong_directories_are_one_message_and_exit_code_2(
     assert read(directory)["world"] == 2
     spoil(directory)
     for arguments in (["explain", str(directory)], ["diff", str(saved["data_parallel"]), str(directory), "--json"]):
-        assert command(*arguments) == 2
+        assert run(*arguments) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("error: ")

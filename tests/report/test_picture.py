@@ -15,7 +15,7 @@ from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
 from superscaler.report.picture import draw_paths
 from superscaler.specs.sizes import duration, size
-from tests.ran import command
+from tests.commands import run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -108,7 +108,7 @@ def test_the_steps_move_what_the_plan_says(plan: Plan) -> None:
 def test_the_command_draws_what_the_plan_draws(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, file = tmp_path / "plan", tmp_path / "b.svg"
     plan.save(directory)
-    assert command("explain", str(directory), "--svg", str(file)) == 0
+    assert run("explain", str(directory), "--svg", str(file)) == 0
     assert capsys.readouterr().out == (
         f"the predicted step and {len(plan._account['paths'])} exchanges of several steps drawn in {file}\n"
     )
@@ -124,7 +124,7 @@ def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.C
         ("missing", "a.svg", "is not a plan directory"),
         ("plan", "plan/plan.json", "is there and is no drawing of a plan"),
     ):
-        assert command("explain", str(tmp_path / directory), "--svg", str(tmp_path / file)) == 2
+        assert run("explain", str(tmp_path / directory), "--svg", str(tmp_path / file)) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("error: ")

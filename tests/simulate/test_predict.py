@@ -11,8 +11,8 @@ from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
 from superscaler.simulate.predict import model_flops
 from superscaler.simulate.prediction import words
+from tests.commands import run
 from tests.graphs import graph_of
-from tests.ran import command
 
 GPT = "gpt2:size=tiny,batch=8"
 
@@ -44,12 +44,12 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
 
 def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
     given = ["simulate", GPT, "--plan", "zero:4,stage=1", "--cluster", "a100:1x4", "--json"]
-    assert command(*given, "--compare", "data_parallel") == 0
+    assert run(*given, "--compare", "data_parallel") == 0
     printed = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert printed["fits"]
     assert printed["step_seconds"] > 0
     assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
-    assert command(*given, "--memory", "1MB") == 1
+    assert run(*given, "--memory", "1MB") == 1
     assert "plans" not in json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
@@ -58,11 +58,11 @@ def test_a_plan_that_does_not_fit_comes_with_what_would_help(
 ) -> None:
     given = ["simulate", GPT, "--plan", "data_parallel", "--cluster", "a100:1x4"]
     monkeypatch.setenv("COLUMNS", "200")
-    assert command(*given, "--memory", "1MB") == 1
+    assert run(*given, "--memory", "1MB") == 1
     shown = capfd.readouterr().out
     assert "What would help" in shown
     assert "zero:stage=1" in shown
-    assert command(*given, "--no-advise") == 0
+    assert run(*given, "--no-advise") == 0
     assert "zero:stage=1" not in capfd.readouterr().out
     # With --json or --compare nobody asked for it.
     assert (_patience(None, is_asked=False, fits=True), _patience(None, is_asked=True, fits=False)) == (3.0, 0.0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from superscaler.store.folder import digest
 from superscaler.store.plan import PlanHead
 from superscaler.store.tensor_file import tensor_hashes
-from tests.ran import command
+from tests.commands import run
 
 SOURCE = """
 import torch
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "cubes.py").write_text(SOURCE)
     for name, plan in PLANS.items():
         model = f"{found / 'cubes.py'}:build"
-        assert command("compile", model, "--plan", plan, "--cluster", "local:2", "--out", found / name) == 0
+        assert run("compile", model, "--plan", plan, "--cluster", "local:2", "--out", found / name) == 0
     return found
 
 
@@ -98,11 +98,11 @@ def test_an_edit_with_new_hashes_holds_alone_but_not_beside_the_model(
     model, directory = f"{folder / 'cubes.py'}:build", tmp_path / "plan"
     shutil.copytree(folder / plan, directory)
     change(directory)
-    assert command("validate", directory) == 2
+    assert run("validate", directory) == 2
     renewed(directory)
-    assert command("validate", directory) == 0
+    assert run("validate", directory) == 0
     capsys.readouterr()
-    assert command("validate", model, directory) == 1
+    assert run("validate", model, directory) == 1
     told = capsys.readouterr().out
     assert re.search(says, told), told
     assert len(told.splitlines()) == 1
@@ -111,12 +111,12 @@ def test_an_edit_with_new_hashes_holds_alone_but_not_beside_the_model(
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_is_that_of_its_model(plan: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"{folder / 'cubes.py'}:build"
-    assert command("validate", model, folder / plan, "--json") == 0
+    assert run("validate", model, folder / plan, "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["equal"]
     assert found["rewritten"] == (plan == "classes")
     assert found["weights"] >= 5
-    assert command("validate", model, folder / plan, "--lr", "0.5") == 1
+    assert run("validate", model, folder / plan, "--lr", "0.5") == 1
     assert "0.001" in capsys.readouterr().out
 
 
@@ -127,6 +127,6 @@ def test_other_steps_are_run(folder: Path, tmp_path: Path, capsys: pytest.Captur
     text(r"ignore_index=-100", "ignore_index=1", "model.txt")(directory)
     text(r"(row_losses[^)]*)-100", r"\g<1>1", "segments.py")(directory)
     renewed(directory)
-    assert command("validate", directory) == 0
-    assert command("validate", f"{folder / 'cubes.py'}:build", directory) == 1
+    assert run("validate", directory) == 0
+    assert run("validate", f"{folder / 'cubes.py'}:build", directory) == 1
     assert "cross_entropy_loss of the plan is off by" in capsys.readouterr().out

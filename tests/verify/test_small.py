@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.plan import Plan
+from tests.commands import run
 from tests.graphs import graph_of, step_of
-from tests.ran import command
 from tests.sweeps import slow
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_shrink_says_why() -> None:
 
 def test_the_command_tells_what_shrank(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--plan", "data_parallel", "--cluster", "local:4", "--shapes", "small")
-    assert command("verify", "mlp:batch=8", *shape) == 0
+    assert run("verify", "mlp:batch=8", *shape) == 0
     told = capsys.readouterr().out
     assert "batch 8 -> 6" in told
     assert "devices 4 -> 3" in told
