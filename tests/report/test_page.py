@@ -171,14 +171,14 @@ def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, run = tmp_path / "plan", tmp_path / "run"
+    folder, recorded = tmp_path / "plan", tmp_path / "run"
     given = ["train", GPT, "--plan", "pipeline_1f1b:microbatches=4", "--cluster", "local:2", "--steps", "3"]
-    assert run(*given, "--profile", "3", "--run", run) == 2
+    assert run(*given, "--profile", "3", "--run", recorded) == 2
     assert "--profile 3 of 3 steps" in capsys.readouterr().err
-    assert run(*given, "--out", folder, "--profile", "2", "--run", run) == 0
+    assert run(*given, "--out", folder, "--profile", "2", "--run", recorded) == 0
     from superscaler.verify.plan_dir import subject_of
 
-    subject = subject_of(folder, run)
+    subject = subject_of(folder, recorded)
     real, own = subject.timelines
     for a, b in zip(*([lane for lane in t.lanes if lane.is_compute] for t in (real, own)), strict=True):
         works = []
@@ -190,11 +190,11 @@ def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: 
         assert (a.end[:-1] <= a.start[1:] + 1e-6).all()
     total = sum(d.measured for d in subject.differences)
     assert total == pytest.approx(real.seconds, rel=1e-3)
-    assert run("report", folder, "--run", run, "--out", tmp_path / "a.html", "--trace", tmp_path / "a.json") == 0
+    assert run("report", folder, "--run", recorded, "--out", tmp_path / "a.html", "--trace", tmp_path / "a.json") == 0
     assert "Predicted and measured" in (tmp_path / "a.html").read_text()
     other = tmp_path / "other"
     assert run("compile", GPT, "--plan", "data_parallel", "--cluster", "local:2", "--out", other) == 0
-    assert run("report", other, "--run", run, "--out", tmp_path / "b.html") == 2
+    assert run("report", other, "--run", recorded, "--out", tmp_path / "b.html") == 2
     assert "rank_0.json is of another plan" in capsys.readouterr().err
 
 
