@@ -24,6 +24,7 @@ from superscaler.report.raster import WIDTH, drawing
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline, Wait
 from superscaler.verbs import parse_schedule
+from tests.commands import run
 from tests.graphs import graph_of, step_of
 from tests.report.browser import event, opened, settled
 
