@@ -44,7 +44,7 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
 
     head, weights, states = _agreed(step, read)
     set_targets(weights)
-    _set_states(step, states)
+    set_states(step, states)
     if step.state.scaler and head["scaler"]:
         step.state.scaler.load_state_dict(head["scaler"])
     if head["optimizer"]:
@@ -188,7 +188,7 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
     return found
 
 
-def _set_states(step: TrainingStep, states: Mapping[str, dict[str, Any]]) -> None:
+def set_states(step: TrainingStep, states: Mapping[str, dict[str, Any]]) -> None:
     """Set the optimizer's states, through its own `load_state_dict`."""
     optimizer = step.state.optimizer
     if optimizer is None:

@@ -1,0 +1,1 @@
+"""Plans in the training loops of other libraries: Hugging Face's Trainer, and Lightning."""

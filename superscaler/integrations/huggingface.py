@@ -1,0 +1,113 @@
+"""Hugging Face's Trainer under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+
+from superscaler.errors import InputError
+from superscaler.integrations.planned import Planned
+
+# In the folder of the run.
+_FOLDER = "plan"
+# The input of a plan that is the Trainer's count of labels.
+_COUNT = "num_items_in_batch"
+
+
+class Trainer(transformers.Trainer):
+    """A `transformers.Trainer` whose training steps run under a plan, in each process that torchrun has started.
+
+    `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. The loss is that of
+    `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch, which the plan shares out.
+    Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
+    rank. Raises InputError for gradient accumulation and fp16.
+    """
+
+    def __init__(self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._plan, self._cluster = plan, cluster
+        self._planned: Planned | None = None
+        if self.args.gradient_accumulation_steps != 1:
+            raise InputError(
+                "gradient_accumulation_steps must be 1 under a plan: give a larger batch, and the plan "
+                "gradient_accumulation."
+            )
+        if self.args.fp16:
+            raise InputError("fp16 scales losses, which is not done in this loop; take bf16.")
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Run the whole step. The optimizer of the Trainer then finds no gradients, and changes nothing."""
+        model.train()
+        if self._planned is None:
+            self._planned = self._new()
+        batch = dict(self._prepare_inputs(dict(inputs)))
+        if num_items_in_batch is not None:
+            batch[_COUNT] = torch.as_tensor(num_items_in_batch)
+        return self._planned(batch, self.args.max_grad_norm or None)
+
+    def _new(self) -> Planned:
+        def compute(module: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+            inputs = dict(batch)
+            return self.compute_loss(module, inputs, num_items_in_batch=inputs.pop(_COUNT, None)), {}
+
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        return Planned(
+            self.model, optimizer, compute, self._plan, self._cluster,
+            Path(self.args.output_dir) / _FOLDER, "bf16" if self.args.bf16 else None, self.args.seed,
+            self.state.global_step,
+        )  # fmt: skip
+
+    def get_tp_size(self) -> int:
+        """Return how many processes see each batch."""
+        return self.args.world_size
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **options: Any) -> Any:
+        """Return a loader that gives each rank the same batches while it trains."""
+        if not is_training:
+            return super()._get_dataloader(*args, **options)
+        with patch.object(self.accelerator, "prepare_data_loader", self._whole):
+            return super()._get_dataloader(*args, is_training=True, **options)
+
+    def _whole(self, loader: Any, **_: Any) -> Any:
+        accelerator = self.accelerator
+        return prepare_data_loader(
+            loader, accelerator.device, 1, 0, put_on_device=accelerator.device_placement,
+            rng_types=accelerator.rng_types.copy(), use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+        )  # fmt: skip
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        """Prepare a new plan, and no DistributedDataParallel."""
+        self._planned = None
+        with patch.object(self.accelerator, "prepare_model", lambda model, **_: model):
+            return super()._prepare_for_training(*args, **options)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return None if self._planned is None or self._planned.step is None else self._planned.step.last_norm
+
+    def _put(self) -> None:
+        if self._planned is not None:
+            self._planned.put()
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self._put()
+        super()._save_checkpoint(*args, **options)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate the module with the trained weights."""
+        self._put()
+        return super().evaluation_loop(*args, **options)
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        self._put()
+        return super()._finalize_training(*args, **options)

@@ -1,0 +1,132 @@
+"""Lightning under a plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.integrations.planned import Planned
+
+# In the folder of the run.
+_FOLDER = "plan"
+_AUTOCAST = {"32-true": None, "bf16-mixed": "bf16"}
+
+
+class PlanStrategy(DDPStrategy):
+    """A Lightning strategy whose training steps run under a plan: `Trainer(strategy=PlanStrategy("zero:stage=3"))`.
+
+    `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `training_step` of the
+    module is captured, with the tensors that it logs, for the batch number that it gets first. The batches of the
+    module's loader are the global ones. Callbacks, loggers, schedules and checkpoints are Lightning's own. Validation
+    runs in the whole module on each rank. Raises InputError for what no plan does: see `_check`.
+    """
+
+    def __init__(self, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._plan, self._cluster = plan, cluster
+        self._planned: Planned | None = None
+
+    def setup(self, trainer: Any) -> None:
+        """Set up optimizers and loaders as on one device, with equal random numbers on all ranks."""
+        self._trainer, self._planned = trainer, None
+        trainer._accelerator_connector.use_distributed_sampler = False
+        states = self.broadcast((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is: nothing sums its gradients."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the whole step, and log what the module logs. Its optimizer then finds no gradients."""
+        batch, *rest = (*args, *kwargs.values())
+        if self._planned is None:
+            self._planned = self._new(rest)
+        loss = self._planned(batch, self._trainer.gradient_clip_val or None)
+        assert self._planned.step is not None
+        assert self.lightning_module is not None
+        logged = self._planned.step.outputs["logged"]
+        for name, options in self._planned.notes.items():
+            self.lightning_module.log(name, loss if logged[name] is None else logged[name], **options)
+        return loss
+
+    def _new(self, rest: list[Any]) -> Planned:
+        self._check()
+        notes: dict[str, Any] = {}
+
+        def compute(module: Any, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+            logged: dict[str, Tensor] = {}
+
+            def log(name: str, value: Any, **options: Any) -> None:
+                if not isinstance(value, Tensor):
+                    raise InputError(
+                        f"training_step logs {name}, a {type(value).__name__}, which would be the same in all steps of "
+                        "a plan; log a tensor, or log it in a callback."
+                    )
+                logged[name], notes[name] = value.detach(), options
+
+            def log_dict(values: Mapping[str, Any], **options: Any) -> None:
+                for name, value in values.items():
+                    log(name, value, **options)
+
+            with patch.object(module, "log", log), patch.object(module, "log_dict", log_dict):
+                found: Any = module.training_step(batch, *rest)
+            return found["loss"] if isinstance(found, Mapping) else found, logged
+
+        trainer, (optimizer,) = self._trainer, self.optimizers
+        folder, autocast = Path(trainer.default_root_dir) / _FOLDER, _AUTOCAST[trainer.precision]
+        return Planned(
+            self.lightning_module, optimizer, compute, self._plan, self._cluster, folder, autocast,
+            steps=trainer.global_step, notes=notes,
+        )  # fmt: skip
+
+    def _check(self) -> None:
+        """Raise InputError for a loop that is not one forward, backward and update of one optimizer."""
+        trainer, module = self._trainer, self.lightning_module
+        for is_wrong, what in (
+            (not module.automatic_optimization, "manual optimization; return the loss from training_step"),
+            (len(self.optimizers) != 1, f"{len(self.optimizers)} optimizers; give one, with parameter groups"),
+            (
+                trainer.accumulate_grad_batches != 1,
+                "accumulate_grad_batches; give larger batches, and the plan gradient_accumulation",
+            ),
+            (
+                trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value",
+                "clipping by value; clip by the norm",
+            ),
+            (trainer.precision not in _AUTOCAST, f"precision {trainer.precision}; take one of {', '.join(_AUTOCAST)}"),
+        ):
+            if is_wrong:
+                raise InputError(f"a plan does not run {what}.")
+
+    def backward(self, closure_loss: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Do nothing: the step had its backward."""
+        return closure_loss
+
+    def _put(self) -> None:
+        if self._planned is not None:
+            self._planned.put()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, with the trained weights; the state of the optimizer is set, too."""
+        self._put()
+        return super().lightning_module_state_dict()
+
+    def on_validation_start(self) -> None:
+        """Give the module the trained weights."""
+        self._put()
+
+    def on_train_end(self) -> None:
+        """Give the module the trained weights."""
+        self._put()

@@ -1,0 +1,158 @@
+"""A plan in the place of the forward, the backward and the update of another library's loop.
+
+The loop keeps its own module and optimizer. A step takes the learning rates that the optimizer has; the module and the
+optimizer get the trained weights and states before they are saved or evaluated, so that checkpoints are the loop's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from superscaler.comm.distributed import connect
+from superscaler.errors import InputError, PlanError
+from superscaler.integrations.state import put, take
+from superscaler.plan import capture, compile, load
+from superscaler.runtime.step import Step
+from superscaler.store.folder import digest
+
+_LOG = logging.getLogger(__name__)
+# From the user's module and a batch: the loss, and values to log by name.
+Compute = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class Planned:
+    """The steps of a loop under a plan, which rank 0 compiles for the shapes of the first batch.
+
+    All ranks give equal global batches. `cluster`: default, the processes of this machine. `directory`: where the plan
+    is written, read by all ranks. `steps`: those that the module and the optimizer were trained before. `notes`: what
+    `compute` notes while it is captured on rank 0; all ranks get it.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
+        cluster: str | None, directory: Path, autocast: str | None = None, seed: int = 0, steps: int = 0,
+        notes: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._module, self._optimizer, self._compute = module, optimizer, compute
+        self._plan, self._cluster, self._directory = plan, cluster, directory
+        self._autocast, self._seed, self._steps = autocast, seed, steps
+        self._is_stale = False
+        # By the shapes of their batches; of several, one has the present state.
+        self._made: dict[str, Step] = {}
+        self.step: Step | None = None
+        self.notes = {} if notes is None else notes
+
+    def __call__(self, batch: Any, clip: float | None = None) -> Tensor:
+        """Train on a global batch and return its loss. Batches of other shapes have a plan of their own."""
+        tensors, spec = _named(batch)
+        self.step = step = self._for(tensors, spec)
+        step.set_rates([group["lr"] for group in self._optimizer.param_groups])
+        loss: Tensor = step({name: tensors[name] for name in step.inputs}, clip=clip)
+        self._steps, self._is_stale = step.state.steps, True
+        return loss
+
+    def put(self) -> None:
+        """Give the module and the optimizer of each rank the trained weights and states; all ranks call this."""
+        if self.step is not None and self._is_stale:
+            put(self.step, self._around, self._optimizer)
+        self._is_stale = False
+
+    @property
+    def _around(self) -> nn.Module:
+        return _Loss(self._module, self._compute)
+
+    def _for(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
+        """Return the step for the shapes of a batch, with the present state."""
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        known = self._made.get(shapes)
+        if known is not None and known is self.step:
+            return known
+        self.put()
+        if self._made and known is None:
+            _LOG.warning(
+                "a batch has other shapes, %s: a plan is compiled for it, with weights of its own in memory; drop the "
+                "last batch, or pad it, to save that.", shapes,
+            )  # fmt: skip
+        step = self._made[shapes] = known or self._compiled(tensors, spec)
+        take(step, self._around, self._optimizer, has_weights=known is None)
+        step.state.steps = self._steps
+        return step
+
+    def _compiled(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
+        """Return the step of a new plan, with the weights of rank 0."""
+        communicator, here = connect(), {name: _hash(x) for name, x in tensors.items()}
+        found: list[Any] = [here, "", self.notes]
+        if communicator.rank == 0:
+            try:
+                self._save(tensors, spec, communicator.world)
+            except PlanError as error:
+                found[1] = str(error)
+        dist.broadcast_object_list(found)
+        batch, why, notes = found
+        if why:
+            raise InputError(why)
+        if batch != here:
+            raise InputError(
+                f"rank {communicator.rank} was given another batch than rank 0; a plan takes the same global batch on "
+                "all ranks: seed them alike, and do not share samples out."
+            )
+        self.notes.update(notes)
+        return load(self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        return self._directory / str(len(self._made))
+
+    def _save(self, tensors: Mapping[str, Tensor], spec: Any, world: int) -> None:
+        """Write the plan. What the loop draws afterwards does not depend on this."""
+        states, self._optimizer.state = self._optimizer.state, defaultdict(dict)
+        try:
+            with torch.random.fork_rng():
+                around = _Loss(self._module, self._compute, [*tensors], spec)
+                graph = capture(
+                    around, kwargs=dict(tensors), optimizer=self._optimizer, autocast=self._autocast, outputs=True
+                )
+                plan = compile(graph, self._plan, self._cluster or f"local:{world}")
+                plan.save(self._folder, self._seed)
+        finally:
+            self._optimizer.state = states
+
+
+class _Loss(nn.Module):
+    """A module whose forward is the loss that a loop computes with the user's module."""
+
+    def __init__(self, module: nn.Module, compute: Compute, names: Any = (), spec: Any = None) -> None:
+        super().__init__()
+        self.module, self.compute, self.names, self.spec = module, compute, names, spec
+        self.training = module.training
+
+    def forward(self, **tensors: Tensor) -> dict[str, Any]:
+        batch = pytree.tree_unflatten([tensors[name] for name in self.names], self.spec)
+        loss, logged = self.compute(self.module, batch)
+        return {"loss": loss, "logged": dict(logged)}
+
+
+def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a batch by the names of their places, and the form of it."""
+    pairs, spec = pytree.tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
+    found: dict[str, Tensor] = {}
+    for path, value in pairs:
+        name = "_".join(re.findall(r"\w+", pytree.keystr(path)))
+        if not isinstance(value, Tensor):
+            raise InputError(f"a batch has a {type(value).__name__} at '{name}'; a plan takes tensors only.")
+        found[name if name.isidentifier() else f"input_{name}"] = value
+    return found, spec
+
+
+def _hash(x: Tensor) -> str:
+    return digest(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

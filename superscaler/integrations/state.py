@@ -1,0 +1,92 @@
+"""The state of a step in a user's module and optimizer, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superscaler.runtime.step import Step
+from superscaler.store.pieces import Ranges, located, owners, sizes
+from superscaler.store.restore import set_states
+from superscaler.store.save import snapshot
+from superscaler.store.tensors import named
+
+
+def put(step: Step, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the weights of a step, and the optimizer's states, into the user's own on each rank; all ranks call this.
+
+    `module`: with the names of the capture.
+    """
+    tensors, entries = snapshot(step, owners(step.plan)[step.rank], {})
+    theirs = _by_name(module)
+    for source, (found, forms) in enumerate(_from_all(entries, tensors)):
+        pieces = {key: _sent(step, tensors.get(key), source, *form) for key, form in forms.items()}
+        for name, entry in found.items():
+            if (mine := theirs.get(name)) is None:
+                # An older version of a weight, or a constant of the capture.
+                continue
+            states = optimizer.state[mine] if entry["steps"] is not None or entry["states"] else {}
+            if entry["steps"] is not None:
+                states["step"] = torch.tensor(entry["steps"])
+            for piece in entry["pieces"]:
+                _write(mine.data, piece["ranges"], pieces[piece["key"]])
+                for state in entry["states"]:
+                    value = pieces[f"{piece['key']}/{state}"]
+                    whole = states.setdefault(state, torch.zeros_like(mine, dtype=value.dtype))
+                    _write(whole, piece["ranges"], value)
+
+
+def take(step: Step, module: nn.Module, optimizer: torch.optim.Optimizer, has_weights: bool = False) -> None:
+    """Set the states of a step's optimizer to its pieces of those of the user's, and its weights to the module's where
+    it has not these already.
+    """
+    theirs, states = _by_name(module), dict[str, dict[str, Any]]()
+    for entry in step.state.tables["weights"]:
+        weight, (name, ranges) = step.state.weights[entry["name"]], _located(step, entry)
+        if name not in theirs:
+            continue
+        whole, at = theirs[name], _at(ranges)
+        if not has_weights:
+            weight.data.copy_(whole.detach()[at].reshape(weight.shape))
+        if entry["trained"]:
+            kept = {key: x for key, x in optimizer.state.get(whole, {}).items() if isinstance(x, Tensor)}
+            states[entry["name"]] = {
+                key: x[at].reshape(weight.shape) if key != "step" else x for key, x in kept.items()
+            }
+    set_states(step, states)
+
+
+def _located(step: Step, entry: Mapping[str, Any]) -> tuple[str, Ranges]:
+    return located(step.plan, entry) if entry["tensor"] in step.plan["tensors"] else ("", [])
+
+
+def _by_name(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for names, tensor in named(module) for name in names}
+
+
+def _from_all(entries: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
+    """Return of each rank the entries of its pieces, and the shape and dtype of each of their tensors."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (entries, {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()}))
+    return found
+
+
+def _sent(step: Step, x: Tensor | None, source: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a rank on the CPU of all ranks."""
+    communicator = step.state.communicator
+    given = x.to(communicator.device) if x is not None and step.rank == source else None
+    ranks = tuple(range(step.world))
+    return communicator.broadcast(given, source, ranks, shape, dtype).wait().cpu()
+
+
+def _write(whole: Tensor, ranges: Ranges, piece: Tensor) -> None:
+    whole[_at(ranges)] = piece.reshape(sizes(ranges)).to(whole)
+
+
+def _at(ranges: Ranges) -> tuple[Tensor, ...]:
+    """Return the index of a piece in its tensor."""
+    dims = [np.concatenate([np.arange(a, b) for a, b in dim]) for dim in ranges]
+    return tuple(map(torch.from_numpy, np.ix_(*dims)))

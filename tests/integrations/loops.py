@@ -1,0 +1,182 @@
+"""One rank of a loop: own.py-like steps, Hugging Face's Trainer or Lightning, under a plan or (plan "none") without."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+STEPS = 8
+Log = list[dict[str, float]]
+
+
+def drawn(row: int, *shape: int, high: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(row)
+    return torch.randint(high, shape, generator=draw) if high else torch.randn(shape, generator=draw)
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return drawn(row, 3, 8, 8), row % 4
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __init__(self, has_classes: bool) -> None:
+        self.has_classes = has_classes
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        ids = drawn(row, 16, high=64)
+        return {"input_ids": ids, "labels": ids.sum() % 2 if self.has_classes else ids}
+
+
+def own(plans: list[str], folder: Path) -> list[float]:
+    """Return the largest differences of losses, weights and states from a plain loop, with a last batch of two rows."""
+    from superscaler.integrations.planned import Planned
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    plain = copy.deepcopy(layers)
+
+    def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+        flat, other = ([p for p in module.parameters() if (p.dim() < 2) == is_flat] for is_flat in (True, False))
+        return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": other}], lr=0.01)
+
+    def compute(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return nn.functional.cross_entropy(module(batch[0]), batch[1]), {}
+
+    ours, theirs = optimizer_of(layers), optimizer_of(plain)
+    batches = [(drawn(n, rows, 6), drawn(n, rows, high=4)) for n, rows in enumerate((4, 4, 2, 4))]
+    found = [0.0]
+    for number, plan in enumerate(plans):
+        planned = Planned(layers, ours, compute, plan, None, folder / f"plan{number}", steps=number * len(batches))
+        for batch in batches:
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0]["lr"] *= 0.9
+            theirs.zero_grad()
+            loss, _ = compute(plain, batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            theirs.step()
+            found.append(float((planned(batch, 1.0) - loss).abs()))
+        planned.put()
+    pairs = zip(layers.state_dict().values(), plain.state_dict().values(), strict=True)
+    # Adam makes noise of the bias before the norm, whose gradient is zero, but for this.
+    kept = [p for name, p in layers.named_parameters() if name != "0.bias"]
+    others = [p for name, p in plain.named_parameters() if name != "0.bias"]
+    pairs = [(a.detach(), b.detach()) for a, b in zip(kept, others, strict=True)]
+    for a, b in zip(kept, others, strict=True):
+        pairs += [(ours.state[a][key], theirs.state[b][key]) for key in ("step", "exp_avg", "exp_avg_sq")]
+    return found + [float((a - b).abs().max()) for a, b in pairs]
+
+
+def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
+    """Train until `stop`, from the last checkpoint in the folder on."""
+    import transformers as hf
+
+    hf.set_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64}
+    if kind == "gpt2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **off, n_positions=16, n_embd=32, n_layer=2, n_head=4))
+    else:
+        off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+        model = hf.BertForSequenceClassification(hf.BertConfig(**sizes, **off))
+    args = hf.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, save_steps=4, eval_steps=4,
+        eval_strategy="steps", learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, seed=3,
+    )  # fmt: skip
+
+    class Stop(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == stop
+
+    kept: dict[str, Any] = {"train_dataset": Tokens(kind != "gpt2"), "eval_dataset": Tokens(kind != "gpt2")}
+    if plan == "none":
+        trainer = hf.Trainer(model, args, callbacks=[Stop()], **kept)
+    else:
+        from superscaler.integrations.huggingface import Trainer
+
+        trainer = Trainer(model, args, callbacks=[Stop()], **kept, plan=plan)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    names = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    return [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
+
+
+def lightning(kind: str, plan: str, folder: Path, stop: int) -> Log:
+    """Train until `stop`, from the last checkpoint in the folder on; there the last batch has two rows."""
+    import lightning.pytorch as pl
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            cnn = (nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+            body = (*cnn, nn.Linear(32, 4)) if kind == "cnn" else (nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 4))
+            self.body = nn.Sequential(*body)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            scores = self.body(x)
+            loss = nn.functional.cross_entropy(scores, y)
+            self.log("loss", loss, prog_bar=True)
+            self.log_dict({"right": (scores.argmax(1) == y).float().mean()})
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("eval_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    log: Log = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            log.append({name: float(trainer.callback_metrics[name]) for name in ("loss", "right")})
+            log[-1]["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            log.append({"eval_loss": float(trainer.callback_metrics["eval_loss"])})
+
+    pl.seed_everything(0)
+    net, loader = Net(), DataLoader(Images(), batch_size=4, shuffle=False)
+    options: dict[str, Any] = {"devices": 1}
+    if plan != "none":
+        from superscaler.integrations.lightning import PlanStrategy
+
+        options = {"strategy": PlanStrategy(plan), "devices": int(os.environ["WORLD_SIZE"])}
+    saves = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+    trainer = pl.Trainer(
+        **options, accelerator="cpu", max_steps=stop, logger=False, callbacks=[saves, Keep()], gradient_clip_val=0.5,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0,
+    )  # fmt: skip
+    last = folder / "last.ckpt"
+    trainer.fit(net, loader, loader, ckpt_path=last if last.exists() else None)
+    return log
+
+
+if __name__ == "__main__":
+    library, kind, plan, where, stop = sys.argv[1:6]
+    made: Any
+    if library == "own":
+        made = own(plan.split("+"), Path(where))
+    else:
+        made = {"huggingface": huggingface, "lightning": lightning}[library](kind, plan, Path(where), int(stop))
+    if os.environ.get("RANK", "0") == "0":
+        Path(where, f"log_{stop}.json").write_text(json.dumps(made))

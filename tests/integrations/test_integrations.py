@@ -1,0 +1,62 @@
+"""Loops of other libraries under plans: the losses of one device, through their own checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superscaler.launch.launch import launch
+
+LOOPS = Path(__file__).with_name("loops.py")
+ROOT = str(LOOPS.parents[2])
+
+
+def ran(world: int, library: str, kind: str, plan: str, folder: Path, stop: int = 8) -> Any:
+    """Return the log of a loop on processes of this machine."""
+    folder.mkdir(exist_ok=True)
+    launch(LOOPS, [library, kind, plan, str(folder), str(stop)], world, folder)
+    return json.loads((folder / f"log_{stop}.json").read_text())
+
+
+@pytest.mark.dist
+def test_a_loop_goes_on_under_another_plan_and_with_a_last_batch_of_another_size(tmp_path: Path) -> None:
+    assert max(ran(2, "own", "", "zero:stage=3+tensor_parallel", tmp_path)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.dist(python="real")
+@pytest.mark.parametrize(
+    ("library", "kind", "first", "second"),
+    [
+        ("huggingface", "gpt2", "tensor_parallel", "zero:stage=3"),
+        ("huggingface", "bert", "zero:stage=3", "pipeline_1f1b:microbatches=2"),
+        ("lightning", "cnn", "data_parallel", "zero:stage=3"),
+        ("lightning", "mlp", "zero:stage=1", "tensor_parallel"),
+    ],
+)
+def test_trainers_train_and_resume_as_on_one_device(
+    library: str, kind: str, first: str, second: str, tmp_path: Path
+) -> None:
+    needed = {"huggingface": "accelerate", "lightning": "lightning"}[library]
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: pip install -e '.[{needed}]'")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    subprocess.run([sys.executable, LOOPS, library, kind, "none", alone, "8"], check=True, env=environment)
+    expected = json.loads((alone / "log_8.json").read_text())
+    found = ran(2, library, kind, first, tmp_path / "shared", 4)
+    again = ran(2, library, kind, second, tmp_path / "shared")
+    # Hugging Face's log has the steps before the checkpoint.
+    found = again if library == "huggingface" else [*found, *again]
+    losses = [e for e in found if "loss" in e]
+    assert len(losses) == 8
+    assert losses == [pytest.approx(e, rel=2e-5, abs=1e-6) for e in expected if "loss" in e]
+    assert [e for e in found if "eval_loss" in e][-1] == pytest.approx([e for e in expected if "eval_loss" in e][-1])
