@@ -42,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("QUICK_PYTHON", None)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if "torch" in sys.modules and session.items:
+        from tests.exports import quick_exports
+
+        quick_exports()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch where it is loaded. Let processes of tests that are marked `dist` start at once, but for those of

@@ -4,6 +4,7 @@ tests, since compiling changes no graph; processes share what is captured by its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import superscaler as ss
+from superscaler.frontend.training import read_optimizer
 from superscaler.models import build
 from tests.ran import equal
 
@@ -23,10 +25,27 @@ OPTIMIZERS = {
 
 @cache
 def graph_of(spec: str, optimizer: str = "AdamW", lr: float | None = None) -> ss.Graph:
+    """Return the training step of a model of the library, which is captured once: with another optimizer, captures
+    differ in the kind and the options of their updates only (tests/frontend/test_capture.py).
+    """
+    if (optimizer, lr) == ("AdamW", None):
+        return captured_with(spec, optimizer)
+    once = graph_of(spec).captured
+    trained = read_optimizer(once.call.module, optimizer_of(once.call.module, optimizer, lr)).optimizer
+    ops = tuple(replace(op, target=f"ss.{trained.name}") if op.is_update else op for op in once.model.ops)
+    model = replace(once.model, ops=ops, optimizer=trained)
+    return ss.Graph(model, replace(once, model=model))
+
+
+def captured_with(spec: str, optimizer: str) -> ss.Graph:
     built = build(spec)
-    made = OPTIMIZERS[optimizer](built.module.parameters(), **({"lr": lr} if lr else {}))
     # `equal` and `verify` compare what plans of it do with the module.
+    made = optimizer_of(built.module, optimizer)
     return ss.capture(built.module, built.args, built.kwargs, made, cache=spec, check=False)
+
+
+def optimizer_of(module: nn.Module, name: str, lr: float | None = None) -> torch.optim.Optimizer:
+    return OPTIMIZERS[name](module.parameters(), **({"lr": lr} if lr else {}))
 
 
 def step_of(module: nn.Module, *args: Any, lr: float = 0.1, **options: Any) -> ss.Graph:

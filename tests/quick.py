@@ -8,6 +8,7 @@ fork is, too. What it cannot show is how Python itself starts: tests of imports 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import gc
 import os
@@ -91,7 +92,9 @@ def _warm() -> None:
     import superscaler.train.launch
     import superscaler.train.loop
     from superscaler.models import build
+    from tests.exports import quick_exports
 
+    quick_exports()
     # Its thread would not be in a fork.
     tqdm.monitor_interval = 0
     built = build("gpt2:size=tiny")
@@ -132,6 +135,7 @@ def _be(connection: socket.socket, files: list[int], asked: list[Any], base: lis
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    _join(client)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -142,6 +146,14 @@ def _be(connection: socket.socket, files: list[int], asked: list[Any], base: lis
     os.getppid = lambda: _parent_of(client)
     code = _end(lambda: _run(arguments, base))
     os._exit(code)
+
+
+def _join(process: int) -> None:
+    """Enter the network, the names and the files of another process, where it has its own (dist/test_servers.py)."""
+    for kind in ("net", "uts", "mnt"):
+        with open(f"/proc/{process}/ns/{kind}") as theirs, open(f"/proc/self/ns/{kind}") as own:
+            if not os.path.sameopenfile(theirs.fileno(), own.fileno()) and ctypes.CDLL(None).setns(theirs.fileno(), 0):
+                raise OSError(f"no {kind} of process {process}")
 
 
 def _parent_of(process: int) -> int:

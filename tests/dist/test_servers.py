@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -99,8 +100,7 @@ def test_two_servers_train_as_one(
     printed = capsys.readouterr().out.strip().splitlines()[-1]
     assert "start it on each of 2 servers, one of which is HOST, with: torchrun" in printed
     command = shlex.split(printed.partition("with: ")[2].replace("HOST", NAMES[0]))
-    # Python itself: a fork of another process would be on no server.
-    command[:1] = [os.environ["REAL_PYTHON"], "-m", "torch.distributed.run"]
+    command[:1] = [sys.executable, "-m", "torch.distributed.run"]
     metrics = tmp_path / "metrics"
     command += ["--steps", "4", "--metrics", str(metrics)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -15,7 +15,7 @@ from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.model import Model, Op
 from tests.frontend.examples import Block, Contractions, Function, Mlp, Regrouped, gpt2, tokens
-from tests.graphs import assert_equal, step_of
+from tests.graphs import assert_equal, captured_with, graph_of, step_of
 from tests.sweeps import slow
 
 
@@ -170,6 +170,11 @@ def test_same_tensor_twice_is_two_inputs() -> None:
     captured = capture(Mlp(), (x, x))
     assert op_named(captured.model, "aten.linear.default").inputs[0].tensor == "x"
     assert set(captured.batch) == {"x", "target"}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "momentum"])
+def test_graphs_of_another_optimizer_are_its_captures(optimizer: str) -> None:
+    assert graph_of("mlp", optimizer).model == captured_with("mlp", optimizer).model
 
 
 def test_optimizer_groups() -> None:
