@@ -155,10 +155,12 @@ def _said(losses: Sequence[tuple[float, str]]) -> str:
 
 
 def device_rows(p: Prediction) -> Iterator[tuple[str, ...]]:
-    """Yield a row of text for each distinct program: its devices, where their time goes, their peak."""
+    """Yield a row of text for devices with equal ones: where their time goes, their peak."""
+    equal: dict[tuple[str, ...], list[int]] = {}
     for d in p.devices:
         times = (d.compute, d.communication, d.bubble, d.optimizer, d.launch + d.copies)
-        yield devices_text(d.devices, p.world), *map(duration, times), size(d.peak_bytes)
+        equal.setdefault((*map(duration, times), size(d.peak_bytes)), []).extend(d.devices)
+    yield from ((devices_text(sorted(devices), p.world), *row) for row, devices in equal.items())
 
 
 def plan_row(spec: str, p: Prediction) -> tuple[str, ...]:

@@ -79,11 +79,13 @@ def _picture(found: Floats, names: list[str]) -> Markup:
         )
     side = count * _CELL
     shapes.append(tag("rect", x=_LEFT, y=_TOP, width=side, height=side, fill="var(--soft)"))
+    cells = []
     for a, b in zip(*np.nonzero(found), strict=True):
         strength = 0.15 + 0.85 * float(np.sqrt(found[a, b] / most))
         title = tag("title", f"{names[a]} to {names[b]}: {size(found[a, b])}")
-        place = {"x": _LEFT + b * _CELL, "y": _TOP + a * _CELL, "width": _CELL - 1, "height": _CELL - 1}
-        shapes.append(tag("rect", title, **place, fill="var(--transfer)", fill_opacity=f"{strength:.2f}"))
+        square = f"M{_LEFT + b * _CELL} {_TOP + a * _CELL}h{_CELL - 1}v{_CELL - 1}h{1 - _CELL}z"
+        cells.append(tag("path", title, d=square, opacity=f"{strength:.2f}"))
+    shapes.append(tag("g", *cells, fill="var(--transfer)"))
     return tag(
         "svg", *shapes, width=_LEFT + side + 10, height=_TOP + side + 10, role="img", aria_label="bytes between devices"
     )

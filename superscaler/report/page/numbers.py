@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from superscaler.report.facts import ranges
 from superscaler.report.page.answer import times
@@ -31,7 +32,7 @@ def numbers(subject: Subject) -> Markup:
 
 
 def _rows(subject: Subject, timeline: Timeline) -> Iterator[tuple[object, ...]]:
-    """Yield the sums of equal events of the same devices, the longest first."""
+    """Yield the sums of equal events of a device, the longest first; devices with equal sums share a row."""
     total, count = Counter[tuple[tuple[int, ...], int, int]](), Counter[tuple[tuple[int, ...], int, int]]()
     turns: dict[tuple[tuple[int, ...], int, int], set[int]] = {}
     for lane in timeline.lanes:
@@ -41,9 +42,10 @@ def _rows(subject: Subject, timeline: Timeline) -> Iterator[tuple[object, ...]]:
             total[key] += seconds
             count[key] += 1
             turns.setdefault(key, set()).add(microbatch)
-    for key, seconds in total.most_common(_MOST):
+    equal: dict[tuple[object, ...], list[int]] = {}
+    for key, seconds in total.most_common():
         devices, kind, detail = key
         title = subject.details.found[detail].title if detail >= 0 else ""
-        microbatches = len(turns[key] - {-1}) or ""
-        each = duration(seconds / count[key])
-        yield ranges(devices), title, WORDS[kind], microbatches, count[key], duration(seconds), each
+        facts = len(turns[key] - {-1}) or "", count[key], duration(seconds), duration(seconds / count[key])
+        equal.setdefault((title, WORDS[kind], *facts), []).extend(devices)
+    yield from ((ranges(devices), *facts) for facts, devices in islice(equal.items(), _MOST))
