@@ -14,7 +14,7 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
-from superscaler.errors import InputError, some
+from superscaler.errors import InputError
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, once, without_sources
 from superscaler.ir.model_text import print_model
@@ -231,14 +231,14 @@ def _texts(compiled: Compiled) -> dict[str, str]:
 
 def print_journal(journal: Sequence[Entry]) -> str:
     """Return a line for each line of a plan that called verbs: its place, without folders outside of the package and
-    the current one, and the first ops of each effect.
+    the current one, and the ops of each effect.
     """
     lines = []
     for where, entries in groupby(journal, lambda entry: entry.where):
         ops: dict[str, list[str]] = {}
         for entry in entries:
             ops.setdefault(f"{entry.verb} {entry.detail}".rstrip(), []).append(entry.op)
-        effects = (f"{effect} of {some(names)}" if names[0] else effect for effect, names in ops.items())
+        effects = (f"{effect} of {', '.join(names)}" if names[0] else effect for effect, names in ops.items())
         lines.append(f"{_short_place(where)}: {'; '.join(effects)}\n")
     return "".join(lines)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -32,6 +33,7 @@ from superscaler.ir.program import (
     names,
 )  # fmt: skip
 from superscaler.materialize.local_tensors import unique_identifiers
+from superscaler.report.model import group
 from superscaler.report.words import heading
 from superscaler.simulate.timetable import place
 
@@ -66,8 +68,8 @@ _LETTERS = {Kind.FORWARD: "F", Kind.AGAIN: "R", Kind.BACKWARD: "B", Kind.WEIGHTS
 
 @dataclass(frozen=True)
 class Detail:
-    """An instruction in words. `letter`: of its kind, in a schedule; `asked`: the lines of the plan; `devices`: those
-    of a collective, or the other end of a message.
+    """An instruction in words. `letter`: of its kind, in a schedule; `asked`: what lines of the plan did with its ops,
+    or with the ops that make and read its tensor; `devices`: those of a collective, or the other end of a message.
     """
 
     title: str
@@ -77,7 +79,7 @@ class Detail:
     devices: str = ""
     operators: str = ""
     why: str = ""
-    asked: str = ""
+    asked: tuple[str, ...] = ()
 
 
 class Details:
@@ -92,13 +94,17 @@ class Details:
         self._known: dict[Hashable, tuple[Kind, int]] = {}
         self._tensors = {name: tensor for tensor, name in unique_identifiers(program.model.tensors).items()}
         self._home = dict[str, str]()
+        self._ops = defaultdict[str, list[Op]](list)
         for op in program.model.forward_ops:
             self._home |= {o.tensor: home_of(op) for o in op.outputs}
+        for op in program.model.ops:
+            for o in (*op.outputs, *op.inputs):
+                self._ops[o.tensor].append(op)
         for op in program.model.forward_ops:
             for o in op.inputs:
                 self._home.setdefault(o.tensor, home_of(op))
         self._blocks = {name: block for block in account["blocks"] for name in block["names"]}
-        self._lines = _effects(journal)
+        self._lines = _lines(journal)
         self._functions = dict[int, Function]()
 
     def columns(self, code: Sequence[Instruction], device: int, used: Ints) -> tuple[Ints, Ints, Ints]:
@@ -141,7 +147,8 @@ class Details:
             case Update():
                 weights = [self._tensors.get(w.name, w.name) for w in i.weights]
                 title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
-                return Kind.UPDATE, Detail(title, tensor=some(weights))
+                updates = (op for w in weights for op in self._ops[w] if not op.is_forward)
+                return Kind.UPDATE, Detail(title, tensor=some(weights), asked=self._asked(updates))
             case Loss():
                 return Kind.TRANSFER, Detail("sum of the loss over all devices")
         return Kind.OTHER, Detail(f"{type(i).__name__.lower()} of {self._said(i)}", tensor=self._said(i))
@@ -157,8 +164,7 @@ class Details:
         homes = _homes(map(home_of, ops))
         letter = "I" if isinstance(i, Backward) and i.half == "input" else _LETTERS[kind]
         operators = f"{len(ops)} operators: {some([op.name for op in ops], 5)}"
-        asked = "; ".join(dict.fromkeys(line for home in homes[:3] for line in self._asked(home)))
-        return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=asked)
+        return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=self._asked(ops))
 
     def _transfer(self, i: Instruction, title: str, kind: str, size: int, devices: str) -> Detail:
         values = _values(i)
@@ -167,7 +173,7 @@ class Details:
         notes = getattr(i, "notes", ())
         why = notes[0].reason if notes else self._why(home, kind, bool(values and values[0].is_gradient))
         every = some([self._tensors.get(v.name, v.name) for v in values])
-        return Detail(title, "", every, size, devices, "", why, "; ".join(self._asked(home)))
+        return Detail(title, "", every, size, devices, "", why, self._asked(self._ops[tensor]))
 
     def _said(self, i: Instruction) -> str:
         values = _values(i)
@@ -188,10 +194,16 @@ class Details:
         rows.sort(key=lambda row: row["direction"] != direction)
         return rows[0]["reason"] if rows else ""
 
-    def _asked(self, home: str) -> list[str]:
-        """Return the lines of the plan that asked for the parts of a block, with what they asked for."""
-        asked = self._blocks.get(home, {}).get("asked", {})
-        return [f"{effect} ({self._lines[effect]})" for effect in asked if effect in self._lines]
+    def _asked(self, ops: Iterable[Op]) -> tuple[str, ...]:
+        """Return the effects of the plan on some ops, each with those that it had, and with the place of its line."""
+        every = dict.fromkeys(op.name if op.name in self._lines else op.origin for op in ops)
+        found = group(((line, name) for name in every for line in self._lines.get(name, ())), lambda pair: pair[0])
+        return tuple(
+            effect
+            + ("" if len(some_of) == len(every) else f" of {some([name for _, name in some_of], 3)}")
+            + f" ({where})"
+            for (effect, where), some_of in found.items()
+        )
 
 
 def home_of(op: Op) -> str:
@@ -218,11 +230,13 @@ def _key(i: Instruction) -> Hashable:
     return type(i), values, getattr(i, "kind", ""), getattr(i, "group", ()), getattr(i, "peer", -1)
 
 
-def _effects(journal: str) -> dict[str, str]:
-    """Return the place of the line of a plan by its effect, a verb with what it was given."""
-    found: dict[str, str] = {}
+def _lines(journal: str) -> dict[str, list[tuple[str, str]]]:
+    """Return what a plan did with each op: a verb with its arguments, and the place of the line that called it."""
+    found = defaultdict[str, list[tuple[str, str]]](list)
     for line in journal.splitlines():
         where, _, effects = line.partition(": ")
-        for effect in re.split(r"; (?=op_)", effects):
-            found.setdefault(effect.split(" of ")[0].strip(), where)
-    return found
+        for text in re.split(r"; (?=\w+ )", effects):
+            effect, _, names = text.rpartition(" of ")
+            for name in names.split(", "):
+                found[name].append((effect, where))
+    return dict(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,26 +143,28 @@ def _numbers(code: Sequence[Instruction]) -> dict[str, int]:
     return found
 
 
-def _row(rank: _Rank, met: Mapping[Hashable, float], zero: float) -> Row:
+def _row(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) -> Row:
     """Return the events of a rank as columns: its calls, its waits, and the communication that it started."""
-    there = {at: met[key] for key, at in _meetings(rank) if key in met}
+    found = {at: met[key] for key, at in _meetings(rank) if key in met}
+    there = {at: time for at, (time, _) in found.items()}
     streams, cells = ["compute"], list[tuple[float, ...]]()
     for e in rank.events:
         # An update waits for all that was sent, the sum of the loss for all devices: both start nothing of their own.
         is_wait = e.is_wait or isinstance(rank.code[e.at], Loss)
         own = min(max(there.get(e.at, e.start), e.start), e.end) if is_wait else e.start
-        cells.append((COMPUTE, e.at, e.at if is_wait else -1, e.start, e.end, own))
+        late = found[e.at][1] if is_wait and e.at in found and isinstance(rank.code[e.at], Collective) else -1
+        cells.append((COMPUTE, e.at, e.at if is_wait else -1, late, e.start, e.end, own))
     for at in sorted(there):
         if at in rank.over:
             name = _stream(rank.code[at])
             streams += [] if name in streams else [name]
             start = min(there[at], rank.over[at])
-            cells.append((streams.index(name), at, -1, start, rank.over[at], start))
-    columns = np.array(cells).reshape(-1, 6).T
-    stream, instruction, waited = (x.astype(np.int64) for x in columns[:3])
-    start, end, met_at = columns[3:] - zero
+            cells.append((streams.index(name), at, -1, -1, start, rank.over[at], start))
+    columns = np.array(cells).reshape(-1, 7).T
+    stream, instruction, waited, late = (x.astype(np.int64) for x in columns[:4])
+    start, end, met_at = columns[4:] - zero
     critical = np.zeros(len(stream), dtype=bool)
-    return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met_at, critical)
+    return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met_at, critical, late)
 
 
 def _stream(i: Instruction) -> str:
@@ -173,13 +176,13 @@ def _stream(i: Instruction) -> str:
     return "copies"
 
 
-def _met(ranks: Sequence[_Rank]) -> dict[Hashable, float]:
-    """Return when all ends of each communication were there, by the key that they share."""
-    called = defaultdict[Hashable, list[float | None]](list)
+def _met(ranks: Sequence[_Rank]) -> dict[Hashable, tuple[float, int]]:
+    """Return when all ends of each communication were there, and the last of them, by the key that they share."""
+    called = defaultdict[Hashable, list[tuple[float, int]]](list)
     for rank in ranks:
         for key, at in _meetings(rank):
-            called[key].append(rank.called.get(at))
-    return {key: max(e for e in ends if e is not None) for key, ends in called.items() if None not in ends}
+            called[key].append((rank.called.get(at, math.inf), rank.rank))
+    return {key: last for key, ends in called.items() if (last := max(ends))[0] < math.inf}
 
 
 def _meetings(rank: _Rank) -> Iterator[tuple[Hashable, int]]:

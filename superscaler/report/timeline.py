@@ -44,7 +44,10 @@ WORDS = (
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Devices that run the same instructions at the same times, and their events as columns; see `Timetable.Lane`."""
+    """Devices that run the same instructions at the same times, and their events as columns; see `Timetable.Lane`.
+
+    `late`: the device that came last to the collective of a wait, -1 for other events.
+    """
 
     devices: tuple[int, ...]
     code: Sequence[Instruction]
@@ -56,6 +59,7 @@ class Row:
     end: Floats
     met: Floats
     critical: NDArray[np.bool_]
+    late: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +67,8 @@ class Lane:
     """A stream of some devices: its events in the order of time, as columns.
 
     `kind`: of `Kind` or `Wait`; `detail`: the number of what is known about it, -1 for nothing; `microbatch`: -1 for
-    none; `source`: the number of the event that it waited for, -1 for none. Events are numbered through all lanes.
+    none; `source`: the number of the event that it waited for, -1 for none: of a wait for a device that came late to a
+    collective, the last work of that device before it. Events are numbered through all lanes.
     """
 
     devices: tuple[int, ...]
@@ -135,7 +140,7 @@ def _row(some: Ints, lane: Alike, program: Program, path: set[tuple[int, int, bo
     critical = np.array([pair in on_path for pair in pairs], dtype=bool) & (lane.waited < 0)
     start, end, met = (x[:, first] for x in (lane.start, lane.end, lane.met))
     columns = lane.stream, lane.instruction, lane.waited
-    return Row(devices, code, lane.streams, *columns, start, end, met, critical)
+    return Row(devices, code, lane.streams, *columns, start, end, met, critical, lane.late(first))
 
 
 @dataclass(eq=False)
@@ -150,7 +155,10 @@ class _Lanes:
     posts: dict[tuple[int, int], int] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], int] = field(default_factory=dict)
     received: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    waits: list[tuple[Ints, Ints, Ints, int]] = field(default_factory=list)
+    waits: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
+    # The number of the compute lane of each device; its events that are work, and their starts.
+    computes: dict[int, int] = field(default_factory=dict)
+    works: dict[int, tuple[Ints, Floats]] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
         """Make the lanes of a row, that of its compute stream first."""
@@ -173,19 +181,23 @@ class _Lanes:
         # A wait is a bubble until all ends of its communication are there.
         least = self.seconds * _EQUAL
         cut = (waited >= 0) & (met > start + least)
-        columns = np.where(cut, met, start), end, kind, detail, microbatch, row.critical[at], waited, of
-        bubbles = start[cut], met[cut], np.full(cut.sum(), int(Wait.BUBBLE)), *(x[cut] for x in columns[3:])
+        alone = np.full(len(at), -1)
+        columns = np.where(cut, met, start), end, kind, detail, microbatch, row.critical[at], waited, of, alone
+        waits = *(x[cut] for x in columns[3:-1]), row.late[at][cut]
+        bubbles = start[cut], met[cut], np.full(cut.sum(), int(Wait.BUBBLE)), *waits
         both = [np.concatenate(pair) for pair in zip(columns, bubbles, strict=True)]
         if stream == COMPUTE and (last := float(end.max(initial=0.0))) < self.seconds - least:
-            idle = last, self.seconds, int(Wait.END), -1, -1, False, -1, 0
+            idle = last, self.seconds, int(Wait.END), -1, -1, False, -1, 0, -1
             both = [np.append(column, value) for column, value in zip(both, idle, strict=True)]
         kept = np.flatnonzero(both[1] > both[0] + (least if stream == COMPUTE else -1.0))
         kept = kept[np.argsort(both[0][kept], kind="stable")]
-        start, end, kind, detail, microbatch, critical, waited, of = (column[kept] for column in both)
+        start, end, kind, detail, microbatch, critical, waited, of, late = (column[kept] for column in both)
         source = np.full(len(kept), -1)
-        self.waits.append((source, waited, of, len(self.lanes)))
+        self.waits.append((source, waited, late))
         if stream != COMPUTE:
             self._note(row, of)
+        else:
+            self.computes |= dict.fromkeys(row.devices, len(self.lanes))
         self.lanes.append(
             Lane(
                 row.devices, row.streams[stream], stream == COMPUTE, self.count, start, end, kind, detail, microbatch,
@@ -207,11 +219,25 @@ class _Lanes:
 
     def finish(self) -> list[Lane]:
         """Return the lanes, once the sources of their events are set."""
-        for source, waited, _, number in self.waits:
-            lane = self.lanes[number]
+        for lane, (source, waited, late) in zip(self.lanes, self.waits, strict=True):
             for k in np.flatnonzero(waited >= 0).tolist():
                 source[k] = self.posts.get((lane.devices[0], int(waited[k])), -1)
+            for k in np.flatnonzero(late >= 0).tolist():
+                source[k] = self._before(int(late[k]), float(lane.end[k]), int(source[k]))
             if not lane.is_compute:
                 ends = (self.received.get(k) for k in range(lane.first, lane.first + len(lane)))
                 source[:] = [-1 if end is None else self.sent.get(end, -1) for end in ends]
         return self.lanes
+
+    def _before(self, device: int, time: float, other: int) -> int:
+        """Return the last work of a device that begins before a time; `other` where none is known."""
+        if device not in self.computes:
+            return other
+        number = self.computes[device]
+        lane = self.lanes[number]
+        if number not in self.works:
+            works = np.flatnonzero(lane.kind < Kind.LAUNCH)
+            self.works[number] = works, lane.start[works]
+        works, starts = self.works[number]
+        at = int(np.searchsorted(starts, time - self.seconds * _EQUAL)) - 1
+        return lane.first + int(works[at]) if at >= 0 else other

@@ -56,10 +56,7 @@ def _lane(subject: Subject, lane: Lane, place: dict[str, int]) -> Iterator[dict[
     for start, end, kind, detail, microbatch, critical in zip(*columns, strict=True):
         known = subject.details.found[detail] if detail >= 0 else None
         title = known.title if known else WORDS[kind]
-        facts = (
-            {"tensor": known.tensor, "bytes": known.bytes, "why": known.why, "asked by": known.asked} if known else {}
-        )
-        given = {name: value for name, value in facts.items() if value}
+        given = _facts(known) if known else {}
         given |= {"microbatch": microbatch} if microbatch >= 0 else {}
         given |= {"critical path": True} if critical else {}
         times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
@@ -67,7 +64,7 @@ def _lane(subject: Subject, lane: Lane, place: dict[str, int]) -> Iterator[dict[
 
 
 def _facts(known: Detail) -> dict[str, Any]:
-    facts = {"tensor": known.tensor, "bytes": known.bytes, "why": known.why, "asked by": known.asked}
+    facts = {"tensor": known.tensor, "bytes": known.bytes, "why": known.why, "asked by": "; ".join(known.asked)}
     return {name: value for name, value in facts.items() if value}
 
 
@@ -81,6 +78,7 @@ def _arrows(timeline: Timeline, threads: Sequence[tuple[int, int]], name: str) -
             continue
         from_lane, k, (pid, tid) = of[source]
         both = {"name": "waits for", "cat": "flow", "id": f"{name}.{number}"}
-        yield {"ph": "s", **both, "pid": pid, "tid": tid, "ts": float(from_lane.start[k]) * 1e6}
+        leaves = from_lane.end[k] - 1e-9 if from_lane.is_compute else from_lane.start[k]
+        yield {"ph": "s", **both, "pid": pid, "tid": tid, "ts": max(float(leaves), float(from_lane.start[k])) * 1e6}
         end = max(float(lane.start[at]), float(lane.end[at]) - 1e-9) * 1e6
         yield {"ph": "f", "bp": "e", **both, "pid": process, "tid": thread, "ts": end}

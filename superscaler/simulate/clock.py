@@ -9,12 +9,14 @@ or with one for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.errors import ScheduleError
 from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
 from superscaler.ir.program import Collective, Copy, Free, Instruction, Loss, Program, Recv, Send, Update, Wait
 from superscaler.ir.rendezvous import batches
@@ -198,7 +200,23 @@ def _lane(run: Run) -> Lane:
     streams, numbers, waits = (np.array(column, dtype=np.int64) for column in (stream, at, waited))
     there = [s if p is None or p.is_copy else np.clip(p.met, s, e) for s, e, p in zip(start, end, post, strict=True)]
     first, last, met = (_table(some, len(run.cohort)) for some in (start, end, there))
-    return Lane(run.cohort.devices, run.cohort.code, tuple(run.names), streams, numbers, waits, first, last, met)
+    return Lane(
+        run.cohort.devices,
+        run.cohort.code,
+        tuple(run.names),
+        streams,
+        numbers,
+        waits,
+        first,
+        last,
+        met,
+        partial(_late, post),
+    )
+
+
+def _late(posts: Sequence[Post | None], row: int) -> Ints:
+    is_collective = (p is not None and isinstance(p.run.code[p.at], Collective | Loss) for p in posts)
+    return np.array([p.last(row) if known and p else -1 for p, known in zip(posts, is_collective, strict=True)])
 
 
 def _table(times: Sequence[Floats], rows: int) -> Floats:

@@ -78,6 +78,16 @@ class Post:
         """Return when its transfers may start, for all that its cohort does."""
         return self.time if self.before is None or self.before.end is None else np.maximum(self.time, self.before.end)
 
+    def last(self, row: int) -> int:
+        """Return the device that starts it last, among those that a device of its cohort meets."""
+        found = -1.0, -1
+        for meeting, own in self.meetings:
+            for post, side in meeting.posts:
+                rows = np.flatnonzero(side.group == own.group[row])
+                late = int(rows[post.time[rows].argmax() if len(post.time) > 1 else 0])
+                found = max(found, (_at(post.time, late), int(post.run.cohort.devices[late])))
+        return found[1]
+
 
 @dataclass(eq=False)
 class Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +24,8 @@ class Lane:
     `stream`: the number of its name in `streams`; an event on a stream of communication is the time from its first byte
     to its last. `instruction`: its number in `code`. `waited`: for a wait on the compute stream, the number of the
     instruction that started the communication; else -1. `start`, `end` [events, devices]. `met`: for a wait, when all
-    ends of the communication were there: until then it is a bubble; else the start.
+    ends of the communication were there: until then it is a bubble; else the start. `late`: gives, for a row of
+    `devices`, the device that came last to the collective of each wait, -1 for other events.
     """
 
     devices: Ints
@@ -36,6 +37,7 @@ class Lane:
     start: Floats
     end: Floats
     met: Floats
+    late: Callable[[int], Ints]
 
     @property
     def microbatch(self) -> Ints:

@@ -292,7 +292,7 @@ def test_the_journal_has_a_line_for_each_line_of_the_plan_and_no_folder_of_the_m
     )
     graph = plan_of(f"{source}:mine", "local:1", MLP).compiled.graph
     cut, assigned = print_journal(graph.journal).splitlines()
-    assert re.fullmatch(r"mine.py:5: op_trans Split\('batch', parts=2\) of \w+(, \w+)+( and \d+ more)?", cut)
+    assert re.fullmatch(r"mine.py:5: op_trans Split\('batch', parts=2\) of \w+(, \w+)+", cut)
     assert assigned.startswith("mine.py:6: op_assign 2 parts of ")
     library = print_journal(plan_of("tensor_parallel", "local:2", MLP).compiled.graph.journal)
     assert all(line.startswith("superscaler/plans/") for line in library.splitlines())

@@ -79,8 +79,9 @@ def test_a_page_shows_the_plan_and_asks_for_nothing(tmp_path: Path) -> None:
             lines = shown.inner_text("#hover").splitlines()
             assert lines[0] == "forward of transformer.h.2"
             assert lines[1].startswith(f"forward · microbatch 3 · {words}, from ")
-            assert "op_trans Stage(2, 'pipeline')" in lines[-1]
-            assert "place_table.py:" in lines[-1]
+            stage = next(line for line in lines if "op_trans Stage(2, 'pipeline')" in line)
+            assert stage.startswith("plan: ")
+            assert "place_table.py:" in stage
             # Nearer, as long as it is in sight.
             shown.mouse.click(*event(shown, "device 2", time))
             shown.keyboard.press("Enter")
@@ -170,6 +171,24 @@ def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:
     assert {(1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1)} <= set(between)
 
 
+def test_a_wait_names_the_device_that_came_late_and_the_lines_of_its_ops(tmp_path: Path) -> None:
+    def uneven(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", sizes=(9, 999))), [0, 1])
+
+    found = ss.compile(step_of(Named(), torch.randn(1008, 8)), uneven, "a100:1x2")._subject
+    early, late = (lane for lane in found.timelines[0].lanes if lane.is_compute)
+    wait = np.flatnonzero((early.kind == Wait.BUBBLE) & (early.source >= 0))[0]
+    at = early.source[wait] - late.first
+    assert found.details.found[late.detail[at]].title.startswith("backward of ")
+    assert late.end[at] <= early.end[wait] <= late.start[late.kind == Kind.UPDATE]
+    for title in ("forward of ", "all_reduce of gradients of "):
+        detail = next(d for d in found.details.found if d.title.startswith(title))
+        assert any(
+            "Split('batch', sizes=(9, 999))" in line and f"{Path(__file__).name}:" in line for line in detail.asked
+        )
+
+
 @pytest.mark.dist
 def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, recorded = tmp_path / "plan", tmp_path / "run"
@@ -222,6 +241,28 @@ def test_pages_of_all_sorts_of_plans_open(spec: str, name: str, cluster: str, tm
         shown.mouse.move(*event(shown, label, middle))
         known = made._subject.details.found[int(lane.detail[n])].title if lane.detail[n] >= 0 else "done"
         assert known in shown.inner_text("#hover").splitlines()[0]
+        _zoom(shown, lane, made._subject, label)
+
+
+def _zoom(shown: Any, lane: Lane, subject: Subject, label: str) -> None:
+    """Go near to events of a lane, by the wheel and by keys: the pointer there finds these events."""
+    own = np.flatnonzero((lane.kind <= Kind.WEIGHTS) & (lane.detail >= 0))
+    for n in own[:: max(1, len(own) // 5)].tolist():
+        start, end = float(lane.start[n]), float(lane.end[n])
+        shown.evaluate("report.view.set(0, report.view.end)")
+        settled(shown)
+        shown.mouse.move(*event(shown, label, (start + end) / 2))
+        shown.keyboard.down("Control")
+        while shown.evaluate("report.timeline.scale") * (end - start) < 60:
+            shown.mouse.move(*event(shown, label, (start + end) / 2))
+            shown.mouse.wheel(0, -300)
+            settled(shown)
+        shown.keyboard.up("Control")
+        shown.mouse.move(*event(shown, label, (start + end) / 2))
+        lines = shown.inner_text("#hover").splitlines()
+        assert lines[0] == subject.details.found[int(lane.detail[n])].title
+        words = f"{(end - start) * 1e6:.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:.4g} ms"
+        assert words.split()[0].rstrip("0")[:4] in lines[1], (words, lines[1])
 
 
 @pytest.mark.slow

@@ -332,7 +332,7 @@ class Timeline extends Chart {
       d.operators,
       from && `waited for: ${this.detail(from).title} on ${from.lane.name}, ${seconds(this.stop(from.lane, from.k))}`,
       d.why && `why: ${d.why}`,
-      d.asked && `asked by: ${d.asked}`,
+      ...(d.asked || []).map((line) => `plan: ${line}`),
     ].filter(Boolean);
   }
 
