@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from superscaler.errors import InputError
+from superscaler.ir.grid import Ints
 from superscaler.report.details import Detail
 from superscaler.report.facts import ranges
 from superscaler.report.subject import Subject
@@ -28,7 +32,7 @@ def save(subjects: Sequence[Subject], file: Path) -> None:
 
 def events(subjects: Sequence[Subject]) -> Iterator[dict[str, Any]]:
     """Yield the events of all timelines; times are in microseconds."""
-    process = 0
+    process, flows = 0, count()
     for subject in subjects:
         for timeline in subject.timelines:
             found: dict[tuple[int, ...], int] = {}
@@ -39,27 +43,29 @@ def events(subjects: Sequence[Subject]) -> Iterator[dict[str, Any]]:
                     name = f"{subject.title}, {timeline.title}: {devices}"
                     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
                     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-            yield from _timeline(subject, timeline, found)
+            yield from _timeline(subject, timeline, found, flows)
 
 
-def _timeline(subject: Subject, timeline: Timeline, processes: dict[tuple[int, ...], int]) -> Iterator[dict[str, Any]]:
+def _timeline(
+    subject: Subject, timeline: Timeline, processes: dict[tuple[int, ...], int], flows: Iterator[int]
+) -> Iterator[dict[str, Any]]:
     threads = [(processes[lane.devices], number) for number, lane in enumerate(timeline.lanes)]
     for (process, thread), lane in zip(threads, timeline.lanes, strict=True):
         place = {"pid": process, "tid": thread}
         yield {"ph": "M", **place, "name": "thread_name", "args": {"name": lane.stream}}
         yield from _lane(subject, lane, place)
-    yield from _arrows(timeline, threads, f"{threads[0][0] if threads else 0}")
+    yield from _arrows(timeline, threads, flows)
 
 
 def _lane(subject: Subject, lane: Lane, place: dict[str, int]) -> Iterator[dict[str, Any]]:
-    columns = (x.tolist() for x in (lane.start, lane.end, lane.kind, lane.detail, lane.microbatch, lane.critical))
+    columns = (x.tolist() for x in (*_times(lane), lane.kind, lane.detail, lane.microbatch, lane.critical))
     for start, end, kind, detail, microbatch, critical in zip(*columns, strict=True):
         known = subject.details.found[detail] if detail >= 0 else None
         title = known.title if known else WORDS[kind]
         given = _facts(known) if known else {}
         given |= {"microbatch": microbatch} if microbatch >= 0 else {}
         given |= {"critical path": True} if critical else {}
-        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        times = {"ts": start / 1000, "dur": (end - start) / 1000}
         yield {"ph": "X", **place, "name": title, "cat": WORDS[kind], **times, "args": given}
 
 
@@ -68,17 +74,29 @@ def _facts(known: Detail) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _arrows(timeline: Timeline, threads: Sequence[tuple[int, int]], name: str) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from each message that is sent to where it is received, and from there to what waits for it."""
-    of = [(lane, n - lane.first, place) for lane, place in zip(timeline.lanes, threads, strict=True)
-          for n in range(lane.first, lane.first + len(lane))]  # fmt: skip
-    for number, (lane, at, (process, thread)) in enumerate(of):
-        source = int(lane.source[at])
+def _times(lane: Lane) -> tuple[Ints, Ints]:
+    """Return the starts and the ends of events in whole nanoseconds: Perfetto drops an event that overlaps another."""
+    start, end = (np.round(times * 1e9).astype(np.int64) for times in (lane.start, lane.end))
+    return start, np.minimum(end, np.append(start[1:], end[-1:]))
+
+
+def _arrows(timeline: Timeline, threads: Sequence[tuple[int, int]], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """Yield an arrow to each event from what it waited for: a message from its start on, work from its end on."""
+    times = [_times(lane) for lane in timeline.lanes]
+    of = [(number, k) for number, lane in enumerate(timeline.lanes) for k in range(len(lane))]
+    for number, k in of:
+        source = int(timeline.lanes[number].source[k])
         if source < 0:
             continue
-        from_lane, k, (pid, tid) = of[source]
-        both = {"name": "waits for", "cat": "flow", "id": f"{name}.{number}"}
-        leaves = from_lane.end[k] - 1e-9 if from_lane.is_compute else from_lane.start[k]
-        yield {"ph": "s", **both, "pid": pid, "tid": tid, "ts": max(float(leaves), float(from_lane.start[k])) * 1e6}
-        end = max(float(lane.start[at]), float(lane.end[at]) - 1e-9) * 1e6
-        yield {"ph": "f", "bp": "e", **both, "pid": process, "tid": thread, "ts": end}
+        other, at = of[source]
+        leaves = _inside(times[other], at) if timeline.lanes[other].is_compute else int(times[other][0][at])
+        # A wait for a message that nobody has sent ends when that begins: the arrow goes to what follows it.
+        arrives, both = max(leaves, _inside(times[number], k)), {"name": "waits for", "cat": "flow", "id": next(flows)}
+        for kind, lane, ts in (({"ph": "s"}, other, leaves), ({"ph": "f", "bp": "e"}, number, arrives)):
+            process, thread = threads[lane]
+            yield {**kind, **both, "pid": process, "tid": thread, "ts": ts / 1000}
+
+
+def _inside(times: tuple[Ints, Ints], k: int) -> int:
+    """Return the last nanosecond of an event."""
+    return int(max(times[0][k], times[1][k] - 1))

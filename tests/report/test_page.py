@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,13 @@ def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:
     assert len({e["pid"] for e in works}) == 4
     starts, ends = ({e["id"]: e for e in found if e["ph"] == kind} for kind in "sf")
     assert starts.keys() == ends.keys()
+    # What Perfetto drops: a number that is none, an event that overlaps another of its lane, an arrow back in time.
+    assert all(type(k) is int and starts[k]["ts"] <= ends[k]["ts"] for k in starts)
+    for place in {(e["pid"], e["tid"]) for e in works}:
+        own = sorted(
+            (round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in works if (e["pid"], e["tid"]) == place
+        )
+        assert all(a[1] <= b[0] for a, b in pairwise(own))
     between = [(starts[k]["pid"], ends[k]["pid"]) for k in starts if starts[k]["pid"] != ends[k]["pid"]]
     assert {(1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1)} <= set(between)
 
