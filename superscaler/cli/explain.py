@@ -26,7 +26,8 @@ def explain(
     """Print a plan in words: splits, weights and communication by block; the order; the totals of a step."""
     printer.result = found = read(plan)
     if svg is None and not timeline:
-        printer.show(words(found))
+        # The timeline is simulated with torch, which takes seconds: words do not.
+        printer.show(words(found), "", f"Devices by time: superscaler explain {plan} --timeline")
         return
     from superscaler.report.picture import save
     from superscaler.report.raster import drawing
