@@ -47,10 +47,13 @@ def test_every_plan_of_the_library_is_short() -> None:
     assert {name: count for name, count in lines.items() if count > 60} == {}
 
 
-def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
-    for spec in ("gpt2:size=tiny", "mixtral:size=tiny"):
-        plan = "tensor_parallel" if spec.startswith("gpt2") else "tensor_parallel:vocabulary=false"
-        compiled = ss.compile(graph_of(spec), plan, "local:4")
+def test_devices_that_have_slices_of_a_vocabulary_of_experts_or_of_parts_of_a_block_fold() -> None:
+    for spec, plan, devices in (
+        ("gpt2:size=tiny", "tensor_parallel", 4),
+        ("mixtral:size=tiny", "tensor_parallel:vocabulary=false", 4),
+        ("gpt2:size=tiny,layers=1,hidden=48,heads=6,vocab=96,batch=9", "co_shard:3,parts=2 x tensor_parallel:3", 9),
+    ):
+        compiled = ss.compile(graph_of(spec), plan, f"local:{devices}")
         assert isinstance(compiled.compiled.program.devices, Folded)
         assert compiled.counts["distinct_programs"] == 1
         slices = [tables.parts for tables in compiled.compiled.emitted.tables]
