@@ -29,9 +29,9 @@ def find_fold(graph: Graph) -> Fold | None:
     if not all(found_in.values()):
         return None
     forward = dict.fromkeys(signatures[op.name] for op in graph.model.forward_ops)
-    slim = [grid.slim.squeeze() for signature in forward for _, grid in found_in[signature]]
+    slim = [_by_mesh(grid, [*graph.mesh]) for signature in forward for _, grid in found_in[signature]]
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
-    slim += [grid.slim.squeeze() for found in found_in.values() for _, grid in found]
+    slim += [_by_mesh(grid, [*graph.mesh]) for found in found_in.values() for _, grid in found]
     used = np.unique(np.concatenate([devices.reshape(-1) for devices in slim]))
     if used[-1] >= HOSTS:
         return None
@@ -62,6 +62,15 @@ def leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
     elif len(grid.children) == grid.devices.size:
         found = [list(leaves(child, (*outer, *grid.axes))) for child in grid.children.values()]
         yield from (leaf for some in found for leaf in some if all(found))
+
+
+def _by_mesh(grid: Grid, mesh: Sequence[str]) -> Ints:
+    """Return the devices of a grid without axes on which all are equal, in the order of the mesh that names them."""
+    slim = grid.slim
+    kept = [at for at, width in enumerate(slim.shape) if width > 1]
+    if all(grid.axes[at].name in mesh for at in kept):
+        kept.sort(key=lambda at: mesh.index(grid.axes[at].name))
+    return slim.squeeze().transpose([sorted(kept).index(at) for at in kept])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Axis, Grid, expand
+from superscaler.ir.grid import Axis, Grid, Ints, expand
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.model import Op, Operand, PTensor
 from superscaler.schedule.joins import project
@@ -151,4 +151,21 @@ def _regular(op: Op, tensor: PTensor, kept: list[Located]) -> Grid | None:
         place = dict(zip(cut, where, strict=True))
         box = tuple(cuts[place.get(slot, 0)] for slot, cuts in enumerate(ranges))
         devices[where] = owners[box]
+    for at in reversed(range(len(axes))):
+        axes[at : at + 1], devices = _by_device(axes[at], devices, at)
     return Grid((*axes, Axis(None, (1,) * copies)), devices)
+
+
+def _by_device(axis: Axis, devices: Ints, at: int) -> tuple[list[Axis], Ints]:
+    """Return an axis as two, and the devices along these, where each device has equally many neighbours: the outer one
+    is along the devices.
+    """
+    count = len(axis.sizes)
+    rows = np.moveaxis(devices, at, 0).reshape(count, -1)
+    runs = 1 + int((rows[1:] != rows[:-1]).any(axis=1).sum())
+    each = count // runs
+    is_even = len(set(axis.sizes)) == 1 and 1 not in (runs, each) and count % runs == 0
+    if not is_even or (rows[::each].repeat(each, 0) != rows).any():
+        return [axis], devices
+    outer, inner = Axis(axis.index, (each * axis.sizes[0],) * runs), Axis(axis.index, axis.sizes[:each])
+    return [outer, inner], devices.reshape(*devices.shape[:at], runs, each, *devices.shape[at + 1 :])
