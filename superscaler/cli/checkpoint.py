@@ -52,6 +52,7 @@ def export(
         str | None,
         typer.Option(metavar="MODEL", help="The trained model; default: the model of the library in the checkpoint."),
     ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The averages of weights that --ema of train made.")] = False,
     form: Annotated[str, typer.Option("--format", help="safetensors (as Hugging Face's), or distributed.")] = FORMATS[
         0
     ],
@@ -62,13 +63,15 @@ def export(
     from superscaler.store.convert import export_distributed, export_model
 
     if form == "distributed":
+        if ema:
+            raise InputError("--ema exports a model; --format distributed has averages as states of the optimizer.")
         files = export_distributed(checkpoint, out)
     else:
         from superscaler.models import build
 
         # Weights need memory, also if they were captured without.
         spec = (model or _trained(checkpoint)).replace("device=meta", "device=cpu")
-        files = export_model(checkpoint, build(spec).module, out)
+        files = export_model(checkpoint, build(spec).module, out, ema)
     printer.show(f"{out}: {', '.join(files)}")
     printer.result = {"out": str(out), "files": files}
 

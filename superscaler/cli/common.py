@@ -125,7 +125,8 @@ class ModelRequest:
         str | None,
         option(
             "--optimizer",
-            "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adamax, radam, rmsprop, rprop; none: "
+            "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adagrad, adamax, asgd, nadam, radam, "
+            "rmsprop, rprop; none: "
             "inference, nothing is trained.",
         ),
     ] = None

@@ -30,6 +30,9 @@ def train(
     request: PlanRequest,
     steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
+    ema: Annotated[
+        float | None, option("--ema", "Decay of averages of the weights, as 0.999; --eval evaluates them.")
+    ] = None,
     schedule: Annotated[
         str | None,
         option(
@@ -103,7 +106,7 @@ def train(
         from superscaler.train.warm import warm_python
 
     given: dict[str, Any] = {
-        "steps": steps, "clip": clip, "schedule": schedule, "warmup": warmup, "check_finite": check_finite,
+        "steps": steps, "clip": clip, "ema": ema, "schedule": schedule, "warmup": warmup, "check_finite": check_finite,
         "data": data, "seed": seed, "save": save, "save_every": save_every, "eval": evaluation,
         "eval_every": eval_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
         "profile": profile, "run": run,

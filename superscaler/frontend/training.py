@@ -164,7 +164,11 @@ def _at(function: Any) -> str:
 
 def _require_new(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """Raise InputError for an optimizer that has taken steps: its state would be lost."""
-    used = [p for p, state in optimizer.state.items() if any(isinstance(v, Tensor) for v in state.values())]
+    # Adagrad makes its state at once.
+    used = [
+        p for p, state in optimizer.state.items()
+        if any(isinstance(v, Tensor) for v in state.values()) and float(state.get("step", 1))
+    ]  # fmt: skip
     if used:
         kind = type(optimizer).__name__
         raise InputError(

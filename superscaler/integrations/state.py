@@ -28,9 +28,9 @@ def put(step: Step, module: nn.Module, optimizer: torch.optim.Optimizer) -> None
             if (mine := theirs.get(name)) is None:
                 # An older version of a weight, or a constant of the capture.
                 continue
-            states = optimizer.state[mine] if entry["steps"] is not None or entry["states"] else {}
-            if entry["steps"] is not None:
-                states["step"] = torch.tensor(entry["steps"])
+            numbers = ({} if entry["steps"] is None else {"step": entry["steps"]}) | entry.get("numbers", {})
+            states = optimizer.state[mine] if numbers or entry["states"] else {}
+            states |= {key: torch.tensor(x, dtype=torch.float32) for key, x in numbers.items()}
             for piece in entry["pieces"]:
                 _write(mine.data, piece["ranges"], pieces[piece["key"]])
                 for state in entry["states"]:
@@ -54,7 +54,8 @@ def take(step: Step, module: nn.Module, optimizer: torch.optim.Optimizer, has_we
         if entry["trained"]:
             kept = {key: x for key, x in optimizer.state.get(whole, {}).items() if isinstance(x, Tensor)}
             states[entry["name"]] = {
-                key: x[at].reshape(weight.shape) if key != "step" else x for key, x in kept.items()
+                key: x[at].reshape(weight.shape) if x.shape == whole.shape and key != "step" else x
+                for key, x in kept.items()
             }
     set_states(step, states)
 

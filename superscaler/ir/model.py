@@ -235,7 +235,7 @@ class Op:
 
 
 # optimizer -> its states of a weight, two where it is not named; and the options that each add one
-_STATES = {"": 0, "SGD": 0, "RMSprop": 1}
+_STATES = {"": 0, "SGD": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
 _MORE_STATES = ("momentum", "amsgrad", "centered")
 
 

@@ -16,7 +16,7 @@ from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
-from superscaler.runtime.optimizer import Scaler, laid_out, optimizer_of
+from superscaler.runtime.optimizer import Scaler, average, laid_out, optimizer_of
 from superscaler.runtime.saved_tensors import Copies, RegatheredTensors, storage_of
 
 Box = Sequence[Sequence[int]]
@@ -78,6 +78,8 @@ class Rank:
     iterations: int = 1
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     clip: float | None = None
+    # The decay of averages of weights; None: there are none.
+    ema: float | None = None
     last_norm: float | None = None
     keep_gradients: bool = False
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -307,6 +309,8 @@ class Rank:
                 weight.grad = laid_out(gradient.to(weight.grad_dtype), weight)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            if self.ema is not None:
+                average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
 
     def _gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return a gradient in the shape of its weight, in float32 for a float32 copy."""

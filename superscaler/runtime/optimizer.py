@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superscaler.store.checkpoint import AVERAGE
+
 # More elements than the vector of any kernel, and a rate at which an update is visible.
 _SHAPE, _RATE = (3, 43), 0.05
 # Relative to the largest element: the same float32 operations in another order.
@@ -23,11 +25,13 @@ class WithCopies(torch.optim.Optimizer):
     The copy of a weight is one of its states, `copy`. It is made from the weight where it is missing.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; gradients of 16-bit weights are float32."""
-        super().add_param_group(param_group)
-        for weight in _halves([param_group]):
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take parameter groups; gradients of 16-bit weights are float32, and states that are made here are."""
+        some = _halves(groups)
+        for weight in some:
             weight.grad_dtype = torch.float32
+        with _as_data(some, _empty(some)):
+            super().__init__(groups)  # type: ignore[call-arg]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights that have gradients."""
@@ -44,14 +48,19 @@ class WithCopies(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of an optimizer of this class."""
         some = _halves(self.param_groups)
-        # Torch casts states to the dtypes of their weights. These have no memory meanwhile.
-        with _as_data(some, [w.new_empty((), dtype=torch.float32).expand(w.shape) for w in some]):
+        # Torch casts states to the dtypes of their weights.
+        with _as_data(some, _empty(some)):
             super().load_state_dict(state_dict)
         _lay_out_states(self)
 
 
 def _halves(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     return [w for group in groups for w in group["params"] if w.dtype in (torch.float16, torch.bfloat16)]
+
+
+def _empty(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Return float32 tensors of the shapes of weights, without memory."""
+    return [w.new_empty((), dtype=torch.float32).expand(w.shape) for w in weights]
 
 
 @contextmanager
@@ -102,6 +111,35 @@ def optimizer_of(
     made: torch.optim.Optimizer = getattr(torch.optim, name)(used)
     made.register_load_state_dict_post_hook(_lay_out_states)
     return made
+
+
+def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float) -> None:
+    """Move the averages of weights, which are states of the optimizer, towards their values; the first are these.
+
+    That of a 16-bit weight with a float32 copy is float32.
+    """
+    states = [optimizer.state[weight] for weight in weights]
+    values = [state.get("copy", weight.detach()) for state, weight in zip(states, weights, strict=True)]
+    for state, value in zip(states, values, strict=True):
+        if AVERAGE in state:
+            state[AVERAGE].lerp_(value, 1 - decay)
+        else:
+            state[AVERAGE] = value.clone()
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Let weights have the values of their averages meanwhile, where they have some."""
+    states = optimizer.state if optimizer is not None else {}
+    pairs = [(weight.detach(), state[AVERAGE]) for weight, state in states.items() if AVERAGE in state]
+    kept = [weight.clone() for weight, _ in pairs]
+    try:
+        for weight, mean in pairs:
+            weight.copy_(mean)
+        yield
+    finally:
+        for (weight, _), own in zip(pairs, kept, strict=True):
+            weight.copy_(own)
 
 
 def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -23,7 +23,7 @@ from superscaler.launch.jobs import how_to_start
 from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.optimizer import Scaler
+from superscaler.runtime.optimizer import Scaler, averaged
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
@@ -232,6 +232,26 @@ class Step:
         ranks call this. Returns the names there that the model lacks. Raises InputError as `restore`.
         """
         return load_weights(self, path)
+
+    @property
+    def ema(self) -> float | None:
+        """The decay of averages of the weights over steps, a number from 0 to 1; None (the default): there are none.
+
+        They are saved in checkpoints beside the weights, and restored where the step has a decay.
+        """
+        return self.state.ema
+
+    @ema.setter
+    def ema(self, decay: float | None) -> None:
+        if decay is not None and not (isinstance(decay, Real) and 0 <= decay < 1):
+            raise InputError(f"step.ema cannot be {decay!r}; a decay is a number from 0 to below 1, as 0.999.")
+        self.state.ema = decay
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the averages are in the place of the weights: `with step.averaged():
+        step.evaluate(batches)`.
+        """
+        return averaged(self.state.optimizer)
 
     @property
     def last_norm(self) -> float | None:

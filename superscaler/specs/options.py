@@ -13,8 +13,11 @@ Options = Mapping[str, Any]
 DEVICES = ("cpu", "meta")
 # the name on the command line -> the name in torch, of optimizers that work element by element
 OPTIMIZERS = {
-    name.lower(): name for name in ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop")
-}
+    name.lower(): name
+    for name in (
+        "AdamW", "Adam", "SGD", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"
+    )
+}  # fmt: skip
 # 16-bit dtypes of autocast and of weights.
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 # The precision of a module as it is.

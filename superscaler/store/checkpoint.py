@@ -41,6 +41,8 @@ def _printable(name: str) -> str:
     return name
 
 
+# The state of the optimizer that is the average of a weight over steps.
+AVERAGE = "ema"
 Name = Annotated[str, AfterValidator(_printable)]
 Shard = Annotated[str, StringConstraints(pattern=r"^rank-\d{5,}\.safetensors$")]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -60,13 +62,16 @@ class Piece(Checked):
 
 
 class Entry(Checked):
-    """A tensor: its pieces, the optimizer's `states` of it (stored under KEY/STATE), and its count of updates."""
+    """A tensor: its pieces, the optimizer's `states` of it (stored under KEY/STATE), its count of updates, and other
+    numbers of the optimizer for it.
+    """
 
     shape: list[Count]
     dtype: Name
     states: list[Name]
     steps: Rate | None
     pieces: list[Piece]
+    numbers: dict[Name, Rate] = Field(default_factory=dict)
 
 
 class OptimizerEntry(Checked):

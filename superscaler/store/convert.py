@@ -20,7 +20,15 @@ from superscaler.store.folder import Draft, written
 from superscaler.store.pieces import whole
 from superscaler.store.save import add_entry
 from superscaler.store.tensor_file import DTYPES
-from superscaler.store.tensors import WHOLE_FILE, TensorReader, load_weights, named, open_checkpoint, open_stored
+from superscaler.store.tensors import (
+    WHOLE_FILE,
+    TensorReader,
+    load_weights,
+    named,
+    numbers_of,
+    open_checkpoint,
+    open_stored,
+)
 
 # The file that torch.distributed.checkpoint writes beside its shards.
 DISTRIBUTED_FILE = ".metadata"
@@ -31,12 +39,12 @@ _TRUST = (
 )
 
 
-def export_model(path: Path, module: nn.Module, out: Path) -> list[str]:
+def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) -> list[str]:
     """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, of tied weights
-    one, and for a model of Hugging Face's library its `config.json`. Returns the files.
+    one, and for a model of Hugging Face's library its `config.json`; `ema`: the averages. Returns the files.
     """
     with _replaced(out) as folder:
-        more = load_weights(module, path)
+        more = load_weights(module, path, ema)
         if more:
             raise InputError(
                 f"{path} has {len(more)} tensors that this model has not, {more[0]} first; name its model."
@@ -72,7 +80,7 @@ def export_distributed(path: Path, out: Path) -> list[str]:
 def _states(stored: TensorReader, name: str) -> dict[str, Tensor]:
     entry = stored.tensors[name]
     states = {state: stored.read(name, whole(entry.shape), state) for state in entry.states}
-    return {"step": torch.tensor(entry.steps, dtype=torch.float32), **states}
+    return {**{key: torch.tensor(x, dtype=torch.float32) for key, x in numbers_of(entry).items()}, **states}
 
 
 def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
@@ -105,10 +113,10 @@ def _publish(directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str
     stored: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        kinds = dict(states.get(name, {}))
-        count = kinds.pop("step", None)
+        kinds = {kind: x for kind, x in states.get(name, {}).items() if x.shape == tensor.shape and kind != "step"}
+        numbers = {kind: float(x) for kind, x in states.get(name, {}).items() if kind not in kinds}
         stored |= {name: tensor, **{f"{name}/{kind}": value for kind, value in kinds.items()}}
-        add_entry(entries, name, tensor.shape, tensor.dtype, name, whole(tensor.shape), kinds, count)
+        add_entry(entries, name, tensor.shape, tensor.dtype, name, whole(tensor.shape), kinds, numbers)
     draft = Draft(directory / new_folder(directory, 0), CheckpointHead)
     write_shard(draft, 0, stored, entries)
     nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.store.checkpoint import AVERAGE
 from superscaler.store.pieces import located, whole
 from superscaler.store.save import TrainingStep
 from superscaler.store.tensors import (
     Target,
     TensorReader,
     newest,
+    numbers_of,
     open_checkpoint,
     open_stored,
     read_targets,
@@ -68,6 +70,7 @@ def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
     # New ones are made of the new weights.
     for states in step.state.optimizer.state.values() if step.state.optimizer else ():
         states.pop("copy", None)
+        states.pop(AVERAGE, None)
     # Rank 0 knows all names.
     unread = json.dumps(sorted(names.difference(_names(step)))) if step.rank == 0 else ""
     return list(json.loads(step.state.communicator.first_text(unread)))
@@ -176,14 +179,15 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
         if key not in made:
             made[key] = _state_names(step, groups[number], weight.dtype)
         kept, wanted = stored.tensors[name], made[key]
-        counted = {} if kept.steps is None else {"step": torch.tensor(kept.steps, dtype=torch.float32)}
-        if {*kept.states, *counted} not in (set(), wanted):
+        counted = {key: torch.tensor(x, dtype=torch.float32) for key, x in numbers_of(kept).items()}
+        own = [state for state in kept.states if state != AVERAGE or step.state.ema is not None]
+        if {*kept.states, *counted} - {AVERAGE} not in (set(), wanted):
             raise InputError(
                 f"{stored.directory} has {', '.join(sorted([*kept.states, *counted]))} of {name}, but the optimizer "
                 f"{step.plan['optimizer']['name']} goes on from {', '.join(sorted(wanted)) or 'nothing'}; "
                 "load the weights only."
             )
-        states = {state: stored.read(name, ranges, state).reshape(weight.shape) for state in kept.states}
+        states = {state: stored.read(name, ranges, state).reshape(weight.shape) for state in own}
         found[entry["name"]] = {**counted, **states}
     return found
 

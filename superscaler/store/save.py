@@ -221,11 +221,12 @@ def snapshot(
         )
         weight = step.state.weights[key]
         found = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
-        states = {state: value for state, value in found.items() if value is not None}
-        count = states.pop("step", None)
+        found = {key: value for key, value in found.items() if value is not None}
+        states = {key: x for key, x in found.items() if key != "step" and x.shape == weight.shape}
+        numbers = {key: float(x) for key, x in found.items() if key not in states}
         for place, value in {key: weight, **{f"{key}/{state}": value for state, value in states.items()}}.items():
             tensors[place] = _copy(value, older.get(place))
-        add_entry(entries, name, kept["shape"], kept["dtype"], key, ranges, states, count)
+        add_entry(entries, name, kept["shape"], kept["dtype"], key, ranges, states, numbers)
     for name, value in step.fixed.items():
         # No name of a weight on a device has a slash.
         tensors[f"fixed/{name}"] = _copy(value, older.get(f"fixed/{name}"))
@@ -241,11 +242,12 @@ def add_entry(
     key: str,
     ranges: Ranges,
     states: Iterable[str] = (),
-    count: Tensor | float | None = None,
+    numbers: Mapping[str, float] | None = None,
 ) -> None:
     """Add a piece of a tensor, and the tensor with its first piece, to the entries of a shard."""
-    kind, steps = str(dtype).removeprefix("torch."), None if count is None else float(count)
-    entry = {"shape": list(shape), "dtype": kind, "states": sorted(states), "steps": steps, "pieces": []}
+    kind, more = str(dtype).removeprefix("torch."), dict(numbers or {})
+    entry: dict[str, Any] = {"shape": list(shape), "dtype": kind, "states": sorted(states)}
+    entry |= {"steps": more.pop("step", None), "pieces": [], **({"numbers": more} if more else {})}
     entries.setdefault(name, entry)["pieces"].append({"key": key, "ranges": ranges})
 
 

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading, refuse
-from superscaler.store.checkpoint import ANOTHER, MANIFEST_FILE, POINTER_FILE, CheckpointHead, Entry, Piece, pointed
+from superscaler.store.checkpoint import (
+    ANOTHER,
+    AVERAGE,
+    MANIFEST_FILE,
+    POINTER_FILE,
+    CheckpointHead,
+    Entry,
+    Piece,
+    pointed,
+)
 from superscaler.store.folder import Whole, read
 from superscaler.store.pieces import Ranges, overlap, sizes, whole
 from superscaler.store.tensor_file import kind_of, kinds, opened, reading_tensors
@@ -31,6 +40,11 @@ def newest(name: str) -> str:
     ('head.weight', 'head.weight')
     """
     return re.sub(r"~\d+$", "", name)
+
+
+def numbers_of(entry: Entry) -> dict[str, float]:
+    """Return the numbers of the optimizer for a tensor, its count of updates `step` included."""
+    return ({} if entry.steps is None else {"step": entry.steps}) | entry.numbers
 
 
 @dataclass
@@ -175,16 +189,17 @@ class Target(NamedTuple):
     is_needed: bool
 
 
-def read_targets(stored: TensorReader, targets: Iterable[Target]) -> list[tuple[Target, Tensor]]:
+def read_targets(stored: TensorReader, targets: Iterable[Target], state: str = "") -> list[tuple[Target, Tensor]]:
     """Return tensors with their stored values, without those that are not stored; nothing is set.
 
-    Raises InputError for a needed tensor that is not stored, for another shape, a dtype that this one cannot hold
-    exactly, and for tensors that are tied here and differ there.
+    `state`: in place of the values, that state of theirs where they have it. Raises InputError for a needed tensor that
+    is not stored, for another shape, a dtype that this one cannot hold exactly, and for tensors that are
+    tied here and differ there.
     """
     found = []
     for target in targets:
         names = [name for name in target.names if name in stored.tensors]
-        values = [_value(stored, name, target) for name in names]
+        values = [_value(stored, name, target, state) for name in names]
         for name, value in zip(names[1:], values[1:], strict=True):
             if not torch.equal(values[0], value):
                 raise InputError(f"{names[0]} and {name} differ in {stored.directory}, but this model ties them.")
@@ -197,14 +212,14 @@ def read_targets(stored: TensorReader, targets: Iterable[Target]) -> list[tuple[
     return found
 
 
-def _value(stored: TensorReader, name: str, target: Target) -> Tensor:
+def _value(stored: TensorReader, name: str, target: Target, state: str) -> Tensor:
     entry, dtype = stored.tensors[name], target.tensor.dtype
     if tuple(entry.shape) != target.shape or not _is_exact(getattr(torch, entry.dtype, None), dtype):
         raise InputError(
             f"{name} is {entry.dtype} of shape {tuple(entry.shape)} in {stored.directory}, but "
             f"{str(dtype).removeprefix('torch.')} of shape {target.shape} in this model; they are of different models."
         )
-    return stored.read(name, target.ranges).to(dtype)
+    return stored.read(name, target.ranges, state if state in entry.states else "").to(dtype)
 
 
 def _is_exact(theirs: torch.dtype | None, ours: torch.dtype) -> bool:
@@ -220,21 +235,23 @@ def set_targets(found: Iterable[tuple[Target, Tensor]]) -> None:
             target.tensor.copy_(value)
 
 
-def load_weights(module: nn.Module, path: str | Path) -> list[str]:
+def load_weights(module: nn.Module, path: str | Path, ema: bool = False) -> list[str]:
     """Set a module's parameters and buffers from a checkpoint, or from a safetensors file or folder.
 
     `path` may also be a folder of checkpoints; the last one is taken. Tied parameters stay tied; buffers that are not
-    stored stay as they are. Returns the names there that the module lacks. Raises InputError, with nothing changed, for
-    a damaged file, a missing parameter, and for another shape or dtype.
+    stored stay as they are. With `ema` averages of weights are taken. Returns the names there that the module lacks.
+    Raises InputError, with nothing changed, for a damaged file, a missing parameter, and for another shape or dtype.
     """
     stored, tensors = open_stored(path), named(module)
+    if ema and not any(AVERAGE in entry.states for entry in stored.tensors.values()):
+        raise InputError(f"{path} has no averages of weights; train with --ema, or step.ema, or leave ema out.")
     if empty := next((names[0] for names, tensor in tensors if tensor.is_meta), None):
         raise InputError(f"{empty} is on the meta device; give it memory first: module.to_empty(device='cpu').")
     targets = (
         Target(tensor, names, tuple(tensor.shape), whole(tensor.shape), isinstance(tensor, nn.Parameter))
         for names, tensor in tensors
     )
-    set_targets(read_targets(stored, targets))
+    set_targets(read_targets(stored, targets, AVERAGE if ema else ""))
     return sorted(stored.names - {name for names, _ in tensors for name in names})
 
 

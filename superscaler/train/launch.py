@@ -37,6 +37,7 @@ class Options:
     eval: Path | None = None
     eval_every: int | None = None
     clip: float | None = None
+    ema: float | None = None
     schedule: str | None = None
     warmup: int = 0
     check_finite: bool = False
@@ -55,6 +56,7 @@ class Options:
 
     def check(self) -> None:
         """Raise InputError for options that ranks would refuse, before any rank starts."""
+        check_options(self.steps, self.clip, self.ema)
         check_profile(self)
         folder = saving_folder(self.save, self.resume)
         check_saving(self, folder)
@@ -92,7 +94,7 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
         raise InputError(f"{directory} is not a plan directory: it has no run.py; write one with superscaler compile.")
     if world < 1:
         raise InputError(f"a plan runs on 1 or more processes, not on {world}.")
-    check_options(options.steps, options.clip)
+    check_options(options.steps, options.clip, options.ema)
     check_text(options.data, 1)
     with tempfile.TemporaryDirectory(prefix="superscaler-") as folder:
         metrics = Path(folder) / "metrics.jsonl"

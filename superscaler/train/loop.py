@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("directory", nargs="?", type=resume.path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    made.add_argument("--ema", type=float, help="decay of averages of the weights, by which --eval evaluates")
     made.add_argument("--schedule", help="NAME[:key=value,...] of torch.optim.lr_scheduler, as cosine")
     made.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate grows to its own")
     made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
     """Train on this rank; rank 0 reports."""
-    check_options(options.steps, options.clip)
+    check_options(options.steps, options.clip, options.ema)
     check_profile(options)
     times = [time.time()]
     folder = resume.saving_folder(options.save, options.resume)
@@ -68,6 +69,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         step = load(directory)
         if not step.trains:
             raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
+        if options.ema is not None:
+            step.ema = options.ema
         if step.watch is not None:
             step.watch.log = options.launched
         if folder is not None:
@@ -149,7 +152,8 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         made = make()
         batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         say: Callable[[str], None] = resume.say if step.rank == 0 else lambda _: None
-        return step.evaluate(fitting(batches, step.evaluating.inputs, say), metrics)
+        with step.averaged():
+            return step.evaluate(fitting(batches, step.evaluating.inputs, say), metrics)
 
     return evaluate
 
@@ -164,8 +168,10 @@ def _turns(step: Step, start: int, steps: int) -> range:
     return range(start, steps, step.iterations)
 
 
-def check_options(steps: int, clip: float | None) -> None:
-    """Raise InputError for an impossible number of steps or norm."""
+def check_options(steps: int, clip: float | None, ema: float | None = None) -> None:
+    """Raise InputError for an impossible number of steps, norm or decay."""
+    if ema is not None and not 0 <= ema < 1:
+        raise InputError(f"--ema is {ema}, but a decay is a number from 0 to below 1, as 0.999.")
     if steps < 1:
         raise InputError(f"{steps} steps cannot be trained; give 1 or more.")
     if clip is not None and not clip > 0:

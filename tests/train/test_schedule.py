@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 
 import superscaler as ss
 from superscaler.errors import InputError
@@ -25,7 +28,7 @@ def make() -> tuple[nn.Module, Any]:
     return module, torch.randn(4, 4)
 
 
-@pytest.mark.parametrize("name", ["adadelta", "adamax", "radam", "rmsprop", "rprop"])
+@pytest.mark.parametrize("name", ["adadelta", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"])
 def test_optimizers_are_torchs_under_zero(name: str) -> None:
     more = ["momentum=0.5", "centered=true"] if name == "rmsprop" else []
     module, x = make()
@@ -38,6 +41,45 @@ def test_optimizers_are_torchs_under_zero(name: str) -> None:
     chosen.step()
     kept = sum(x.nbytes for x in chosen.state[weight].values() if isinstance(x, Tensor) and x.shape == weight.shape)
     assert ran.graph.model.optimizer.state_bytes("float32") * weight.numel() == kept
+
+
+@pytest.mark.parametrize("name", ["adagrad", "asgd", "nadam"])
+def test_averages_and_numbers_of_optimizers_go_on_under_another_plan(name: str, tmp_path: Path) -> None:
+    """A checkpoint of ZeRO under tensor parallelism, against torch's own optimizer and averages of a plain loop."""
+    module, x = make()
+    plain = copy.deepcopy(module)
+    graph = ss.capture(module, (x,), optimizer=optimizer_of(name, module.parameters(), 0.01, []))
+    theirs, mean = optimizer_of(name, plain.parameters(), 0.01, []), AveragedModel(plain, multi_avg_fn=_decayed)
+    for _ in range(4):
+        theirs.zero_grad()
+        plain(x).backward()
+        theirs.step()
+        mean.update_parameters(plain)
+
+    def work(step: Step) -> Any:
+        step.ema = 0.5
+        if plan == "tensor_parallel":
+            step.restore(tmp_path)
+        for _ in range(2):
+            step({"inputs_0": x})
+        step.save(tmp_path)
+        before = {n: w.detach().clone() for n, w in step.state.weights.items()}
+        with step.averaged():
+            inside = {n: w.detach().clone() for n, w in step.state.weights.items()}
+        assert all(torch.equal(before[n], w) for n, w in step.state.weights.items())
+        assert any(not torch.equal(before[n], w) for n, w in inside.items())
+
+    for plan in ("zero:stage=1", "tensor_parallel"):
+        on_ranks(ss.compile(graph, plan, "local:2"), work)
+    for expected, ema in ((plain, False), (mean.module, True)):
+        found = copy.deepcopy(plain)
+        ss.load_weights(found, tmp_path, ema=ema)
+        for ours, want in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, want)
+
+
+def _decayed(averages: Any, values: Any, _: Any) -> None:
+    torch._foreach_lerp_(averages, values, 0.5)
 
 
 def test_a_schedule_of_torch_takes_the_step() -> None:
