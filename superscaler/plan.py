@@ -203,8 +203,8 @@ def capture(
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
-    `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element. There is
-    no default where a parameter requires a gradient: None means inference, as for a frozen module and under
+    `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element, or Muon.
+    There is no default where a parameter requires a gradient: None means inference, as for a frozen module and under
     `torch.no_grad()`. Then no gradient is computed, nothing is updated, and the step returns what the module returns, a
     loss too. With `outputs` a step that trains keeps what the module returns beside its loss. `autocast` is "bf16" or
     "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss. `precision`, instead of

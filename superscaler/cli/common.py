@@ -126,7 +126,7 @@ class ModelRequest:
         option(
             "--optimizer",
             "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adagrad, adamax, asgd, nadam, radam, "
-            "rmsprop, rprop; none: "
+            "rmsprop, rprop, muon (weights are matrices); none: "
             "inference, nothing is trained.",
         ),
     ] = None

@@ -33,9 +33,22 @@ from superscaler.frontend.rewrites.constants import fold
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.trace import Trace, base_of, dtype_of, op_name, outputs, read, reads, shape_of, target_of
 from superscaler.frontend.training import Training, depends, read_optimizer, remove_idle_detaches, with_gradient
-from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref, TensorKind, common_module
+from superscaler.ir.model import (
+    Factor,
+    Index,
+    Mark,
+    Model,
+    Op,
+    Operand,
+    Optimizer,
+    PTensor,
+    Ref,
+    TensorKind,
+    common_module,
+)
 from superscaler.ir.model_text import unique
 from superscaler.ops.table import row_of, with_linearity
+from superscaler.specs.options import WHOLE
 from superscaler.specs.reads import watched
 from superscaler.timing import timed, without_garbage_collection
 
@@ -186,7 +199,7 @@ def _read(
     fold(trace, device)
     normalize(trace)
     _copy_given(trace)
-    segments = cut_segments(trace)
+    segments = {} if training.optimizer.name in WHOLE else cut_segments(trace)
     pieces = {piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups}
     values = {x.name: x.meta["value"].contiguous() for x in trace.leaves() if x.meta.get("value") is not None}
     training = replace(training, groups={**training.groups, **pieces})
@@ -338,9 +351,12 @@ class Builder:
         return replace(op, flops=row_of(op.target).flops(op, [*map(shape_of, read)], [*map(shape_of, made)]))
 
     def in_place(self, what: PTensor | Node, name: str, target: str, *others: Node, group: int = 0) -> Op:
-        """Return the op that sets a tensor at the end of the step, element by element, from others of its shape."""
+        """Return the op that sets a tensor at the end of the step, from others of its shape: element by element, but
+        for the optimizers in WHOLE.
+        """
         tensor = self.tensor(what) if isinstance(what, Node) else what
         slots = tuple(range(len(tensor.factors)))
+        mark: Mark = "frozen" if target.removeprefix("ss.") in WHOLE else "spatial"
         return Op(
             name=name,
             target=target,
@@ -348,7 +364,7 @@ class Builder:
             kwargs=(),
             inputs=tuple(Operand(name, slots) for name in (tensor.name, *(x.name for x in others))),
             outputs=(Operand(tensor.name, slots),),
-            indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True)),
+            indices=tuple(Index(size, f, mark) for size, f in zip(tensor.extents, tensor.factors, strict=True)),
             kind="optimizer",
             module=tensor.name.rpartition(".")[0] if tensor.kind != "output" else "",
             from_weights=True,

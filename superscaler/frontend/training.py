@@ -68,6 +68,12 @@ def depends(trace: Trace, kind: TensorKind) -> set[Node]:
 
 
 _SUPPORTED = {name: getattr(torch.optim, name) for name in OPTIMIZERS.values()}
+# Others of torch, and why no plan runs them.
+_REFUSED = {
+    "Adafactor": "has states of rows and columns, which plans neither cut nor save",
+    "LBFGS": "computes the loss several times a step, and a plan once",
+    "SparseAdam": "needs sparse gradients, and those of a plan are dense",
+}
 _DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
 
 
@@ -99,6 +105,8 @@ def read_optimizer(
                 f"{kind} is a class of its own over torch's {name}{_at(type(optimizer).step)}, whose changes a plan "
                 f"would not run; capture with a torch.optim.{name}."
             )
+        if type(optimizer) is getattr(torch.optim, kind, None) and kind in _REFUSED:
+            raise CaptureError(f"torch.optim.{kind} {_REFUSED[kind]}; take one of {', '.join(_SUPPORTED)}.")
         raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
     _require_new(optimizer, names)
     _refuse_changed(optimizer)
@@ -134,7 +142,8 @@ def optimizer_of(
     try:
         return kind(parameters, lr=lr, **options)
     except (ValueError, TypeError) as error:
-        raise InputError(f"--set {' --set '.join(given)}: {error}.") from None
+        more = "".join(f" --set {text}" for text in given)
+        raise InputError(f"--optimizer {name}{more}: {error}.") from None
 
 
 # Arguments of optimizers that are no options of the command line, or have one of their own.

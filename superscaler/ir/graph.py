@@ -446,6 +446,7 @@ class Graph:
             cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.model.uses[t]
         ]
         kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
+        kept = [a for a in kept if a.index is None or not op.is_whole]
         axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
         self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
         return self.parts(op)

@@ -182,6 +182,11 @@ class Op:
         return self.target == "ss.rest"
 
     @property
+    def is_whole(self) -> bool:
+        """Return whether the op changes a weight that cannot be cut, because the optimizer needs the whole matrix."""
+        return self.kind == "optimizer" and any(index.mark == "frozen" for index in self.indices)
+
+    @property
     def is_update(self) -> bool:
         """Return whether the op trains its first input."""
         return self.kind == "optimizer" and not (self.is_write or self.is_rest)
@@ -235,7 +240,7 @@ class Op:
 
 
 # optimizer -> its states of a weight, two where it is not named; and the options that each add one
-_STATES = {"": 0, "SGD": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
+_STATES = {"": 0, "SGD": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1, "Muon": 0}
 _MORE_STATES = ("momentum", "amsgrad", "centered")
 
 

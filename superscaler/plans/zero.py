@@ -8,10 +8,15 @@ stage 2  so, and under accumulation (`microbatches`) the gradients of each micro
 stage 3  so, and weights of blocks are gathered again for the backward: all but the last `keep` are computed again then
          (`Recompute`, one region a block), those keep activations (`Regather`). Frozen weights rest in slices, too
 
+The matrices of an optimizer that needs them whole (Muon) rest whole, each on one of the `shard` devices: the next one
+on that with the fewest elements.
+
 `halves`: gradients of bf16 and fp16 weights travel in that dtype to their slices, and are added there in float32.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 from superscaler.errors import divisors
 from superscaler.plans.lib.products import along_axis
@@ -45,9 +50,15 @@ def zero(
     for count in (n // shard, shard):
         op_trans(graph, graph.forward_ops, Split("batch", count, axis=axis))
     frozen = [t.name for t in graph.model.parameters() if t.name not in graph.updates and graph.model.uses[t.name]]
+    held = [0] * shard
     for weight in (*graph.updates, *(frozen if stage == 3 else ())):
-        copies = op_trans(graph, graph.follow(weight), Replicate(n // shard, axis=axis))
-        parts = op_trans(graph, copies, Shard(shard, axis))
+        whole = graph.follow(weight)
+        if whole.op.is_whole:
+            owner = held.index(min(held))
+            held[owner] += prod(index.size for index in whole.op.indices)
+            parts = op_trans(graph, whole, Replicate(n // shard, axis=axis, at=tuple(range(owner, n, shard))))
+        else:
+            parts = op_trans(graph, op_trans(graph, whole, Replicate(n // shard, axis=axis)), Shard(shard, axis))
         if stage > 1 and microbatches > 1 and weight in graph.updates:
             op_trans(graph, parts, Microbatch(microbatches))
     regions = layers(graph) if stage == 3 else []

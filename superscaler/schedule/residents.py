@@ -99,9 +99,12 @@ def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
     """Return the grid of an optimizer op that lives where its weight is read; `readers` are (device, box) pairs.
 
     A device keeps the largest boxes that it reads. All of them together tile the weight, or else the boxes of one size
-    do. Where no boxes tile the weight, every reading device keeps all of it, which is always right.
+    do. Where no boxes tile the weight, every reading device keeps all of it, which is always right; and where the
+    optimizer needs it whole.
     """
     kept = _maximal(readers)
+    if op.is_whole:
+        return _on_each(kept)
     shared = _regular(op, tensor, kept)
     if shared is not None:
         return shared
@@ -111,9 +114,14 @@ def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
     grids = [_regular(op, tensor, places) for places in by_size.values()]
     found = [grid for grid in grids if grid is not None]
     if len(found) < len(grids):
-        devices = sorted({device for device, _ in kept})
-        return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
+        return _on_each(kept)
     return Grid((Axis(None, (1,) * len(found)),), np.full(len(found), -1), dict(enumerate(found)))
+
+
+def _on_each(kept: Iterable[Located]) -> Grid:
+    """Return the grid of an op of which each device has a copy."""
+    devices = sorted({device for device, _ in kept})
+    return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
 
 
 def _maximal(readers: Iterable[Located]) -> list[Located]:

@@ -128,7 +128,7 @@ def state_bytes(program: Program, weight: Weight) -> int:
 @cache
 def _states(name: str, options: str, dtype: str) -> tuple[int, ...]:
     """Return the bytes per element of each state of torch's optimizer, 0 for a number, by one step of it."""
-    weight = torch.zeros(2, dtype=getattr(torch, dtype), requires_grad=True)
+    weight = torch.zeros(1, 2, dtype=getattr(torch, dtype), requires_grad=True)
     optimizer = getattr(torch.optim, name)([weight], **json.loads(options))
     weight.grad = torch.zeros_like(weight)
     optimizer.step()

@@ -11,11 +11,13 @@ from superscaler.errors import InputError, brief, unknown
 Options = Mapping[str, Any]
 
 DEVICES = ("cpu", "meta")
-# the name on the command line -> the name in torch, of optimizers that work element by element
+# Optimizers of torch whose update of an element needs the whole matrix.
+WHOLE = ("Muon",)
+# the name on the command line -> the name in torch; the others work element by element
 OPTIMIZERS = {
     name.lower(): name
     for name in (
-        "AdamW", "Adam", "SGD", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"
+        "AdamW", "Adam", "SGD", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", *WHOLE
     )
 }  # fmt: skip
 # 16-bit dtypes of autocast and of weights.

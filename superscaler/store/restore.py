@@ -108,9 +108,10 @@ def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
 
 def _state_names(step: TrainingStep, group: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
     """Return the names of the optimizer's state of a weight after a step."""
-    weight = torch.nn.Parameter(torch.zeros(1, device=step.state.device, dtype=dtype))
+    # Some take matrices only.
+    weight = torch.nn.Parameter(torch.zeros(1, 1, device=step.state.device, dtype=dtype))
     optimizer = type(step.state.optimizer)([{**group, "params": [weight]}])
-    weight.grad = torch.ones(1, device=step.state.device, dtype=weight.grad_dtype)
+    weight.grad = torch.ones(1, 1, device=step.state.device, dtype=weight.grad_dtype)
     optimizer.step()
     return {name for name, value in optimizer.state[weight].items() if value is not None}
 

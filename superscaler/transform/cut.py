@@ -53,12 +53,13 @@ class Replicate(_ShortRepr):
 
     `mirror`: the backward ops `copy` (each reads the whole gradient) or `route` (each reads the gradients of its own
     readers); the default is route for ops that depend on weights only. `axis`: the mesh axis along which `op_assign`
-    places the copies.
+    places the copies, in order or at the places `at`.
     """
 
     parts: int
     mirror: Mirror | None = None
     axis: str = field(default="", repr=False)
+    at: tuple[int, ...] = field(default=(), repr=False)
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
@@ -69,7 +70,7 @@ class Replicate(_ShortRepr):
                 f"Replicate of {op.name}: an update has no backward; leave mirror={self.mirror!r} out."
             )
         mirror = self.mirror or ("route" if op.from_weights else "copy")
-        return Axis(None, (1,) * self.parts, mirror, name=self.axis)
+        return Axis(None, (1,) * self.parts, mirror, name=self.axis, at=tuple(self.at))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def test_the_options_of_every_command() -> None:
     found = {name: sorted(options - every) for name, options in listed.items()}
     model = ["--autocast", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--set"]
     compiling = [*model, "--cluster", "--no-overlap", "--plan"]
-    training = ["--clip", "--data", "--eval", "--eval-every", "--schedule", "--warmup"]
+    training = ["--clip", "--data", "--ema", "--eval", "--eval-every", "--schedule", "--warmup"]
     training += ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": [*model, "model"],
@@ -73,7 +73,7 @@ def test_the_options_of_every_command() -> None:
         "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "directory", "model"]),
         "train": sorted([*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "model"]),
         "checkpoint": [],
-        "checkpoint export": ["--format", "--model", "--out", "checkpoint"],
+        "checkpoint export": ["--ema", "--format", "--model", "--out", "checkpoint"],
         "checkpoint import": ["--out", "--trust", "source"],
         "checkpoint inspect": ["checkpoint"],
         "launch": [],

@@ -103,6 +103,54 @@ def test_weights_are_those_of_eager_training_in_their_own_dtype(
     assert fused == [True if is_single else None]
 
 
+def in_matrices(m: Around, x: Tensor) -> Tensor:
+    return m.last(m.second(m.first(x).tanh()) + x).square().mean()
+
+
+def test_an_optimizer_of_matrices_gets_whole_ones() -> None:
+    """Muon: under ZeRO each matrix rests on one device; under tensor parallelism on all, which read their part."""
+    torch.manual_seed(0)
+    ends = [nn.Linear(a, b, bias=False) for a, b in ((8, 16), (16, 8), (8, 6))]
+    module, x = Around(in_matrices, **dict(zip(("first", "second", "last"), ends, strict=True))), torch.randn(8, 8)
+    graph = capture(module, (x,), optimizer=torch.optim.Muon(module.parameters(), lr=0.05))
+    for plan, count, copies in (
+        ("data_parallel", 2, 2),
+        ("zero:stage=2,microbatches=2", 2, 1),
+        ("zero:stage=1,shard=2", 4, 2),
+        ("zero:2,stage=3 x tensor_parallel:2", 4, 2),
+    ):
+        devices = equal(graph, plan, count).program.devices
+        boxes = [(w.tensor, tuple(w.box)) for device in devices for w in device.weights]
+        assert sorted(boxes) == sorted(
+            (f"{name}.weight", tuple((0, size) for size in layer.weight.shape))
+            for name, layer in zip(("first", "second", "last"), ends, strict=True)
+            for _ in range(copies)
+        )
+        assert all(device.weights for device in devices)
+
+    def two_steps(step: Step) -> dict[str, Tensor]:
+        for _ in range(2):
+            step({"inputs_0": x})
+        return {w["tensor"]: step.state.weights[w["name"]].detach() for w in step.state.tables["weights"]}
+
+    found = on_ranks(compile(graph, "zero:stage=1", "local:2"), two_steps)
+    optimizer = torch.optim.Muon(module.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(x).backward()
+        optimizer.step()
+    for name, want in module.named_parameters():
+        # It computes the update in bfloat16.
+        torch.testing.assert_close((found[0] | found[1])[name], want.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_other_optimizers_of_torch_are_refused_by_name() -> None:
+    module = nn.Linear(4, 4)
+    for kind, why in ((torch.optim.LBFGS, "several times"), (torch.optim.Adafactor, "rows and columns")):
+        with pytest.raises(InputError, match=f"torch.optim.{kind.__name__} .*{why}.*; take one of AdamW, Adam, SGD"):
+            capture(module, (torch.ones(2, 4),), optimizer=kind(module.parameters()))
+
+
 def test_a_step_without_an_optimizer_is_refused() -> None:
     module = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"which has no default; pass optimizer=torch.optim.AdamW"):
