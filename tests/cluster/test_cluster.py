@@ -40,7 +40,7 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
 positive = st.floats(1e-30, 1e30)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     name=st.one_of(
         st.just(LOCAL), st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)
@@ -57,8 +57,8 @@ def test_every_cluster_reads_back_from_its_text(
     flops = {**(PRESETS[kind].flops if kind in PRESETS else {}), **(device[1] if device else {})}
     told = DeviceKind(kind, device[0], flops, PRESETS[kind].speeds if kind in PRESETS else None) if device else None
     cluster = Cluster.of(name, kind, servers, 6, links, told)
-    assert Cluster.parse(str(cluster)) == cluster
-    assert hash(Cluster.parse(str(cluster))) == hash(cluster)
+    read = Cluster.parse(str(cluster))
+    assert (read, hash(read)) == (cluster, hash(cluster))
 
 
 def test_a_file_replaces_numbers_of_the_preset() -> None:

@@ -39,7 +39,7 @@ LIBRARY = {
         "hybrid:dp=1,tp=2,pp=2,microbatches=2",
         f"{ROOT}/materialize/test_buckets.py:zero",
     ],
-    "llama:size=tiny,layers=1": ["swap:what=both,microbatches=2"],
+    "llama:size=tiny": ["swap:what=both,microbatches=2"],
     "mixtral:size=tiny,balance=0,batch=8,experts=4": ["dualpipe:2 x expert_parallel:2,capacity=2.0"],
     # Its code has loops.
     "mlp:layers=4,batch=32": ["pipeline_1f1b:microbatches=32"],

@@ -78,7 +78,9 @@ class Launch(NamedTuple):
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launch]]:
-    """Yield a launch for each test, all of which train at the same time, once their ranks have trained two steps."""
+    """Yield a launch for each test. All train at the same time, until their ranks have trained two steps; then one of
+    each hangs, is stopped or is killed. All wait at the same time, too, for what is said of that.
+    """
     module, folder = Net(), tmp_path_factory.mktemp("watch")
     graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
     ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(folder / "plan")
@@ -100,23 +102,24 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
             time.sleep(0.1)
         # The watchdogs look once a second.
         time.sleep(3.0)
-        yield {
+        launches = {
             name: Launch(process, [int((folder / name / f"pid{rank}").read_text()) for rank in range(2)])
             for name, process in found.items()
         }
+        assert all(map(is_alive, launches["launcher"].ranks))
+        launches["launcher"].process.kill()
+        os.kill(launches["stop"].ranks[1], signal.SIGSTOP)
+        os.kill(launches["kill"].ranks[1], signal.SIGKILL)
+        yield launches
 
 
 @pytest.mark.dist
 def test_no_rank_outlives_its_launcher(launches: dict[str, Launch]) -> None:
-    launch = launches["launcher"]
-    assert all(map(is_alive, launch.ranks))
-    launch.process.kill()
-    launch.end()
+    launches["launcher"].end()
 
 
 @pytest.mark.dist
 def test_a_stopped_rank_is_named(launches: dict[str, Launch]) -> None:
-    os.kill(launches["stop"].ranks[1], signal.SIGSTOP)
     text = launches["stop"].end()
     assert f"rank 1 on {socket.gethostname()} does not answer: it said nothing for" in text
     assert "rank 0 is at program_0.py:" in text
@@ -124,7 +127,6 @@ def test_a_stopped_rank_is_named(launches: dict[str, Launch]) -> None:
 
 @pytest.mark.dist
 def test_a_killed_rank_is_named_with_its_line(launches: dict[str, Launch]) -> None:
-    os.kill(launches["kill"].ranks[1], signal.SIGKILL)
     text = launches["kill"].end()
     assert re.search(r"rank 1 of 2 was killed by SIGKILL at program_1\.py:\d+ \(.+\) \(the system", text), text
     # That of the launcher, which is a line of Python here.

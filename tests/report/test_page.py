@@ -29,7 +29,7 @@ from tests.commands import run
 from tests.graphs import graph_of, step_of
 from tests.report.browser import event, opened, settled
 
-GPT = "gpt2:size=tiny,layers=4,batch=8"
+GPT, MLP = "gpt2:size=tiny,layers=4", "mlp:layers=4,batch=8"
 HOSTILE = "<script>hacked=1</script>"
 
 
@@ -204,7 +204,7 @@ def test_a_wait_names_the_device_that_came_late_and_the_lines_of_its_ops(tmp_pat
 @pytest.mark.dist
 def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, recorded = tmp_path / "plan", tmp_path / "run"
-    given = ["train", GPT, "--plan", "pipeline_1f1b:microbatches=4", "--cluster", "local:2", "--steps", "3"]
+    given = ["train", MLP, "--plan", "pipeline_1f1b:microbatches=4", "--cluster", "local:2", "--steps", "3"]
     assert run(*given, "--profile", "3", "--run", recorded) == 2
     assert "--profile 3 of 3 steps" in capsys.readouterr().err
     assert run(*given, "--out", folder, "--profile", "2", "--run", recorded) == 0
@@ -225,7 +225,7 @@ def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: 
     assert run("report", folder, "--run", recorded, "--out", tmp_path / "a.html", "--trace", tmp_path / "a.json") == 0
     assert "Predicted and measured" in (tmp_path / "a.html").read_text()
     other = tmp_path / "other"
-    assert run("compile", GPT, "--plan", "data_parallel", "--cluster", "local:2", "--out", other) == 0
+    assert run("compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", other) == 0
     assert run("report", other, "--run", recorded, "--out", tmp_path / "b.html") == 2
     assert "rank_0.json is of another plan" in capsys.readouterr().err
 
@@ -234,7 +234,7 @@ def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("spec", "name", "cluster"),
     [
-        (GPT.replace("batch=8", "batch=64"), "pipeline_1f1b:stages=4,microbatches=64", "a100:1x4"),
+        (f"{GPT},batch=64", "pipeline_1f1b:stages=4,microbatches=64", "a100:1x4"),
         ("gpt3:layers=8,hidden=256,heads=8,seq=64,vocabulary=512,batch=64,device=meta", "1024", "a100:128x8"),
         (GPT, "zero:4,stage=3", "a100:1x4"),
         ("llama:size=tiny", "ring_attention", "a100:1x4"),

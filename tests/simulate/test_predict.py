@@ -14,7 +14,7 @@ from superscaler.simulate.prediction import words
 from tests.commands import run
 from tests.graphs import graph_of
 
-GPT = "gpt2:size=tiny,batch=8"
+GPT = "gpt2:size=tiny"
 
 
 def test_the_operations_of_a_model_are_those_of_the_formula() -> None:

@@ -17,6 +17,7 @@ from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.route import START, priced
 from superscaler.materialize.rvd.search import Path, find_path
 from superscaler.materialize.rvd.transitions import INTRA, MESSAGES, messages
+from tests.sweeps import few
 
 SIZES = (24, 24, 24)
 ITEMSIZE = 4096
@@ -161,10 +162,12 @@ SINGLE = {
 }
 
 
-@pytest.mark.parametrize("kind", SINGLE)
-def test_no_path_is_much_cheaper_than_a_single_collective(kind: str) -> None:
+NARROW, WIDE = ([*range(8)], [0, 8], [0, 1, 8, 9], [0, 8, 1, 9]), ([*range(16)],)
+
+
+@pytest.mark.parametrize(("kind", "groups"), few(itertools.product(SINGLE, (NARROW, WIDE)), 0, 2, 4, 5, 6))
+def test_no_path_is_much_cheaper_than_a_single_collective(kind: str, groups: Sequence[list[int]]) -> None:
     """Why the search is not asked where one collective does it: from 4 MiB on there is less than a tenth to gain."""
-    groups = [*range(8)], [*range(16)], [0, 8], [0, 1, 8, 9], [0, 8, 1, 9]
     for preset, devices, size in itertools.product(("v100:2x8", "h100:4x8"), groups, (2**20, 2**26)):
         cluster = Cluster.parse(preset)
         source, goal = (layout(shape, devices) for shape in SINGLE[kind](len(devices)))
