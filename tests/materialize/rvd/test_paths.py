@@ -127,8 +127,8 @@ def across(held: str, read: str, few: int, many: int) -> tuple[Layout, Layout]:
 @pytest.mark.parametrize(("held", "read"), GAINS)
 def test_cases_of_the_paper(held: str, read: str) -> None:
     costs = Servers(8)
-    for (few, many), gain in zip(((8, 8), (8, 4), (4, 8)), GAINS[held, read], strict=True):
-        source, goal = across(held, read, few, many)
+    for (less, more), gain in zip(((8, 8), (8, 4), (4, 8)), GAINS[held, read], strict=True):
+        source, goal = across(held, read, less, more)
         path = find_path(source, goal, (HALF_GIGABYTE,), 4, costs)
         direct = messages(MESSAGES, source, goal, (HALF_GIGABYTE,), 4, costs)
         assert direct.seconds / path.seconds == pytest.approx(gain, rel=0.02)
