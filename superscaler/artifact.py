@@ -20,6 +20,7 @@ from superscaler.ir.model import Model, once, without_sources
 from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import print_program
+from superscaler.ops.padding import pads_rows
 from superscaler.ops.row import aten
 from superscaler.ops.table import ROWS
 from superscaler.report.facts import account, kept_values, manifest, origin, own_operators
@@ -76,11 +77,13 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
 def reads(model: Model) -> dict[str, Any]:
     """Return the facts by which the batch of a step is checked."""
     model = once(model)
+    uncounted = ignored(model)
     return {
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "bounds": bounds(model),
         "limits": limits(model),
-        "ignored": ignored(model),
+        "ignored": uncounted,
+        **({"pads": True} if pads_rows(model, uncounted, _MOVES) else {}),
     }
 
 
@@ -90,7 +93,7 @@ _ROWS = {n: dim for n, dim in _SELECTING.items() if "embedding" in n}
 # Losses and counts that ignore a label -> position of the argument that names it.
 _IGNORED = {"ss.count_labels": 1, **aten(4, "cross_entropy_loss nll_loss_nd")}
 # Ops that keep the values of their operand; padding may add values that no label counts.
-_MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_copy constant_pad_nd").keys()
+_MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_copy constant_pad_nd pad").keys()
 
 
 def limits(model: Model) -> dict[str, tuple[int, int]]:

@@ -72,6 +72,8 @@ class Step:
             name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
         }
         self.bounds: dict[str, int] = dict(plan["bounds"])
+        # The label to ignore of each input of labels, where rows with these change nothing that is trained.
+        self.padding: dict[str, int] = dict(plan["ignored"]) if plan.get("pads") else {}
         self.watch: Watch | None = None
         # The directory from which the plan was loaded.
         self.directory: Path | None = None

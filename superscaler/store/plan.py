@@ -161,6 +161,7 @@ class PlanHead(Head):
     bounds: dict[str, Count]
     limits: dict[str, tuple[Number, Number]]
     ignored: dict[str, Number] = Field(default_factory=dict)
+    pads: bool = False
     slots: dict[str, list[list[Count]]]
     tensors: dict[str, Owned]
     aliases: dict[str, str]

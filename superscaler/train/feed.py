@@ -66,10 +66,14 @@ def batches(step: Step, data: Any, seed: int = 0) -> Iterator[Batch]:
 
 
 class Samples:
-    """A data set with a length and samples by number. `read`: how many samples this rank has read."""
+    """A data set with a length and samples by number. The last batch of an epoch is filled, or else left out.
+
+    `read`: how many samples this rank has read.
+    """
 
     def __init__(self, step: Step, data: Any, seed: int) -> None:
         self._inputs, self._data, self._seed, self.read = step.inputs, data, seed, 0
+        self._padding = step.padding
         counts = {shape[0] if shape else 0 for shape, _ in step.inputs.values()}
         if len(counts) != 1 or 0 in counts:
             raise InputError(
@@ -84,16 +88,20 @@ class Samples:
 
     def at(self, number: int) -> Batch:
         """Return the batch of a step; rows that this rank does not read are zeros."""
-        epoch, place = divmod(number, len(self._data) // self._count)
+        size = len(self._data)
+        epoch, place = divmod(number, -(-size // self._count) if self._padding else size // self._count)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._data))
+            self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(size)
         batch = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in self._inputs.items()}
         for row in sorted(set[int]().union(*self._rows.values())):
-            sample = self._data[int(self._order[place * self._count + row])]
+            position = place * self._count + row
+            sample = self._data[int(self._order[min(position, size - 1)])]
             self.read += 1
             check_names(sample, self._inputs, "a sample")
             for name in (name for name, rows in self._rows.items() if row in rows):
                 _put(batch[name], row, name, sample[name])
+                if position >= size and name in self._padding:
+                    batch[name][row] = self._padding[name]
         return batch
 
 
@@ -104,7 +112,8 @@ class Stream:
         if not isinstance(made, Iterable):
             raise InputError(f"data is a {type(made).__name__}; give a data set of samples, or an iterable of batches.")
         self._made, self._make, self._seed = made, make, seed
-        self._inputs, self._say = step.inputs, say if step.rank == 0 else (lambda _: None)
+        self._inputs, self._padding = step.inputs, step.padding
+        self._say = say if step.rank == 0 else (lambda _: None)
         self._number, self._epoch = 0, 0
         self._batches = self._start()
 
@@ -119,7 +128,7 @@ class Stream:
     def _start(self) -> Iterator[Batch]:
         # All ranks shuffle alike.
         torch.manual_seed(self._seed + self._epoch)
-        return fitting(self._made, self._inputs, self._say)
+        return fitting(self._made, self._inputs, self._say, self._padding)
 
     def _next(self) -> Batch:
         batch = next(self._batches, None)
@@ -134,15 +143,19 @@ class Stream:
         return batch
 
 
-def fitting(given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Batch]:
-    """Yield the inputs of each batch in the plan's dtypes, without the batches of other shapes."""
+def fitting(
+    given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Mapping[str, int]
+) -> Iterator[Batch]:
+    """Yield the inputs of each batch in the plan's dtypes, without batches of other shapes. One with fewer rows is
+    filled where there is `padding`: the label to ignore of each input of labels.
+    """
     left_out: dict[str, int] = {}
     count = 0
     for batch in given:
         count += 1
         check_names(batch, inputs, "a batch")
         found = {n: torch.as_tensor(batch[n]).to(getattr(torch, dtype)) for n, (_, dtype) in inputs.items()}
-        if odd := _odd(found, inputs):
+        if odd := _odd(found := filled(found, inputs, padding), inputs):
             left_out[odd] = left_out.get(odd, 0) + 1
         else:
             yield found
@@ -151,6 +164,19 @@ def fitting(given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str]
             f"note: {number} of {count} batches are left out, with {odd}; pad them to use all, or take another batch "
             "size (a plan has the shapes of its capture)"
         )
+
+
+def filled(batch: Batch, inputs: Mapping[str, Any], padding: Mapping[str, int]) -> Batch:
+    """Return a batch that has fewer rows than the plan with copies of its last row, whose labels are ignored."""
+    counts = {(len(batch[name]), shape[0]) for name, (shape, _) in inputs.items() if shape and batch[name].dim()}
+    if not padding or len(counts) != 1 or not 0 < (count := min(counts)[0]) < (rows := min(counts)[1]):
+        return batch
+
+    def longer(name: str, x: Tensor) -> Tensor:
+        last = torch.full_like(x[-1:], padding[name]) if name in padding else x[-1:]
+        return torch.cat([x, last.expand(rows - count, *x.shape[1:])])
+
+    return {name: longer(name, x) if x.dim() else x for name, x in batch.items()}
 
 
 def _odd(batch: Batch, inputs: Mapping[str, Any]) -> str:

@@ -152,8 +152,10 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         made = make()
         batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         say: Callable[[str], None] = resume.say if step.rank == 0 else lambda _: None
+        own = step.evaluating
         with step.averaged():
-            return step.evaluate(fitting(batches, step.evaluating.inputs, say), metrics)
+            # Metrics are of all rows.
+            return step.evaluate(fitting(batches, own.inputs, say, {} if metrics else own.padding), metrics)
 
     return evaluate
 

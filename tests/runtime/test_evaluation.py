@@ -14,6 +14,7 @@ from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.runtime.step import Step, modules
 from tests.ran import on_ranks
+from tests.sweeps import slow
 
 
 class Normed(nn.Module):
@@ -28,6 +29,11 @@ class Normed(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
 
 
+FOUR = ["data_parallel", "zero:stage=3", "tensor_parallel", "pipeline_1f1b:microbatches=1"]
+# The first has whole weights on each rank.
+OTHERS = ["data_parallel", "zero:stage=1", "zero:stage=2", "fsdp", "hybrid:dp=2,tp=1", "gpipe:microbatches=1"]
+
+
 def batches() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(3)
     pairs = [(torch.randn(8, 8, generator=draw), torch.randint(4, (8,), generator=draw)) for _ in range(2)]
@@ -38,14 +44,15 @@ def right(outputs: Any, batch: Any) -> Tensor:
     return (outputs["scores"].argmax(1) == batch["y"]).float().mean()
 
 
-def test_every_plan_evaluates_what_it_has_trained() -> None:
+@pytest.mark.parametrize("plans", [FOUR, *slow((OTHERS,))])
+def test_every_plan_evaluates_what_it_has_trained(plans: list[str]) -> None:
     """Plans draw the same numbers, so that all train the same weights; those of the first are put into a module."""
     torch.manual_seed(0)
     module, batch = Normed(), batches()[0]
     trained = ss.capture(module.train(), (), batch, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
     frozen = ss.capture(module.eval(), (), batch, optimizer=None)
     expected: Any = None
-    for name in ("data_parallel", "zero:stage=3", "tensor_parallel", "pipeline_1f1b:microbatches=1"):
+    for name in plans:
         other = ss.compile(frozen, name, "local:2").compiled
         values = initial_values(other.graph.model, other.graph.captured.values)
         saved = json.loads(json.dumps(describe(other))), modules(other.emitted.files)

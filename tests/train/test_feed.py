@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.runtime.step import Step
-from superscaler.train.feed import Samples, feed, fitting
+from superscaler.train.feed import Samples, feed, filled, fitting
 from tests.ran import Around, on_ranks
+from tests.sweeps import few
 
 DATA = """
 import torch
@@ -72,27 +74,42 @@ def names(step: Step) -> tuple[str, str]:
     return first, second
 
 
-@pytest.mark.parametrize(("name", "share"), [("data_parallel", 2), ("tensor_parallel", 4), ("hybrid:dp=2,tp=1", 2)])
-def test_each_rank_reads_its_rows_of_the_same_batches(name: str, share: int) -> None:
+# Plans of four devices -> how many of the four rows of a batch each of them reads.
+SHARES = [
+    ("data_parallel", [1, 1, 1, 1]),
+    ("tensor_parallel", [4, 4, 4, 4]),
+    ("hybrid:dp=2,tp=2", [2, 2, 2, 2]),
+    ("hybrid:dp=2,tp=1,pp=2,microbatches=2", [2, 2, 2, 2]),
+    ("zero:stage=3", [1, 1, 1, 1]),
+    ("zero:stage=2,microbatches=1,shard=2", [1, 1, 1, 1]),
+    ("fsdp", [1, 1, 1, 1]),
+    ("zero:2,stage=1 x tensor_parallel:2", [2, 2, 2, 2]),
+    ("data_parallel:2 x tensor_parallel:2", [2, 2, 2, 2]),
+    ("gradient_accumulation:microbatches=1", [1, 1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("name", "shares"), few(SHARES, 0, 2, 7))
+def test_each_rank_reads_its_rows_of_the_same_batches(name: str, shares: list[int]) -> None:
     def work(step: Step) -> Any:
         x, _ = names(step)
         samples = Samples(step, Rows(10, names(step)), seed=3)
-        found = [samples.at(number) for number in range(5)]
-        again = Samples(step, Rows(10, names(step)), seed=3).at(4)
-        assert torch.equal(again[x], found[4][x])
+        found = [samples.at(number) for number in range(6)]
+        again = Samples(step, Rows(10, names(step)), seed=3).at(5)
+        assert torch.equal(again[x], found[5][x])
         losses = [float(step(batch)) for batch in found]
         return [batch[x][:, 0] for batch in found], samples.read, losses
 
-    ranks = on_ranks(plan(name), work)
+    ranks = on_ranks(plan(name, 4), work)
     whole = on_ranks(plan("single", 1), work)[0]
-    for read, count, losses in ranks:
-        assert count == 5 * share
+    for share, (read, count, losses) in zip(shares, ranks, strict=True):
+        assert count == 6 * share
         assert losses == pytest.approx(whole[2])
         assert all(set(a.tolist()) <= {*b.tolist(), 0.0} for a, b in zip(read, whole[0], strict=True))
-    # Two batches an epoch: no sample is in both, and the next epoch has another order.
-    first, second, third = (set(x.tolist()) for x in whole[0][:3])
-    assert not first & second
-    assert third != first
+    # An epoch has all samples, two in its third batch, whose other labels count nothing; the next has another order.
+    epochs = [torch.cat(whole[0][k : k + 3])[:10].tolist() for k in (0, 3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(10)]
+    assert epochs[0] != epochs[1]
 
 
 def test_batches_come_in_order_and_go_on_after_the_last() -> None:
@@ -102,14 +119,66 @@ def test_batches_come_in_order_and_go_on_after_the_last() -> None:
         x, _ = names(step)
         loader = DataLoader(Rows(10, names(step)), batch_size=4, shuffle=True, collate_fn=collate)
         at = feed(step, loader, 5, said.append)
-        return [at(number)[x][:, 0] for number in range(4)]
+        return [at(number)[x][:, 0] for number in range(6)]
 
     (read,) = on_ranks(plan("single", 1), work)
-    assert not set(read[0].tolist()) & set(read[1].tolist())
-    assert sorted(read[0].tolist() + read[1].tolist()) != sorted(read[2].tolist() + read[3].tolist())
-    (line,) = said
-    assert "note: 1 of 3 batches are left out, with" in line
-    assert "of shape (2, 8), not (4, 8)" in line
+    epochs = [torch.cat(read[k : k + 3])[:10].tolist() for k in (0, 3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(10)]
+    assert epochs[0] != epochs[1]
+    assert not said
+
+
+def row_losses(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m.last(m.first(x).relu()), y, ignore_index=3)  # type: ignore[operator]
+
+
+def pairs(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m.last(x) @ m.last(x).t(), y)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("function", "fills"),
+    [
+        (row_losses, True),
+        (lambda m, x, y: row_losses(m, m.norm(x), y), False),
+        (lambda m, x, y: row_losses(m, x, y) + m.last(x).square().mean(), False),
+        (lambda m, x, y: row_losses(m, x - x.mean(0), y), False),
+        (lambda m, x, y: row_losses(m, x.flip(0), y), False),
+        (lambda m, x, y: row_losses(m, x, y * 1), False),
+        (pairs, False),
+    ],
+)
+def test_a_batch_of_fewer_rows_is_filled_where_rows_are_apart(function: Any, fills: bool) -> None:
+    """It trains as the module does on these rows alone; elsewhere it is left out."""
+    torch.manual_seed(0)
+    module = Around(function, first=nn.Linear(8, 8), last=nn.Linear(8, 4), norm=nn.BatchNorm1d(8))
+    x, y = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
+    plain = copy.deepcopy(module)
+    trained = [p for name, p in module.named_parameters() if function is not pairs or name.startswith("last")]
+    graph = ss.capture(module, (x, y), optimizer=torch.optim.SGD(trained, lr=0.1))
+
+    def work(step: Step) -> Any:
+        a, b = names(step)
+        given = filled({a: x[:3], b: y[:3]}, step.inputs, step.padding)
+        if len(given[a]) == 3:
+            return None
+        return step(given), {w["tensor"]: step.state.weights[w["name"]].detach() for w in step.state.tables["weights"]}
+
+    for found in on_ranks(ss.compile(graph, "data_parallel", "local:2"), work):
+        assert (found is not None) == fills
+        if found is None:
+            continue
+        loss = plain(x[:3], y[:3])
+        gradients = dict(
+            zip(
+                ("first.weight", "last.bias"),
+                torch.autograd.grad(loss, [plain.first.weight, plain.last.bias]),
+                strict=True,
+            )
+        )
+        torch.testing.assert_close(found[0], loss.detach())
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[1][name], plain.get_parameter(name).detach() - 0.1 * gradient)
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -125,13 +194,13 @@ def test_bad_data_is_one_line() -> None:
             ([{x: 1.0}] * 5, f"has no '{y}'"),
             ([1, 2], "is a int; give a dict with"),
             (7, "data is a int; give a data set"),
-            ([{x: torch.zeros(2, 8), y: torch.zeros(2)}], "the data has no batch of the shapes of this plan"),
+            ([{x: torch.zeros(2, 7), y: torch.zeros(2)}], "the data has no batch of the shapes of this plan"),
             (short, "of shape (7,), but this plan was compiled for (8,)"),
         ):
             with pytest.raises(InputError) as caught:
                 feed(step, data, 0, lambda _: None)(0)
             assert message in str(caught.value)
-        assert not list(fitting([], step.inputs, print))
+        assert not list(fitting([], step.inputs, print, {}))
 
     on_ranks(plan("single", 1), work)
 
