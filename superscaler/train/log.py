@@ -105,13 +105,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def logs_of(options: Any, start: int) -> list[Log]:
+def logs_of(options: Any, start: int, saved: Path | None) -> list[Log]:
     """Return where the entries of a run go: the file of --metrics, and into the folder of --run, for TensorBoard where
-    that is installed, to Weights & Biases where that is installed and WANDB_PROJECT is set.
+    that is installed, to Weights & Biases where that is installed and WANDB_PROJECT is set. Without --run they go into
+    the folder of checkpoints, if there is one.
     """
     files = [options.metrics] if options.metrics else []
     if options.run is None:
-        return [Metrics(file, start) for file in files]
+        return [Metrics(file, start) for file in (*files, *([saved / METRICS_FILE] if saved else []))]
     with writing(f"--run {options.run}", "name a folder that you may write to"):
         options.run.mkdir(parents=True, exist_ok=True)
     found: list[Log] = [Metrics(file, start) for file in (*files, options.run / METRICS_FILE)]

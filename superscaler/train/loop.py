@@ -88,7 +88,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         times.append(time.time())
         if step.rank == 0:
             work = (options.flops or 0.0) / step.world, options.peak_flops or 0.0
-            reporter = Reporter(options.steps, logs_of(options, start), work)
+            reporter = Reporter(options.steps, logs_of(options, start, folder), work)
             stack.callback(reporter.close)
         turns = _turns(step, start, options.steps)
         for number in turns:

@@ -287,6 +287,8 @@ def test_training_with_copies_goes_on_under_another_plan(tmp_path: Path, capfd: 
     rest = last(capfd.readouterr().out)["losses"]
     assert (len(first), len(rest)) == (2, 2)
     assert rest == pytest.approx(first, rel=0.1)
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["loss"] for entry in entries] == [*first, *rest]
 
 
 @pytest.mark.dist
