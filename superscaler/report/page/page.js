@@ -165,17 +165,26 @@ class Chart {
 }
 
 /* Rectangles of one lane. Those below a pixel are summed: a column of pixels has the colour of what fills most of it,
-   and is paler where much of it is empty. */
+   and is paler where much of it is empty. The columns of a lane are drawn together, as an image of one row. */
 
 class Painter {
-  constructor(context, colors, y, h) {
-    Object.assign(this, { context, colors, y, h, pixel: NaN, sums: new Float64Array(KINDS.length), run: null });
+  constructor(context, colors, width) {
+    const row = new OffscreenCanvas(Math.max(1, Math.ceil(width)), 1).getContext("2d", { willReadFrequently: true });
+    const image = row.createImageData(row.canvas.width, 1), columns = new Uint32Array(image.data.buffer);
+    Object.assign(this, { context, colors, row, image, columns, pixel: NaN, sums: new Float64Array(KINDS.length) });
+    this.codes = colors.map((color) => this.code(color));
   }
 
-  rect(kind, x0, x1) {
-    this.flush();
+  /* Return a colour as the bytes of a pixel, whose highest is its opacity. */
+  code(color) {
+    this.row.fillStyle = color;
+    this.row.fillRect(0, 0, 1, 1);
+    return new Uint32Array(this.row.getImageData(0, 0, 1, 1).data.buffer)[0] & 0xffffff;
+  }
+
+  rect(kind, x0, x1, y, h) {
     this.context.fillStyle = this.colors[kind];
-    this.context.fillRect(x0, this.y, Math.max(x1 - x0 - (x1 - x0 > 3 ? 0.5 : 0), 0.7), this.h);
+    this.context.fillRect(x0, y, Math.max(x1 - x0 - (x1 - x0 > 3 ? 0.5 : 0), 0.7), h);
   }
 
   part(kind, x0, width) {
@@ -185,43 +194,26 @@ class Painter {
   }
 
   closePixel(next) {
-    if (!Number.isNaN(this.pixel)) {
+    if (this.pixel >= 0) {
       let most = 0, total = 0;
       for (let k = 0; k < this.sums.length; k++) {
         total += this.sums[k];
         if (this.sums[k] > this.sums[most]) most = k;
       }
-      const alpha = total > 0.75 ? 1 : total > 0.35 ? 0.7 : 0.4;
-      this.extend(most, alpha, this.pixel);
-      this.sums.fill(0);
+      const opacity = total > 0.75 ? 255 : total > 0.35 ? 179 : 102;
+      this.columns[this.pixel] = this.codes[most] | (opacity << 24);
     }
+    this.sums.fill(0);
     this.pixel = next;
   }
 
-  extend(kind, alpha, pixel) {
-    const run = this.run;
-    if (run && run.kind === kind && run.alpha === alpha && run.x1 === pixel) {
-      run.x1 = pixel + 1;
-      return;
-    }
-    this.paintRun();
-    this.run = { kind, alpha, x0: pixel, x1: pixel + 1 };
-  }
-
-  paintRun() {
-    const run = this.run;
-    if (!run) return;
-    this.context.globalAlpha = run.alpha;
-    this.context.fillStyle = this.colors[run.kind];
-    this.context.fillRect(run.x0, this.y, run.x1 - run.x0, this.h);
-    this.context.globalAlpha = 1;
-    this.run = null;
-  }
-
-  flush() {
+  /* Draw the columns of a lane, and begin those of another. */
+  finish(y, h) {
     if (Number.isNaN(this.pixel)) return;
     this.closePixel(NaN);
-    this.paintRun();
+    this.row.putImageData(this.image, 0, 0);
+    this.context.drawImage(this.row.canvas, 0, y, this.row.canvas.width, h);
+    this.columns.fill(0);
   }
 }
 
@@ -341,10 +333,11 @@ class Timeline extends Chart {
   draw() {
     const height = this.box.clientHeight, top = this.box.scrollTop, c = this.begin(height);
     this.spacer.style.height = `${Math.max(0, this.total - height)}px`;
-    this.colors = KINDS.map((name) => this.color(name));
+    const painter = this.painterOf(c, `${document.documentElement.dataset.theme} ${this.width}`);
+    c.imageSmoothingEnabled = false;
     const seen = this.lanes.filter((l) => l.y + l.h > top + AXIS - 4 && l.y < top + height);
     this.clipped(0, height, () => this.axis(height));
-    this.clipped(AXIS, height, () => seen.forEach((lane) => this.paint(lane, lane.y - top)));
+    this.clipped(AXIS, height, () => seen.forEach((lane) => this.paint(painter, lane, lane.y - top)));
     seen.filter((lane) => lane.compute).forEach((lane) => this.name(lane, lane.y - top));
     c.fillStyle = this.color("ink");
     for (const band of this.bands.filter((b) => b.text && b.y - top > AXIS - 6)) {
@@ -353,28 +346,35 @@ class Timeline extends Chart {
     this.clipped(AXIS, height, () => this.mark(top));
   }
 
+  /* Return a painter in the colours of a theme, for a width of the window. */
+  painterOf(context, look) {
+    if (this.look !== look) this.painter = new Painter(context, KINDS.map((name) => this.color(name)), this.width);
+    this.look = look;
+    return this.painter;
+  }
+
   name(lane, y) {
     const c = this.context;
     c.fillStyle = this.color("quiet");
     c.fillText(lane.name, 20, y + lane.h / 2, GUTTER - 26);
   }
 
-  paint(lane, y) {
+  paint(painter, lane, y) {
     const { start, length, kind, critical } = lane.track.columns, tick = lane.track.tick;
-    const painter = new Painter(this.context, this.colors, y, lane.h), end = lane.first + lane.count;
-    const path = [], labels = [];
+    const path = [], labels = [], end = lane.first + lane.count;
     const each = tick * this.scale, left = this.x(0);
     for (let k = lane.count ? this.last(lane, this.view.t0) : end; k < end; k++) {
       const x0 = left + start[k] * each;
       if (x0 > this.width) break;
       const width = length[k] * each;
       if (width >= 1) {
-        painter.rect(kind[k], Math.max(x0, GUTTER - 2), Math.min(x0 + width, this.width + 2));
+        painter.rect(kind[k], Math.max(x0, GUTTER - 2), Math.min(x0 + width, this.width + 2), y, lane.h);
         if (width > 24 && lane.compute) labels.push([k, Math.max(x0, GUTTER), Math.min(x0 + width, this.width)]);
       } else painter.part(kind[k], x0, width);
-      if (critical[k]) path.push(x0, Math.max(width, 1));
+      // What ends within a pixel of what is drawn already would not be seen.
+      if (critical[k] && !(x0 + width < path.at(-2) + path.at(-1) + 0.5)) path.push(x0, Math.max(width, 1));
     }
-    painter.flush();
+    painter.finish(y, lane.h);
     this.paintPath(path, y + lane.h);
     labels.forEach(([k, x0, x1]) => this.paintLabel(lane, k, x0, x1, y));
   }
