@@ -19,6 +19,7 @@ from superscaler.ir.graph import Group
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import (
     ONE,
+    Accumulate,
     Backward,
     Collective,
     Device,
@@ -145,7 +146,8 @@ class UsesCache:
 
 def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
     """Yield (value family, role, microbatch) for all values of an instruction."""
-    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ended(i)), (ADDED, names(i, Role.SUM))):
+    added = (i.out,) if isinstance(i, Accumulate) and i.in_place else names(i, Role.SUM)
+    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ended(i)), (ADDED, added)):
         yield from ((v._replace(microbatch=NONE), role, v.microbatch) for v in some if v != ONE)
     if isinstance(i, Forward | Backward):
         yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch

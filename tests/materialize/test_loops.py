@@ -91,8 +91,11 @@ def test_code_with_loops_does_what_the_code_of_all_microbatches_does(mlp: Graph,
         assert list(a.instructions) == list(b.instructions)
 
 
-@pytest.mark.parametrize("plan", ["seq1f1b:microbatches=16", "terapipe:microbatches=16"])
-def test_code_with_loops_over_slices_does_what_the_code_of_all_does(gpt: Graph, plan: str) -> None:
+PARTS = "co_shard:1,parts=4 x pipeline_1f1b:2,microbatches=16"
+
+
+@pytest.mark.parametrize("plan", ["seq1f1b:microbatches=16", "terapipe:microbatches=16", PARTS])
+def test_code_with_loops_over_slices_or_parts_does_what_the_code_of_all_does(gpt: Graph, plan: str) -> None:
     check_told(gpt, plan, 2)
 
 
