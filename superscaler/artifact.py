@@ -105,8 +105,8 @@ def limits(model: Model) -> dict[str, tuple[int, int]]:
 def bounds(
     model: Model, selecting: Mapping[str, int] = _SELECTING, moves: Container[str] | None = None
 ) -> dict[str, int]:
-    """Return an exclusive upper bound for each integer input: the number of rows or classes that its values select, as
-    they are or after other ops (only after `moves`, if given).
+    """Return an exclusive upper bound for each integer input: the number of rows or classes that its values select.
+    Other ops may have changed the values before (with `moves`, only ops that move them).
     """
     found: dict[str, int] = {}
     for op in (op for op in model.ops if op.target in selecting):
@@ -117,7 +117,7 @@ def bounds(
 
 
 def ignored(model: Model) -> dict[str, int]:
-    """Return for each input of labels the value of those that do not count, if all losses of it have the same one."""
+    """Return for each input of labels the value that losses ignore, if all losses of the input ignore the same one."""
     found: dict[str, set[int]] = {}
     for op in (op for op in model.ops if op.target in _IGNORED):
         at = _IGNORED[op.target]
@@ -128,7 +128,7 @@ def ignored(model: Model) -> dict[str, int]:
 
 
 def _sources(model: Model, name: str, moves: Container[str] | None) -> Iterator[str]:
-    """Yield the inputs from whose values those of a tensor come, by `moves` only, if given."""
+    """Yield the inputs that give a tensor its values; with `moves`, only through ops that move values."""
     producers, left = model.producers, [name]
     while left:
         name = left.pop()
@@ -151,7 +151,9 @@ def is_owned(model: Model, name: str) -> bool:
 
 
 def owned(model: Model, name: str) -> dict[str, Any]:
-    """Return the user's tensor that this one is: its name, shape and dtype, and the start of this one on a dim."""
+    """Return the user's tensor that holds a tensor: its name, shape and dtype, and where the tensor starts on which
+    dim.
+    """
     tensor, (packed, dim, start, _) = model.tensors[name], model.segments.get(name, (name, 0, 0, 0))
     shape = list(tensor.shape)
     if packed != name:

@@ -38,7 +38,7 @@ _Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=
 
 
 def _two(value: object) -> object:
-    """Return a pair for a list, or for one number, which is then both."""
+    """Return the list as a pair, or one number twice."""
     return tuple(value) if isinstance(value, list) else (value, value)
 
 
@@ -50,22 +50,22 @@ class _Checked(BaseModel):
 
 
 class LinkFile(_Checked):
-    """`alpha` in seconds, `bandwidth` in bytes per second."""
+    """A link: `alpha` in seconds, `bandwidth` in bytes per second."""
 
     alpha: _Seconds | None = None
     bandwidth: _Amount | None = None
 
 
 class LineFile(_Checked):
-    """As a link, both numbers given."""
+    """A link whose numbers are both given."""
 
     alpha: _Seconds
     bandwidth: _Amount
 
 
 class LinksFile(_Checked):
-    """Links by class. A `pair` is as `intra`, where only that is given; `nics` is null for one NIC per device; `curves`
-    are those of `Links`.
+    """Links by class. `pair` has the numbers of `intra` where only `intra` is given; `nics` is null for one NIC per
+    device; `curves` are those of `Links`.
     """
 
     device: LinkFile = LinkFile()
@@ -87,7 +87,7 @@ class AttentionFile(_Checked):
 
 
 class SpeedsFile(_Checked):
-    """The fields of `Speeds`. Tables are added to those of the preset."""
+    """The fields of `Speeds`. Tables are joined with those of the preset."""
 
     units: NonNegativeInt | None = None
     products: dict[StrictStr, _Pair] | None = None
@@ -116,7 +116,7 @@ class SpeedsFile(_Checked):
 
 
 class DeviceFile(_Checked):
-    """`memory` in bytes, `flops` per second by dtype, `speeds` of kernels."""
+    """A device: `memory` in bytes, `flops` per second by dtype, `speeds` of kernels."""
 
     memory: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] | None = None
     flops: dict[StrictStr, _Amount] | None = None
@@ -179,7 +179,7 @@ def read(text: str, where: str) -> ClusterFile:
 
 
 def write(preset: str, links: Links, device: DeviceKind | None) -> str:
-    """Return the keys `links` and `device` that make the preset's numbers these; nothing for those that are equal."""
+    """Return the keys `links` and `device` of a file: the numbers that differ from the preset's."""
     known = asdict(LINKS[preset])
     # `pair` is always written: a file without it gives it the numbers of `intra`.
     changed: dict[str, Any] = {k: v for k, v in asdict(links).items() if v != known[k] or k == "pair"}

@@ -34,7 +34,8 @@ def from_library(
     own: Callable[[str, Options], Values],
     names: Mapping[str, str] | None = None,
 ) -> Family:
-    """Return a family of the library: a config and a model class, and what the config calls options in other words.
+    """Return a family of the library, from the names of its config class and model class. `names`: options by the
+    fields of the config.
 
     `own(name, options)` gives further values of the config; it raises InputError for options that do not fit together.
     """

@@ -1,7 +1,7 @@
 """Evaluation: the forward of a module in eval mode, on the weights that a training step has in memory.
 
-The plan of the forward is another one. A weight that rests on a device in the same piece under both plans is one tensor
-of both. Other pieces are filled before each evaluation by the ranks that have their elements.
+The forward has a plan of its own. Both plans share the tensor of a weight that rests on a device in the same piece
+under both. Other pieces are filled before each evaluation by the ranks that have their elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Metric = Callable[[Any, Mapping[str, Tensor]], Any]
 
 
 def shared(plan: Mapping[str, Any], step: Step) -> dict[str, Tensor]:
-    """Return the weights of a plan of evaluation on this rank that are resident in the same piece while it trains."""
+    """Return the weights on this rank that the plan of evaluation and the training plan keep in the same piece."""
     here = {_place(step.plan, entry): entry["name"] for entry in _owned(step.plan, step.rank)}
     pairs = ((entry, here.get(_place(plan, entry))) for entry in _owned(plan, step.rank) if not entry.get("host"))
     return {e["name"]: w.detach() for e, n in pairs if n and (w := step.state.weights[n]).device == step.state.device}
@@ -41,7 +41,9 @@ def check_models(plan: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
 
 
 class Filler:
-    """Gives the weights of an evaluation that rest otherwise than in training their present values."""
+    """The copies of weights that evaluation keeps in other pieces than training: `fill` gives them their present
+    values.
+    """
 
     def __init__(self, evaluation: Step, step: Step) -> None:
         self.evaluation, self._step = evaluation, step
@@ -65,7 +67,7 @@ class Filler:
             self._put(name, ranges, piece)
 
     def _put(self, name: str, ranges: Ranges, piece: Tensor) -> None:
-        """Copy what a piece has of the weights of this rank into them."""
+        """Copy the elements of a piece into the weights of this rank that contain them."""
         for entry in self._own:
             theirs, wanted = located(self.evaluation.plan, entry)
             common = overlap(wanted, ranges) if theirs == name else None
@@ -93,7 +95,7 @@ def _lacking(plan: Mapping[str, Any], trained: Mapping[str, Any], rank: int) -> 
 
 @contextmanager
 def uncounted(step: Step) -> Iterator[None]:
-    """Leave what the block moves out of the bytes of the training plan."""
+    """Do not count the bytes that the block moves as bytes of the training plan."""
     communicator = step.state.communicator
     moved = communicator.moved
     try:

@@ -1,4 +1,4 @@
-"""Communication under way: what cohorts have started on their streams, and the transfers in which that meets."""
+"""Communication under way: the posts that cohorts start on their streams, and the transfers that connect posts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ZERO = np.zeros(1)
 
 @dataclass(eq=False)
 class Side:
-    """The devices of a cohort in `groups`, which are equal at all sides: the number of the group of each.
+    """The devices of a cohort in `groups`. `group`: the number of the group of each device; all sides have equal
+    groups.
 
-    `order` sorts the devices by group; each group begins there at one of `starts`.
+    `order` sorts the devices by group; `starts`: where each group begins in that order.
     """
 
     groups: Ints
@@ -42,7 +43,9 @@ class Side:
 
 @dataclass(eq=False)
 class Meeting:
-    """A transfer of which so many cohorts are `ends`. `posts`: what these have started."""
+    """A transfer between cohorts. `ends`: the number of cohorts; `posts`: those that the cohorts have started so
+    far.
+    """
 
     transfer: Transfer
     ends: int
@@ -53,10 +56,10 @@ class Meeting:
 
 @dataclass(eq=False)
 class Post:
-    """Communication that a cohort starts at once on a stream, after `before` and before `after`.
+    """Communication that a cohort starts at once on a stream. `before`, `after`: its neighbours on the stream.
 
-    `time`: when it is started; `events`: the number of events of the compute stream until then. `met`: when all other
-    ends were there, too. `end` is None while it is not known.
+    `time`: when it is started; `events`: the number of earlier events of the compute stream. `met`: when all other ends
+    were there, too. `end`: None until it is known.
     """
 
     run: Run
@@ -75,11 +78,11 @@ class Post:
 
     @property
     def earliest(self) -> Floats:
-        """Return when its transfers may start, for all that its cohort does."""
+        """Return the earliest time at which its cohort lets its transfers start."""
         return self.time if self.before is None or self.before.end is None else np.maximum(self.time, self.before.end)
 
     def last(self, row: int) -> int:
-        """Return the device that starts it last, among those that a device of its cohort meets."""
+        """Return the device that starts this communication last, among those in the group of a device of its cohort."""
         found = -1.0, -1
         for meeting, own in self.meetings:
             for post, side in meeting.posts:
@@ -91,7 +94,7 @@ class Post:
 
 @dataclass(eq=False)
 class Run:
-    """A cohort on its way through its code. `clock`: of its compute stream; `seconds`: where its time went."""
+    """The state of a cohort in its code. `clock`: the time of its compute stream; `seconds`: its time by cause."""
 
     cohort: Cohort
     code: Sequence[Instruction]
@@ -134,7 +137,7 @@ class Run:
         self.clock = end
 
     def runs_beside(self, transfer: Transfer, side: Side) -> None:
-        """Note a transfer of these devices that begins, and forget those that ended before their current work."""
+        """Note a transfer of these devices that begins; forget the transfers that ended before the current work."""
         start = float(self.clock.min())
         self.beside = [(t, s) for t, s in self.beside if float(t.end.max()) > start]
         self.beside.append((transfer, side))
@@ -148,7 +151,9 @@ def _at(times: Floats, row: int) -> float:
 
 
 def path(run: Run, row: int) -> tuple[Link, ...]:
-    """Return what the end of a device depends on, back to the start, in the order of time."""
+    """Return the work and transfers that determine the end of a device, from the start of the step, in the order of
+    time.
+    """
     found, event = list[Link](), len(run.own) - 1
     while event >= 0:
         _, at, start, end, post = run.events[run.own[event]]

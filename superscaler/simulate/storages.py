@@ -1,6 +1,6 @@
-"""The storages of a device while its program runs: who holds each, and the bytes that are alive by category.
+"""The storages of a device while its program runs: the owners of each, and the bytes that are alive by category.
 
-`buffers`: those of communication, from its start to its wait, of `comm/distributed.py` under NCCL.
+`buffers`: the storages of communication from its start to its wait, as `comm/distributed.py` makes them under NCCL.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def elements(box: Iterable[tuple[int, int]]) -> int:
 class Buffers:
     """The buffers of a collective on one device, in bytes.
 
-    inside   the most while it starts, beside those that stay
-    shared   what all of its handles hold until the wait: of the first one, or (`last`) of the last one
+    inside   the most while it starts, besides those that stay
+    shared   bytes that its handles hold until the wait of the first handle, or (`last`) of the last one
     result   the storage of the results, 0 where each wait makes its own
     made     the bytes that each wait makes
     sources  whether the sources are read until then; `source`: the result is the source itself
@@ -160,7 +160,7 @@ class Buffers:
 
 
 def buffers(i: Collective, place: int) -> Buffers:
-    """Return the buffers of a collective on the device at this place of the group."""
+    """Return the buffers of a collective on the device at a place of its group."""
     p, is_one, size = len(i.group), len(i.ways) == 1 and not i.wide, width(i.dtype)
     way, ascending = i.ways[0], tuple(sorted(i.group)) == tuple(i.group)
     given = [block(size * way.elements) for way in i.ways]

@@ -1,4 +1,6 @@
-"""A table of works on a graph: stages are placed along a mesh axis, and their works are in the order of the table."""
+"""Pipelines from tables of works: each stage is placed along a mesh axis, and its works run in the order of the
+table.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def count_microbatches(graph: Graph, n: int, microbatches: int | None) -> int:
 
 
 def compute_again(graph: Graph, table: Table, parts: Sequence[Sequence[Op]], when: str) -> Table:
-    """Compute the blocks of all stages again (`when`: early, late), or of those of which a table says when; return the
-    table that says so.
+    """Apply `Recompute` to the blocks of all stages (`when`: early, late), or of the stages with works R in the table.
+    Return the table with all works R.
     """
     if when not in ("", "early", "late"):
         raise InputError(f"recompute={when}: choose early or late.")
@@ -58,11 +60,10 @@ def place_table(
     slices: int = 1,
     rows: Iterable[Sequence[Action | tuple[Action, Action]]] = (),
 ) -> None:
-    """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them, as a table says.
+    """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them by a table.
 
-    Stages that several devices do together are left to be cut along the axis, or replicated. Each microbatch comes in
-    `slices` along the sequence, which the table counts as microbatches. `rows` are those of the table with pairs of
-    works that take turns.
+    Stages of several devices are left to be cut along the axis, or replicated. Each microbatch comes in `slices` along
+    the sequence, which the table counts as microbatches. `rows`: the table with pairs of works that take turns.
     """
     check(table)
     place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
@@ -93,9 +94,9 @@ def place_table(
 
 
 def slice_tokens(graph: Graph, slices: int) -> None:
-    """Cut all that is computed of tokens into slices along the sequence, as microbatches of the microbatches.
+    """Cut all ops of tokens into slices along the sequence, each a microbatch of a microbatch.
 
-    Raises InputError for an op of which a slice reads later ones.
+    Raises InputError for an op whose slice reads later slices.
     """
     factors = tuple(sequences(graph, "a pipeline", slices, "slices"))
     for op in graph.forward_ops:
