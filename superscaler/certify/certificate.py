@@ -10,9 +10,9 @@ from superscaler.certify.content import Content
 from superscaler.certify.coverage import Boxes, is_tiled
 from superscaler.certify.hosts import on_host
 from superscaler.certify.masks import Masks
+from superscaler.certify.rounds import Rounds
 from superscaler.errors import ScheduleError
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import Model, Op, Operand, later
 from superscaler.ir.program import Program
@@ -28,7 +28,7 @@ def check_program(program: Program) -> None:
     """
     _check_twins(program.model)
     masks = Masks(program)
-    interpret(program, masks)
+    Rounds(program, masks).run()
     for device, _ in program.distinct:
         on_host(program, device)
     _check_weights(program, masks)

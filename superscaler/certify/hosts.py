@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from superscaler.certify.content import Content, Memory, kind_of
 from superscaler.errors import ScheduleError
+from superscaler.ir.codes import kinds_of
 from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.program import (
     ONE,
@@ -31,6 +32,8 @@ def on_host(program: Program, device: Device) -> set[Value]:
     value from the memory that it does not work in.
     """
     found, hosted = set[Value](), {weight.name for weight in device.weights if weight.host}
+    if not hosted and Copy not in kinds_of(device.instructions):
+        return found
     for at, i in enumerate(device.instructions):
         places = {value in found for value in reads(i) if value != ONE}
         is_there = True in places
@@ -52,7 +55,7 @@ def on_host(program: Program, device: Device) -> set[Value]:
 
 
 @dataclass(eq=False)
-class _Flight:
+class Flight:
     """A started communication: its instruction, the memory that it reads, and whether a Wait has completed it."""
 
     how: Instruction
@@ -71,8 +74,8 @@ class Memories:
         self.gives: dict[int, list[tuple[Give, Content]]] = {}
         self.loaded: dict[tuple[int, Value], Memory] = {}
         # Collectives with a result, by cohort; and each communication with the memory of its result.
-        self._flights: dict[int, list[_Flight]] = {}
-        self._works: dict[tuple[int, Value], tuple[_Flight, tuple[Memory, ...]]] = {}
+        self._flights: dict[int, list[Flight]] = {}
+        self.works: dict[tuple[int, Value], tuple[Flight, tuple[Memory, ...]]] = {}
 
     def hold(self, i: Instruction, read: Sequence[Content | None]) -> None:
         """Raise Refusal for an instruction that reads a value whose memory was overwritten."""
@@ -93,19 +96,19 @@ class Memories:
 
         Over one device, and at the source of a broadcast, a result is in the memory of its source.
         """
-        flight = _Flight(i, frozenset(memory for content in read if content for memory in content.memory))
+        flight = Flight(i, frozenset(memory for content in read if content for memory in content.memory))
         for name in writes(i):
-            self._works[cohort, name] = flight, (Memory(),)
+            self.works[cohort, name] = flight, (Memory(),)
         if isinstance(i, Collective):
             if any(i.works) and i.kind != "broadcast":
                 self._flights.setdefault(cohort, []).append(flight)
             for work, content in zip(i.works, read, strict=True):
                 if work and content and (i.kind == "broadcast" or len(i.group) == 1):
-                    self._works[cohort, work] = flight, content.memory
+                    self.works[cohort, work] = flight, content.memory
 
     def arrive(self, cohort: int, work: Value) -> tuple[Memory, ...]:
         """Return the memory of the result of a Wait."""
-        flight, memory = self._works.pop((cohort, work))
+        flight, memory = self.works.pop((cohort, work))
         flight.is_awaited = True
         return memory
 

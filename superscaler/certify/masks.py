@@ -5,6 +5,7 @@ The effect of a segment follows from the indices of its operators, never from th
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -29,7 +30,7 @@ from superscaler.certify.content import (
 from superscaler.certify.coverage import Kinds
 from superscaler.certify.hosts import Memories
 from superscaler.certify.passes import Passes
-from superscaler.ir.codes import Cohort
+from superscaler.ir.codes import Cohort, kinds_of
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.mask import Mask
@@ -75,6 +76,8 @@ class Masks:
         self.updated: dict[int, set[tuple[Value, str]]] = {}
         self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
         self.cohorts: dict[int, Cohort] = {}
+        # The addends of sums, by cohort and sum, since a round began; None before the first.
+        self.added: dict[tuple[int, Value], list[Content]] | None = None
 
     # Methods that `interpret` calls.
 
@@ -182,12 +185,17 @@ class Masks:
         self.memories.hold(i, read)
         found = self._added(into, value, i.value, i.largest)
         if i.in_place:
+            self._note(cohort, i.into, value)
             self.memories.change(i, into)
         return [found]
 
     def _check_free(self, name: Value, into: Content) -> None:
         if into.held is not None:
             raise Refusal(f"changes {name} in place, which {describe(self.program, into.held)} holds.")
+
+    def _note(self, cohort: Cohort, name: Value, value: Content) -> None:
+        if self.added is not None:
+            self.added.setdefault((cohort.number, name), []).append(value)
 
     def _added(self, into: Content, value: Content, name: object, largest: bool = False) -> Content:
         require_same_kind(into, value)
@@ -206,6 +214,7 @@ class Masks:
             if into is not None:
                 self._check_free(name, into)
                 self.memories.hold(i, (into,))
+                self._note(cohort, name, made[n])
                 made[n] = self._added(into, made[n], f"its addend of {name}")
                 self.memories.change(i, into)
         return made
@@ -284,7 +293,7 @@ class Masks:
     # The end of a step.
 
     def _update(self, cohort: Cohort, at: int, i: Update, read: Sequence[Content]) -> Sequence[Content]:
-        is_last = not any(isinstance(other, Update) for other in cohort.code[at + 1 :])
+        is_last = Update not in islice(kinds_of(cohort.code), at + 1, None)
         if i.is_early == is_last:
             raise Refusal("is the last of its device." if is_last else "is not the last of its device.")
         done, made = self.updated.setdefault(cohort.number, set()), dict[Value, Content]()
@@ -322,7 +331,7 @@ class Masks:
         (value,) = read
         if i.tensor not in self.outputs or (value.tensor, value.is_gradient) != (self.outputs[i.tensor], False):
             raise Refusal(f"gives {kind_of(value)} as the output {i.tensor}.")
-        if any(isinstance(other, Give) and other.tensor == i.tensor for other in cohort.code[:at]):
+        if any(other.tensor == i.tensor for other, _ in self.memories.gives.get(cohort.number, ())):
             raise Refusal(f"gives the output {i.tensor} twice.")
         box = cohort.data(at, "box").reshape(len(cohort), -1, 2)
         must_equal(value.box, box, f"the output {i.tensor} is given as")

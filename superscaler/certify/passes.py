@@ -22,13 +22,14 @@ Link = tuple[Chain, Boxes]
 
 
 @dataclass(eq=False)
-class _Tape:
+class Tape:
     """A forward that ran, with the data for its backward.
 
-    `passed`: the partial inputs of each op, by group of inputs in which the op is linear. `kept`: the first half of a
-    split backward, and its addends by input.
+    `number`: of its function. `passed`: the partial inputs of each op, by group of inputs in which the op is linear.
+    `kept`: the first half of a split backward, and its addends by input.
     """
 
+    number: int
     function: Segment
     at: Ints
     inputs: Sequence[Content]
@@ -43,7 +44,7 @@ class Passes:
         self.program, self.model, self.functions = program, program.model, program.functions
         self.sums, self.kinds = sums, sums.kinds
         self.segments: dict[int, Segment] = {}
-        self.tapes: dict[tuple[int, Task], _Tape] = {}
+        self.tapes: dict[tuple[int, Task], Tape] = {}
         self.ran: set[tuple[int, Task]] = set()
 
     def forward(self, cohort: Cohort, at: int, i: Forward, read: Sequence[Content]) -> Sequence[Content]:
@@ -68,7 +69,7 @@ class Passes:
             viewed = (memory for n in segment.views.get(tensor, ()) for memory in inputs[n].memory)
             content.memory = tuple(viewed) or (Memory(held=i),)
         if segment.function.grads:
-            self.tapes[key] = _Tape(segment, starts, inputs, passed)
+            self.tapes[key] = Tape(i.function, segment, starts, inputs, passed)
         return made
 
     def _given(self, segment: Segment, n: int, content: Content, starts: Ints) -> Content:
@@ -167,7 +168,7 @@ class Passes:
             self.tapes[cohort.number, i.task] = replace(tape, kept=(i, addends))
         return self._made(tape, i, addends)
 
-    def _addends(self, tape: _Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
+    def _addends(self, tape: Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
         """Return the addends of a backward's results, by input, from its given gradients."""
         segment, saved = tape.function, tape.function.function.saved
         if len(i.gradients) != len(saved):
@@ -187,7 +188,7 @@ class Passes:
         plain = self._plain_gradients(tape, given)
         return self._gradients(tape, given) if plain is None else plain
 
-    def _made(self, tape: _Tape, i: Backward, addends: Mapping[int, Addends]) -> Sequence[Content]:
+    def _made(self, tape: Tape, i: Backward, addends: Mapping[int, Addends]) -> Sequence[Content]:
         """Return the gradients made by a backward, or by half of one."""
         function = tape.function.function
         wanted = function.grads
@@ -220,7 +221,7 @@ class Passes:
         addends = None if heads == (SEED,) else {SEED: Boxes.of(box[:, None])}
         return Content(tensor, True, box, addends, self.model.tensors[tensor].dtype)
 
-    def _plain_gradients(self, tape: _Tape, given: Mapping[str, Content]) -> Mapping[int, Addends] | None:
+    def _plain_gradients(self, tape: Tape, given: Mapping[str, Content]) -> Mapping[int, Addends] | None:
         """Return the addends by input if all gradients are whole (the common case); else None."""
         segment = tape.function
         if not segment.is_plain_backward or tape.passed:
@@ -241,7 +242,7 @@ class Passes:
             return False
         return all(bool(self.sums.is_tiled(content, chain, boxes).all()) for chain, boxes in content.addends.items())
 
-    def _gradients(self, tape: _Tape, given: Mapping[str, Content]) -> dict[int, Addends]:
+    def _gradients(self, tape: Tape, given: Mapping[str, Content]) -> dict[int, Addends]:
         """Return the addends by input, op by op in reverse order."""
         segment, function = tape.function, tape.function.function
         inner: dict[str, list[Addends]] = {}

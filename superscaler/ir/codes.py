@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def cohorts(program: Program) -> list[Cohort]:
 
 def _check_alike(samples: Sequence[Device]) -> None:
     """Raise ScheduleError unless the places of a fold that are compiled have equal instructions but for their data."""
-    first, *others = (([w.name for w in d.weights], list(_kinds(d.instructions))) for d in samples)
+    first, *others = (([w.name for w in d.weights], list(kinds_of(d.instructions))) for d in samples)
     for device, other in zip(samples[1:], others, strict=True):
         if other != first:
             one, two = (f"{len(code)} instructions and {len(names)} weights" for names, code in (first, other))
@@ -135,7 +136,7 @@ def _check_alike(samples: Sequence[Device]) -> None:
             )
 
 
-def _kinds(code: Sequence[Instruction]) -> Iterator[type]:
+def kinds_of(code: Sequence[Instruction]) -> Iterator[type]:
     """Yield the kind of each instruction, without making those of loops."""
     for run in code.runs if isinstance(code, Rolled) else (code,):
         yield from [*map(type, run.first)] * run.count if isinstance(run, Loop) else map(type, run)
@@ -312,7 +313,27 @@ class Rolled(Sequence[Instruction]):
         return (i for run in self.runs for i in run)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.expanded[key]
+        if isinstance(key, slice):
+            return self.expanded[key]
+        at = range(len(self))[key]
+        number = bisect_right(self.starts, at) - 1
+        run, place = self.runs[number], at - self.starts[number]
+        if not isinstance(run, Loop):
+            return run[place]
+        spot = number, place // len(run.first)
+        if spot not in self._made:
+            self._made[spot] = tuple(run.repetition(spot[1]))
+        return self._made[spot][place % len(run.first)]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The position of the first instruction of each run."""
+        return [0, *accumulate(map(len, self.runs))][:-1]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
+        """The repetitions that were looked at, by run and number."""
+        return {}
 
     @cached_property
     def expanded(self) -> tuple[Instruction, ...]:

@@ -72,7 +72,7 @@ class Domain(Protocol[V]):
 
 
 @dataclass(eq=False)
-class _Post(Generic[V]):
+class Post(Generic[V]):
     """A started communication: a message to or from `peers`, or the `count`-th collective over a group of them."""
 
     cohort: Cohort
@@ -94,12 +94,12 @@ class _Group(Generic[V]):
     distinct: Ints
     inverse: Ints
     position: Ints
-    ends: list[tuple[_Run[V], Ints]]
-    posts: list[list[_Post[V]]]
+    ends: list[tuple[Run[V], Ints]]
+    posts: list[list[Post[V]]]
 
 
 @dataclass(eq=False)
-class _Run(Generic[V]):
+class Run(Generic[V]):
     """The state of a cohort in its code: the values of its names, its started communication, and the posts that it may
     wait for.
     """
@@ -108,10 +108,12 @@ class _Run(Generic[V]):
     at: int = 0
     values: dict[Value, V] = field(default_factory=dict)
     gone: dict[Value, str] = field(default_factory=dict)
-    handles: dict[Value, tuple[_Post[V], int]] = field(default_factory=dict)
-    sent: dict[int, list[_Post[V]]] = field(default_factory=dict)
-    collectives: dict[bytes, list[_Post[V]]] = field(default_factory=dict)
+    handles: dict[Value, tuple[Post[V], int]] = field(default_factory=dict)
+    sent: dict[int, list[Post[V]]] = field(default_factory=dict)
+    collectives: dict[bytes, list[Post[V]]] = field(default_factory=dict)
     groups: dict[bytes, _Group[V]] = field(default_factory=dict)
+    # Where it stops until `release` moves this.
+    limit: int | None = None
 
 
 def interpret(program: Program, domain: Domain[V]) -> None:
@@ -120,13 +122,15 @@ def interpret(program: Program, domain: Domain[V]) -> None:
     Raises ScheduleError, naming the device, at the first instruction that the domain refuses, and if devices wait for a
     message that never comes.
     """
-    _Interpreter(program, domain).run()
+    Interpreter(program, domain).run()
 
 
-class _Interpreter(Generic[V]):
+class Interpreter(Generic[V]):
+    """An interpreter of a program on a domain. A subclass may hold cohorts at limits."""
+
     def __init__(self, program: Program, domain: Domain[V]) -> None:
         self.program, self.domain = program, domain
-        self.runs: list[_Run[V]] = [_Run(cohort) for cohort in cohorts(program)]
+        self.runs: list[Run[V]] = [Run(cohort) for cohort in cohorts(program)]
         self.cohort_of = np.full(program.world, -1)
         self.row_of = np.full(program.world, -1)
         for run in self.runs:
@@ -138,17 +142,22 @@ class _Interpreter(Generic[V]):
         while left:
             moved = [run for run in left if self._advance(run)]
             left = [run for run in left if run.at < len(run.cohort.code)]
-            if left and not moved:
+            if left and not moved and not self.release(left):
                 raise ScheduleError(self._stuck(left[0]))
         for run in self.runs:
             for posts in run.sent.values():
                 for post in posts:
                     raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
 
-    def _advance(self, run: _Run[V]) -> bool:
+    def release(self, left: Sequence[Run[V]]) -> bool:
+        """Move the limits of cohorts, all of which wait or are at theirs; return whether any moved."""
+        return False
+
+    def _advance(self, run: Run[V]) -> bool:
         """Run instructions until one must wait; return whether any ran."""
         code, first = run.cohort.code, run.at
-        while run.at < len(code):
+        end = len(code) if run.limit is None else min(len(code), run.limit)
+        while run.at < end:
             try:
                 if not self._step(run, code[run.at]):
                     break
@@ -161,7 +170,7 @@ class _Interpreter(Generic[V]):
             run.at += 1
         return run.at > first
 
-    def _step(self, run: _Run[V], i: Instruction) -> bool:
+    def _step(self, run: Run[V], i: Instruction) -> bool:
         match i:
             case Free():
                 for name in i.names:
@@ -180,7 +189,7 @@ class _Interpreter(Generic[V]):
             self._write(run, i, self.domain.run(run.cohort, run.at, read))
         return True
 
-    def _read(self, run: _Run[V], i: Instruction) -> list[V | None]:
+    def _read(self, run: Run[V], i: Instruction) -> list[V | None]:
         found: list[V | None] = []
         for name in _fields(i):
             if name is None or name == ONE:
@@ -191,23 +200,23 @@ class _Interpreter(Generic[V]):
                 raise Refusal(f"reads {name}, {self._missing(run, name)}.")
         return found
 
-    def _sums(self, run: _Run[V], i: Instruction) -> Iterator[V | None]:
+    def _sums(self, run: Run[V], i: Instruction) -> Iterator[V | None]:
         for name in names(i, Role.SUM):
             if name in run.gone or name in run.handles:
                 raise Refusal(f"adds to {name}, {run.gone.get(name, 'a handle')}.")
             yield run.values.get(name)
 
-    def _missing(self, run: _Run[V], name: Value) -> str:
+    def _missing(self, run: Run[V], name: Value) -> str:
         later = any(name in writes(i) for i in run.cohort.code[run.at :])
         return run.gone.get(name, "which is made later" if later else "which nothing makes")
 
-    def _write(self, run: _Run[V], i: Instruction, made: Sequence[V]) -> None:
+    def _write(self, run: Run[V], i: Instruction, made: Sequence[V]) -> None:
         for name, value in zip(writes(i), made, strict=True):
             if name not in (*reads(i), *names(i, Role.SUM)):
                 self._check_new(run, name)
             run.values[name] = value
 
-    def _check_new(self, run: _Run[V], name: Value) -> None:
+    def _check_new(self, run: Run[V], name: Value) -> None:
         if name in run.values or name in run.handles:
             raise Refusal(f"makes {name}, which exists already.")
         if name == ONE:
@@ -215,24 +224,24 @@ class _Interpreter(Generic[V]):
 
     # Communication.
 
-    def _start(self, run: _Run[V], i: Instruction, read: Sequence[V | None]) -> None:
+    def _start(self, run: Run[V], i: Instruction, read: Sequence[V | None]) -> None:
         cohort, at = run.cohort, run.at
         read = self.domain.start(cohort, at, read)
         if isinstance(i, Collective):
             group = np.ascontiguousarray(cohort.data(at, "group"))
             self._check_group(cohort, group)
             posts = run.collectives.setdefault(group.tobytes(), [])
-            post = _Post(cohort, at, read, group, group[:, 0], len(posts))
+            post = Post(cohort, at, read, group, group[:, 0], len(posts))
             posts.append(post)
         elif isinstance(i, Copy):
-            post = _Post(cohort, at, read, cohort.devices, cohort.devices)
+            post = Post(cohort, at, read, cohort.devices, cohort.devices)
         else:
             assert isinstance(i, Send | Recv)
             peers = cohort.data(at, "peer")
             self._check_devices(peers)
             if (peers == cohort.devices).any():
                 raise Refusal("is a message of a device to itself.", int(np.argmax(peers == cohort.devices)))
-            post = _Post(cohort, at, read, peers, cohort.data(at, "message"))
+            post = Post(cohort, at, read, peers, cohort.data(at, "message"))
             if isinstance(i, Send):
                 run.sent.setdefault(int(self.cohort_of[peers[0]]), []).append(post)
         for part, name in enumerate(writes(i)):
@@ -257,7 +266,7 @@ class _Interpreter(Generic[V]):
             row = int(np.argmax(twice))
             raise Refusal(f"is over {group[row].tolist()}, which names a device twice.", row)
 
-    def _wait(self, run: _Run[V], i: Wait) -> bool:
+    def _wait(self, run: Run[V], i: Wait) -> bool:
         if i.work not in run.handles:
             raise Refusal(f"waits for {i.work}, {self._missing(run, i.work)}.")
         post, part = run.handles[i.work]
@@ -274,7 +283,7 @@ class _Interpreter(Generic[V]):
         self._write(run, i, [made])
         return True
 
-    def _message(self, run: _Run[V], post: _Post[V]) -> V | None:
+    def _message(self, run: Run[V], post: Post[V]) -> V | None:
         """Return the value that arrived from the peers, or None if it is not sent yet."""
         senders = self.runs[self.cohort_of[post.peers[0]]]
         if (self.cohort_of[post.peers] != senders.cohort.number).any():
@@ -290,7 +299,7 @@ class _Interpreter(Generic[V]):
                 return self.domain.take(sent.read[0], rows)
         return None
 
-    def _collective(self, run: _Run[V], post: _Post[V], part: int) -> V | None:
+    def _collective(self, run: Run[V], post: Post[V], part: int) -> V | None:
         """Return the result of a collective, or None if a member has not started it yet."""
         key = post.peers.tobytes()
         if key not in run.groups:
@@ -314,7 +323,7 @@ class _Interpreter(Generic[V]):
             members.append((value, rows))
         return self.domain.join(i, part, members, group.position, group.inverse)
 
-    def _group(self, run: _Run[V], peers: Ints) -> _Group[V]:
+    def _group(self, run: Run[V], peers: Ints) -> _Group[V]:
         distinct, inverse = np.unique(peers, axis=0, return_inverse=True)
         ends = []
         for devices in distinct.T:
@@ -325,7 +334,7 @@ class _Interpreter(Generic[V]):
         return _Group(distinct, inverse.reshape(-1), position, ends, [[] for _ in ends])
 
     @staticmethod
-    def _posts(other: _Run[V], distinct: Ints, rows: Ints) -> list[_Post[V]]:
+    def _posts(other: Run[V], distinct: Ints, rows: Ints) -> list[Post[V]]:
         """Return the communication that devices of a cohort have started over these groups."""
         for posts in other.collectives.values():
             group = posts[0].peers
@@ -335,12 +344,12 @@ class _Interpreter(Generic[V]):
 
     # Messages.
 
-    def _where(self, run: _Run[V], at: int, why: str, row: int) -> str:
+    def _where(self, run: Run[V], at: int, why: str, row: int) -> str:
         return (
             f"device {run.cohort.devices[row]}, instruction {at}: {describe(self.program, run.cohort.code[at])} {why}"
         )
 
-    def _stuck(self, run: _Run[V]) -> str:
+    def _stuck(self, run: Run[V]) -> str:
         i = run.cohort.code[run.at]
         assert isinstance(i, Wait)
         post, _ = run.handles[i.work]

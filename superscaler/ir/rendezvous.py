@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from superscaler.errors import ScheduleError, some
+from superscaler.ir.codes import Rolled
 from superscaler.ir.fold import Folded
 from superscaler.ir.program import Collective, Device, Free, Program, Recv, Send, Slice, Value
 
@@ -32,7 +33,10 @@ def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[in
         mine: list[tuple[Meeting, frozenset[int], Communication]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         numbers = set[tuple[int, int]]()
-        for i in device.instructions:
+        code = device.instructions
+        if isinstance(code, Rolled):
+            code = code.changed(lambda i: i if isinstance(i, Communication) else None)
+        for i in code:
             if isinstance(i, Collective):
                 meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
                 mine.append((meeting, frozenset(i.group), i))
