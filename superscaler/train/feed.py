@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +44,13 @@ def file_of(data: Path) -> Path:
 def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = print) -> Callable[[int], Batch]:
     """Return a function from step number to batch. `data`: `FILE.py:function`, or what that gives; see `batches`.
 
-    Numbers are asked for in rising order. `say` gets a line for each sort of batch that is left out.
+    Numbers are asked for in rising order. `say` gets a line for each sort of batch that is left out. The function of
+    the file may draw numbers: all ranks, and the ranks that resume, draw the same ones.
     """
     make = from_file(str(data), "data") if isinstance(data, Path) else lambda: data
+    if isinstance(data, Path):
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(seed)
     made = make()
     if _is_samples(made, step):
         return Samples(step, made, seed).at

@@ -74,6 +74,19 @@ def names(step: Step) -> tuple[str, str]:
     return first, second
 
 
+def test_a_function_that_draws_its_data_gives_all_ranks_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "drawn.py"
+    file.write_text(
+        "import torch\n\ndef rows():\n    return [{'inputs_0': torch.randn(8), 'inputs_1': k % 4} for k in range(8)]\n"
+    )
+
+    def work(step: Step) -> Tensor:
+        torch.seed()
+        return feed(step, Path(f"{file}:rows"), seed=3)(0)[names(step)[0]]
+
+    assert torch.equal(*(on_ranks(plan("single", 1), work)[0] for _ in range(2)))
+
+
 # Plans of four devices -> how many of the four rows of a batch each of them reads.
 SHARES = [
     ("data_parallel", [1, 1, 1, 1]),

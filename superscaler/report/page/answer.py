@@ -114,11 +114,11 @@ def _limits(p: Prediction) -> list[Markup]:
             )[3:-4]
         )
     ]
-    if not p.fits:
+    if p.capacity and not p.fits:
         name, count = max(p.fullest.memory.items(), key=lambda pair: pair[1])
         lines += [
             _helps(
-                f"memory first: {size(p.fullest.peak_bytes - (p.capacity or 0))} are too many, "
+                f"memory first: {size(p.fullest.peak_bytes - p.capacity)} are too many, "
                 f"{size(count)} of the peak are {name}; " + _MEMORY.get(name, "more devices") + "."
             )
         ]
