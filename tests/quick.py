@@ -84,6 +84,7 @@ def serve(server: socket.socket, parent: int) -> NoReturn:
 
 def _warm() -> None:
     """Import what a command does, by doing it."""
+    import torch
     import torch.distributed.launcher.api
     from tqdm import tqdm
 
@@ -97,6 +98,8 @@ def _warm() -> None:
     quick_exports()
     # Its thread would not be in a fork.
     tqdm.monitor_interval = 0
+    # A build with CUDA makes eight devices up here, and autograd would start a thread for each of them.
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
     built = build("gpt2:size=tiny")
     graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
     ss.compile(graph, "data_parallel", "local:2")

@@ -16,7 +16,7 @@ from superscaler.store import cache
 from superscaler.timing import cores
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
-TORCH = ((2, 11), (2, 14))
+TORCH = ((2, 11), (2, 16))
 _PYTHON = (3, 11)
 
 
@@ -60,7 +60,7 @@ def doctor(
 def examine() -> Iterator[Check]:
     """Yield the checks; those that need torch only if it is installed."""
     yield _python()
-    torch = _torch()
+    torch = torch_in_range()
     yield torch
     if torch.ok:
         yield gloo()
@@ -78,7 +78,8 @@ def _python() -> Check:
     )
 
 
-def _torch() -> Check:
+def torch_in_range() -> Check:
+    """Return the check that the installed torch is one of those tested; torch itself is not imported."""
     low, high = (".".join(map(str, v)) for v in TORCH)
     advice = f"pip install 'torch>={low},<{high}'"
     version = _version("torch")

@@ -14,7 +14,7 @@ from superscaler.cli import checkpoint, launch
 from superscaler.cli.capture import capture
 from superscaler.cli.common import HELP
 from superscaler.cli.compile import compile
-from superscaler.cli.doctor import doctor
+from superscaler.cli.doctor import doctor, torch_in_range
 from superscaler.cli.explain import diff, explain
 from superscaler.cli.library import examples, models, plans
 from superscaler.cli.report import report
@@ -22,7 +22,7 @@ from superscaler.cli.simulate import simulate
 from superscaler.cli.train import train
 from superscaler.cli.validate import validate
 from superscaler.cli.verify import verify
-from superscaler.errors import PlanError, printable
+from superscaler.errors import InputError, PlanError, printable
 
 app = typer.Typer(
     name="superscaler",
@@ -46,11 +46,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Run before every command; only the options of `superscaler` itself are here."""
+    """Run before every command: end in one line where torch is a version that was not tested."""
+    if context.invoked_subcommand != "doctor" and not (torch := torch_in_range()).ok:
+        raise InputError(f"torch is {torch.found}; {torch.advice}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -169,10 +169,10 @@ def _refusing_apply(original: Any) -> Any:
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1)):
-            return original.__func__(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
         key = cls, repr([(a.dtype, a.shape) if isinstance(a, Tensor) else a for a in args])
         if key not in known:
-            known[key] = not kwargs and is_derivative(partial(original.__func__, cls), partial(_forward, cls), args)
+            known[key] = not kwargs and is_derivative(original.__get__(None, cls), partial(_forward, cls), args)
         if not known[key]:
             raise Lost(
                 f"uses {cls.__qualname__}, whose own backward is not its derivative and would not run; write it in "

@@ -57,16 +57,20 @@ def test_missing_torch_is_not_ready_and_says_what_to_install(
     out, _ = capsys.readouterr()
     checks = {c["name"]: c for c in json.loads(out.splitlines()[-1])["checks"]}
     assert checks["torch"]["ok"] is False
-    assert "torch>=2.11,<2.14" in checks["torch"]["advice"]
+    assert "torch>=2.11,<2.16" in checks["torch"]["advice"]
     assert "superscaler[hf]" in checks["transformers"]["advice"]
 
 
 @pytest.mark.parametrize(
-    ("version", "ok"), [("2.10.0", False), ("2.11.0", True), ("2.13.1+cpu", True), ("2.14.0a0", False)]
+    ("version", "ok"), [("2.10.0", False), ("2.11.0", True), ("2.13.1+cpu", True), ("2.16.0a0", False)]
 )
-def test_the_range_of_torch(version: str, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_range_of_torch(
+    version: str, ok: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(rooms, "_version", lambda package: version)
-    assert rooms._torch().ok is ok
+    assert rooms.torch_in_range().ok is ok
+    assert run("plans") == (0 if ok else 2)
+    assert ok or capsys.readouterr().err == f"error: torch is {version}; pip install 'torch>=2.11,<2.16'.\n"
 
 
 def test_the_range_of_torch_is_that_of_the_package() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -104,10 +105,14 @@ def test_a_region_has_gradients_where_torch_has_them() -> None:
 
 
 def test_torch_is_left_as_it_was_where_a_region_fails() -> None:
-    before = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, CheckpointFunction.apply.__func__
+    def hooked() -> tuple[object, ...]:
+        hooks = saved_tensors_hooks
+        return hooks.__enter__, hooks.__exit__, inspect.getattr_static(CheckpointFunction, "apply")
+
+    before = hooked()
     with pytest.raises(CaptureError, match="summ"):
         captured(lambda m, x: checkpoint(lambda x: x.summ(), x, use_reentrant=False))
-    assert before == (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, CheckpointFunction.apply.__func__)
+    assert before == hooked()
     x = torch.rand(3, requires_grad=True)
     checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
     assert x.grad is not None
