@@ -18,6 +18,7 @@ from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError, brief
 from superscaler.frontend.agreement import SKIPPED
 from superscaler.frontend.capture import capture as capture_model
+from superscaler.frontend.training import Optimizers
 from superscaler.ir.graph import Graph
 from superscaler.plans import resolve
 from superscaler.report import words as explain
@@ -193,7 +194,7 @@ def capture(
     module: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = _UNSAID,
+    optimizer: Optimizers | None = _UNSAID,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     cache: str | None = None,
@@ -206,10 +207,12 @@ def capture(
     `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element, or Muon.
     There is no default where a parameter requires a gradient: None means inference, as for a frozen module and under
     `torch.no_grad()`. Then no gradient is computed, nothing is updated, and the step returns what the module returns, a
-    loss too. With `outputs` a step that trains keeps what the module returns beside its loss. `autocast` is "bf16" or
-    "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss. `precision`, instead of
-    autocast, is "bf16" or "fp16": a copy of the module in that dtype is captured, and the optimizer updates float32
-    copies of its weights (docs/precision.md).
+    loss too. Several losses, as of a GAN, are a dict: the key of each loss in what the module returns, and the
+    optimizer of the parameters that this loss alone trains; the step returns their sum. With `outputs`, and with
+    several losses, a step keeps what the module returns beside its loss. `autocast` is "bf16" or "fp16" (default: the
+    `torch.autocast` region around this call); `scaler` scales the loss. `precision`, instead of autocast, is "bf16" or
+    "fp16": a copy of the module in that dtype is captured, and the optimizer updates float32 copies of its weights
+    (docs/precision.md).
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
     `check` compares two steps of a copy of the module, run by torch, with the graph: `graph.captured.checked` says how

@@ -32,6 +32,7 @@ from superscaler.frontend.trace import source_of
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
+    from superscaler.frontend.training import Optimizers
 
 STEPS = 2
 # A model above these limits is not compared: elements of its parameters, FLOPs of a step on CPU and on GPU.
@@ -73,7 +74,7 @@ class Found(NamedTuple):
     draws: list[Tensor]
 
 
-def agree(captured: Captured, optimizer: torch.optim.Optimizer | None) -> str:
+def agree(captured: Captured, optimizer: Optimizers | None) -> str:
     """Return one line: the largest difference between two steps of the module and of the graph, or the reason why they
     are not compared.
 
@@ -102,7 +103,7 @@ def _require_small(captured: Captured) -> None:
         )
 
 
-def _compared(captured: Captured, optimizer: torch.optim.Optimizer | None) -> float:
+def _compared(captured: Captured, optimizer: Optimizers | None) -> float:
     """Return the largest relative difference of all steps."""
     call, original = captured.call, {id(p) for p in captured.call.module.parameters()}
     try:
@@ -116,8 +117,8 @@ def _compared(captured: Captured, optimizer: torch.optim.Optimizer | None) -> fl
         graph = _seeded(step, partial(_graph_step, captured, values))
         eager = _seeded(step, partial(_eager_step, captured, module, args, kwargs, original))
         largest = max(largest, _difference(captured, graph, eager, values, step))
-        if optimizer is not None:
-            optimizer.step()
+        for one in optimizer.values() if isinstance(optimizer, Mapping) else filter(None, (optimizer,)):
+            one.step()
     return largest
 
 
@@ -169,21 +170,30 @@ def _eager_step(captured: Captured, module: nn.Module, args: Any, kwargs: Any, o
     try:
         with WithoutDropout(), marked(), torch.enable_grad(), torch.autocast(kind, dtype, dtype is not None):
             output = module(*args, **kwargs)
-        loss = loss_of(output, name) if captured.model.loss else None
+        loss = loss_of(output, name, call.losses) if captured.model.loss else None
+        kept = form_and_tensors(output, name, loss)[1] if captured.model.result else {}
         if loss is not None:
             if any(id(x) in original for x in _leaves(loss)):
                 raise Unchecked("its copy reads the parameters of the module itself, which a function in it holds")
-            loss.backward()
+            _backward(module, loss, kept, call.loss_of)
     except Unchecked:
         raise
     except Exception as error:
         # A module's code may raise any exception.
         raise Unchecked(f"it does not run ({type(error).__name__}: {brief(error)})") from error
-    kept = form_and_tensors(output, name, loss)[1] if captured.model.result else {}
     outputs = {n: x.detach() for n, x in kept.items()}
     gradients: dict[str, Tensor | None] = {n: dense(p.grad, p.detach()) for n, p in module.named_parameters()}
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
     return Reference(None if loss is None else loss.detach(), gradients, buffers, outputs)
+
+
+def _backward(module: nn.Module, loss: Tensor, outputs: Mapping[str, Tensor], loss_of: Mapping[str, str]) -> None:
+    """Run the backward of the loss, or that of each of several losses to its own parameters."""
+    if not loss_of:
+        loss.backward()
+    for name in dict.fromkeys(loss_of.values()):
+        own = [p for n, p in module.named_parameters() if loss_of.get(n) == name]
+        outputs[name].backward(retain_graph=True, inputs=own)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -25,6 +25,7 @@ from superscaler.frontend.capture_cache import Inputs, inputs_of, key_of, load, 
 from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.infer import Indexed, Inference, infer
+from superscaler.frontend.losses import separate
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.packed_weights import Segments, cut_segments
 from superscaler.frontend.precision import Narrowed, narrowed
@@ -32,7 +33,14 @@ from superscaler.frontend.results import names_of
 from superscaler.frontend.rewrites.constants import fold
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.trace import Trace, base_of, dtype_of, op_name, outputs, read, reads, shape_of, target_of
-from superscaler.frontend.training import Training, depends, read_optimizer, remove_idle_detaches, with_gradient
+from superscaler.frontend.training import (
+    Optimizers,
+    Training,
+    depends,
+    read_optimizers,
+    remove_idle_detaches,
+    with_gradient,
+)
 from superscaler.ir.model import (
     Factor,
     Index,
@@ -55,7 +63,9 @@ from superscaler.timing import timed, without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """What was captured: a module's call, its autocast, the modes of its submodules, and the updated parameters."""
+    """What was captured: a module's call, its autocast, the modes of its submodules, the updated parameters, and of
+    several losses the keys, with the output that is the loss of each parameter.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -64,6 +74,8 @@ class Call:
     training: tuple[bool, ...]
     autocast: Autocast | None = None
     updated: frozenset[str] = frozenset()
+    losses: tuple[Any, ...] = ()
+    loss_of: Mapping[str, str] = field(default_factory=dict)
 
     def batch(self) -> dict[str, Tensor]:
         """Return the example inputs by their exported names, in export's order."""
@@ -109,7 +121,7 @@ def capture(
     module: nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     cache: str | None = None,
@@ -131,7 +143,8 @@ def capture(
         )
     device = _device(module)
     cast = read_autocast(autocast, device.type)
-    training = read_optimizer(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})
+    training = read_optimizers(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})
+    is_kept = is_kept or bool(training.losses)
     refuse_shared(module, training.groups)
     if precision is not None:
         if cast is not None:
@@ -142,7 +155,7 @@ def capture(
         module, optimizer, args, kwargs = narrowed(Narrowed(module, optimizer, args, kwargs), precision)
         training = replace(training, optimizer=replace(training.optimizer, precision=precision if is_trained else ""))
     inputs = examples(module, args, kwargs or {})
-    named = (training.optimizer.name, training.groups, bool(training.optimizer.scaler), precision)
+    named = (training.optimizer.name, training.groups, training.loss_of, bool(training.optimizer.scaler), precision)
     chosen = (*named, aliases_of(module), device, cast, is_trained, is_kept)
     exported: ExportedProgram | None = None
 
@@ -150,7 +163,7 @@ def capture(
         if exported is not None:
             return exported
         with torch.autocast(device.type, enabled=False):
-            return export(module, *inputs, cast, is_trained, is_kept)[0]
+            return export(module, *inputs, cast, is_trained, is_kept, training.losses)[0]
 
     seconds = dict.fromkeys(("export", "capture", "check"), 0.0)
     with timed(seconds, "capture"):
@@ -160,7 +173,7 @@ def capture(
     if kept is None:
         with torch.autocast(device.type, enabled=False), without_garbage_collection(), watched(False) as seen:
             with timed(seconds, "export"):
-                exported, form = export(module, *inputs, cast, is_trained, is_kept)
+                exported, form = export(module, *inputs, cast, is_trained, is_kept, training.losses)
             with timed(seconds, "capture"):
                 kept = (*_read(module, exported, form, training, device), inputs_of(exported), "")
         # A key that changed while the model ran (it loaded code, or set a buffer) is no later capture's key. Files that
@@ -171,7 +184,8 @@ def capture(
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
     modes = tuple(m.training for m in module.modules())
-    call = Call(module, tuple(args), dict(kwargs or {}), names, modes, cast, frozenset(training.groups))
+    given, losses = (tuple(args), dict(kwargs or {})), (training.losses, training.of_pieces(model.segments).loss_of)
+    call = Call(module, *given, names, modes, cast, frozenset(training.groups), *losses)
     captured = Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model), checked)
     if is_new and check:
         with timed(seconds, "check"), torch.autocast(device.type, enabled=False):
@@ -200,9 +214,11 @@ def _read(
     normalize(trace)
     _copy_given(trace)
     segments = {} if training.optimizer.name in WHOLE else cut_segments(trace)
-    pieces = {piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups}
     values = {x.name: x.meta["value"].contiguous() for x in trace.leaves() if x.meta.get("value") is not None}
-    training = replace(training, groups={**training.groups, **pieces})
+    training = training.of_pieces(segments)
+    if training.losses:
+        separate(trace, training.loss_of)
+        remove_dead(trace)
     return replace(_build(trace, training, aliases, segments), result=form), values
 
 
@@ -269,7 +285,7 @@ def _warn_of_underflow(model: Model) -> None:
 def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: Segments) -> Model:
     trained = [leaf for leaf in trace.leaves("parameter") if leaf.name in training.groups]
     remove_idle_detaches(trace, trained)
-    needed = with_gradient(trace, trained)
+    needed = with_gradient(trace, trained, trace.loss)
     if trace.loss is not None and trace.loss not in needed:
         raise CaptureError(
             f"the loss depends on none of the {len(training.groups)} parameters that the optimizer trains; "

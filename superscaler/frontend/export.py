@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import FunctionType
@@ -46,16 +46,19 @@ def export(
     autocast: Autocast | None = None,
     is_trained: bool = True,
     is_kept: bool = False,
+    losses: Sequence[Any] = (),
 ) -> tuple[ExportedProgram, str]:
     """Return a functional program of semantic-level ATen operators, and the form of its kept results (see `results`).
 
-    Its outputs are the loss (`is_trained`) and the other results (`is_kept`). Calls without gradients are detached, and
+    Its outputs are the loss (`is_trained`; the sum of `losses`, where there are several) and the other results
+    (`is_kept`). Calls without gradients are detached, and
     autocast is casts. Raises CaptureError for a module without a loss, or one that torch cannot export (with the line).
     """
     forms: list[str] = []
     refuse_hooks(module)
     with (
-        _only_wanted(module, autocast, is_trained, is_kept, forms), experts.chosen(module), checkpoints.marked(),
+        _only_wanted(module, autocast, partial(returned, is_trained=is_trained, is_kept=is_kept, keys=losses), forms),
+        experts.chosen(module), checkpoints.marked(),
         replaced((Distribution, "_validate_args", False)), warnings.catch_warnings(),
     ):  # fmt: skip
         # Validity of a distribution's arguments is no part of a graph.
@@ -133,7 +136,7 @@ def examples(
 
 @contextmanager
 def _only_wanted(
-    module: nn.Module, autocast: Autocast | None, is_trained: bool, is_kept: bool, forms: list[str]
+    module: nn.Module, autocast: Autocast | None, wanted: Callable[..., Any], forms: list[str]
 ) -> Iterator[None]:
     """Make the module return tensors alone, and append the form that they had. Its own `forward` is wrapped, so that
     all names stay what they are; what it runs is the whole call, hooks and a `__call__` of its own included.
@@ -150,7 +153,7 @@ def _only_wanted(
                     raise
                 # torch.export would print the whole graph before it raised this.
                 raise explain(module, error) from error
-            tensors, form = returned(output, forward_line(module), is_trained, is_kept)
+            tensors, form = wanted(output, forward_line(module))
             forms.append(form)
             return tensors
 

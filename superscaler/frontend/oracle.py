@@ -65,6 +65,20 @@ def dense(gradient: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
 
 
+def gradients_of(
+    loss: Tensor | None, outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], loss_of: Mapping[str, str]
+) -> dict[str, Tensor | None]:
+    """Return the gradient of each leaf by torch: of its own loss among the outputs, or of the one loss, if any."""
+    found: dict[str, Tensor | None] = {}
+    for name in dict.fromkeys(loss_of.get(leaf, "") for leaf in leaves):
+        own = {leaf: x for leaf, x in leaves.items() if loss_of.get(leaf, "") == name}
+        end = outputs[name] if name else loss
+        if end is not None:
+            made = torch.autograd.grad(end, list(own.values()), retain_graph=bool(name), allow_unused=True)
+            found |= zip(own, made, strict=True)
+    return found
+
+
 def largest(x: Tensor) -> float:
     """Return the largest finite element, by size."""
     return float(x.detach().double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
@@ -114,7 +128,8 @@ def reference_step(
         with torch.enable_grad():
             results = list(interpreter.run(*inputs))
             loss: Tensor | None = results.pop() if model.loss else None
-            found = () if loss is None else torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            losses = dict(zip(reversed(names_of(model.result)), reversed(results), strict=False))
+            gradients = gradients_of(loss, losses, leaves, captured.call.loss_of)
     finally:
         torch.set_default_dtype(before)
     specs = captured.exported.graph_signature.output_specs
@@ -124,7 +139,6 @@ def reference_step(
     # The program returns unchanged buffers too.
     changed = {op.inputs[0].tensor for op in model.ops if op.is_write}
     buffers = {name: made[name] for name in written if name in changed}
-    gradients: dict[str, Tensor | None] = dict(zip(leaves, found, strict=True))
     return Reference(None if loss is None else loss.detach(), gradients, buffers, outputs)
 
 

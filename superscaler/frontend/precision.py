@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError, brief, unknown
 from superscaler.frontend.effects import refuse_hooks
+from superscaler.frontend.training import Optimizers
 from superscaler.specs.options import HALVES
 
 
@@ -18,7 +19,7 @@ class Narrowed(NamedTuple):
     """A module, its optimizer and its example arguments."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizers | None
     args: Any
     kwargs: Any
 

@@ -1,10 +1,12 @@
 """Results of a module as data: the places of its tensors, and the form that a step returns."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from superscaler.errors import CaptureError
@@ -18,8 +20,12 @@ class NoLossError(CaptureError):
     """A module returns no loss to train by."""
 
 
-def loss_of(output: Any, name: str) -> Tensor:
-    """Return the scalar loss in the output of `name`. Raises CaptureError if there is none."""
+def loss_of(output: Any, name: str, keys: Sequence[Any] = ()) -> Tensor:
+    """Return the scalar loss in the output of `name`, or the sum of those at some keys. Raises CaptureError if there is
+    none.
+    """
+    if keys:
+        return reduce(torch.add, [_loss_at(output, name, key) for key in keys])
     loss = output
     if not isinstance(output, Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -37,9 +43,23 @@ def loss_of(output: Any, name: str) -> Tensor:
     return loss
 
 
-def returned(output: Any, name: str, is_trained: bool, is_kept: bool) -> tuple[tuple[Tensor, ...], str]:
-    """Return the tensors of a step, the trained loss last, and the form of the others in JSON, if they are kept."""
-    loss = loss_of(output, name) if is_trained else None
+def _loss_at(output: Any, name: str, key: Any) -> Tensor:
+    """Return the scalar loss at a key, an attribute or a place in an output."""
+    has = dict(enumerate(output)) if isinstance(output, tuple | list) else getattr(output, "__dict__", {})
+    has = output if isinstance(output, Mapping) else has
+    if not isinstance(has.get(key), Tensor):
+        found = ", ".join(repr(k) for k, value in has.items() if isinstance(value, Tensor)) or "no tensor"
+        raise NoLossError(f"{name} returns no loss {key!r} for the optimizer of that name; its output has {found}.")
+    return loss_of(has[key], f"{name}, in {key!r},")
+
+
+def returned(
+    output: Any, name: str, is_trained: bool, is_kept: bool, keys: Sequence[Any] = ()
+) -> tuple[tuple[Tensor, ...], str]:
+    """Return the tensors of a step, the trained loss last, and the form of the others in JSON, if they are kept. Of
+    several losses, at `keys`, the sum is trained, and each is among the others.
+    """
+    loss = loss_of(output, name, keys) if is_trained else None
     form, tensors = form_and_tensors(output, name, loss) if is_kept else (None, {})
     if loss is None and not tensors:
         raise CaptureError(f"{name} returns no tensor, so neither a loss nor anything else to compute.")

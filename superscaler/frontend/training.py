@@ -1,8 +1,8 @@
 """The training half of a captured step: which tensors need gradients, and the ops of the optimizer."""
 
 import inspect
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hoo
 
 from superscaler.errors import CaptureError, InputError, unknown
 from superscaler.frontend.refusals import line_of
+from superscaler.frontend.results import RESULT
 from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
 from superscaler.ir.model import Optimizer, TensorKind
 from superscaler.ops.table import row_of
@@ -39,10 +40,10 @@ def _stopped(trace: Trace) -> set[Node]:
     return {x for node in calls for x in outputs(node)} - passing
 
 
-def with_gradient(trace: Trace, trained: Iterable[Node]) -> set[Node]:
-    """Return the tensors whose gradient is needed: on a differentiable path from a trained parameter to the loss."""
+def with_gradient(trace: Trace, trained: Iterable[Node], loss: Node | None) -> set[Node]:
+    """Return the tensors whose gradient is needed: on a differentiable path from a trained parameter to a loss."""
     reached = _forward(trace, trained)
-    needed = reached.intersection([trace.loss])
+    needed = reached.intersection([loss])
     for node in reversed(trace.calls()):
         if needed.intersection(outputs(node)) and not row_of(target_of(node)).stops:
             needed.update(reached.intersection(reads(node)))
@@ -74,15 +75,63 @@ _REFUSED = {
     "LBFGS": "computes the loss several times a step, and a plan once",
     "SparseAdam": "needs sparse gradients, and those of a plan are dense",
 }
+# An optimizer, or several, each by the key of its loss in the output of the module.
+Optimizers = torch.optim.Optimizer | Mapping[Any, torch.optim.Optimizer]
 _DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The optimizer, and the parameter group of each parameter that it updates, by canonical name."""
+    """The optimizer, and the parameter group of each parameter that it updates, by canonical name.
+
+    `losses`: where there are several, their keys in the output of the module; `loss_of`: the output, by name, that is
+    the loss of a parameter.
+    """
 
     optimizer: Optimizer
     groups: dict[str, int]
+    losses: tuple[Any, ...] = ()
+    loss_of: dict[str, str] = field(default_factory=dict)
+
+    def of_pieces(self, segments: Mapping[str, tuple[str, int, int, int]]) -> "Training":
+        """Return the training half with the segments of packed parameters too."""
+        of = {piece: whole for piece, (whole, *_) in segments.items()}
+        groups = {piece: self.groups[whole] for piece, whole in of.items() if whole in self.groups}
+        losses = {piece: self.loss_of[whole] for piece, whole in of.items() if whole in self.loss_of}
+        return replace(self, groups=self.groups | groups, loss_of=self.loss_of | losses)
+
+
+def read_optimizers(
+    module: nn.Module, optimizer: Optimizers | None, scaler: torch.amp.GradScaler | None = None
+) -> Training:
+    """Return the training half of a captured optimizer, or of several, each by the key of its loss, as one with the
+    parameter groups of all.
+
+    Raises CaptureError as `read_optimizer`, and for optimizers of several classes or that share a parameter.
+    """
+    if not isinstance(optimizer, Mapping):
+        return read_optimizer(module, optimizer, scaler)
+    if len(optimizer) < 2:
+        raise InputError("optimizer={...} needs at least 2 losses; of one loss, pass the optimizer itself.")
+    if scaler is not None:
+        raise InputError("a scaler scales one loss; capture several losses without it, in bf16 or float32.")
+    options, groups, loss_of, kinds = list[Any](), dict[str, int](), dict[str, str](), dict[str, Any]()
+    for key, own in optimizer.items():
+        found = read_optimizer(module, own)
+        kinds.setdefault(found.optimizer.name, key)
+        for name in (name for name in found.groups if name in groups):
+            one = loss_of[name].removeprefix(RESULT)[1:]
+            raise CaptureError(f"{name} is a parameter of two optimizers, of the losses {one!r} and {key!r}.")
+        groups |= {name: len(options) + number for name, number in found.groups.items()}
+        loss_of |= dict.fromkeys(found.groups, f"{RESULT}.{key}")
+        options += found.optimizer.groups
+    if len(kinds) > 1:
+        (one, here), (other, there), *_ = kinds.items()
+        raise CaptureError(
+            f"the loss {here!r} has {one}, and {there!r} has {other}; optimizers of one step are of one class, each "
+            "with its own options."
+        )
+    return Training(Optimizer(next(iter(kinds)), tuple(options)), groups, tuple(optimizer), loss_of)
 
 
 def read_optimizer(

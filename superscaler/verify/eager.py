@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from superscaler.errors import PlanError, brief
 from superscaler.frontend.agreement import WithoutDropout
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.oracle import DRAWN, Draw, Reference, dense, is_same, packed, pieces, retyped
+from superscaler.frontend.oracle import DRAWN, Draw, Reference, dense, gradients_of, is_same, packed, pieces, retyped
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
@@ -26,7 +26,7 @@ from superscaler.replaced import replaced
 from superscaler.specs.options import HALVES
 
 if TYPE_CHECKING:
-    from superscaler.frontend.capture import Captured
+    from superscaler.frontend.capture import Call, Captured
 
 _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
@@ -42,21 +42,21 @@ class Unlike(Exception):
 
 
 # Loss, gradients of the leaves, outputs.
-_Ran = tuple[Tensor | None, tuple[Tensor | None, ...], dict[str, Tensor]]
+_Ran = tuple[Tensor | None, dict[str, Tensor | None], dict[str, Tensor]]
 
 
 class _Gradients(nn.Module):
-    """A module and the backward of its loss, if it trains; both run on tensors that replace the module's own."""
+    """A module and the backward of its losses, if it trains; both run on tensors that replace the module's own."""
 
-    def __init__(self, module: nn.Module, model: Model) -> None:
+    def __init__(self, call: Call, model: Model) -> None:
         super().__init__()
-        self.module, self.model = module, model
+        self.module, self.call, self.model = call.module, call, model
 
-    def forward(self, args: Any, kwargs: Any, leaves: list[Tensor]) -> _Ran:
+    def forward(self, args: Any, kwargs: Any, leaves: dict[str, Tensor]) -> _Ran:
         output, name = self.module(*args, **kwargs), type(self.module).__name__
-        loss = loss_of(output, name) if self.model.loss else None
-        found = () if loss is None else torch.autograd.grad(loss, leaves, allow_unused=True)
+        loss = loss_of(output, name, self.call.losses) if self.model.loss else None
         outputs = form_and_tensors(output, name, loss)[1] if self.model.result else {}
+        found = gradients_of(loss, outputs, leaves, self.call.loss_of)
         return loss, found, {n: x.detach().cpu() for n, x in outputs.items()}
 
 
@@ -94,8 +94,8 @@ class Eager:
         trained = {n: x for n, x in leaves.items() if x.requires_grad and n in self.call.updated}
         mode.add((list(leaves.values()), [buffers[n] for n in self.written], self.args, self.kwargs))
         state = {f"module.{n}": x for n, x in {**leaves, **buffers}.items()}
-        loss, found, outputs = self._run(mode, state, list(trained.values()))
-        given = {n: None if g is None else dense(g, g).cpu() for n, g in zip(trained, found, strict=True)}
+        loss, found, outputs = self._run(mode, state, trained)
+        given = {n: None if g is None else dense(g, g).cpu() for n, g in found.items()}
         gradients = {**given, **pieces(self.model, given)}
         after = {n: state[f"module.{n}"].detach().cpu() for n in buffers}
         changed = {n: b for n, b in after.items() if n not in fixed or not is_same(fixed[n].cpu(), b).all()}
@@ -104,13 +104,13 @@ class Eager:
     def _copy(self, value: Tensor) -> Tensor:
         return retyped(value.detach(), _WIDE if self.is_wide else None).to(self.device, copy=True)
 
-    def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]) -> _Ran:
+    def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: dict[str, Tensor]) -> _Ran:
         default = torch.get_default_dtype()
         try:
             modes = [(m, "training", t) for m, t in zip(self.call.module.modules(), self.call.training, strict=True)]
             # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
             with replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
-                whole = _Gradients(self.call.module, self.model)
+                whole = _Gradients(self.call, self.model)
                 ran: _Ran = functional_call(whole, state, (self.args, self.kwargs, leaves))
                 return ran
         except (PlanError, Unlike):
