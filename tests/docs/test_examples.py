@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from html import escape
@@ -57,3 +58,9 @@ def test_the_picture_shows_the_plan_of_the_examples(folder: Path) -> None:
     lines = [line for line in code.splitlines() if '"""' not in line]
     assert len(lines) == 7
     assert all(f">{escape(line)}</text>" in picture for line in lines)
+
+
+@pytest.mark.slow
+def test_the_pictures_of_concepts_are_those_of_their_plans() -> None:
+    for name, drawn in runpy.run_path(str(ROOT / "docs" / "concepts.py"))["pictures"]().items():
+        assert (ROOT / "docs" / "images" / f"concept_{name}.svg").read_text() == drawn, "python docs/concepts.py"
