@@ -1,4 +1,6 @@
-"""Deadlock freedom, proved on the communication of all devices alone, with sends that block until they are received."""
+"""Deadlock freedom, proved on the communication of all devices alone. Sends block until they are received, and a device
+goes on when all is done that it starts together.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -6,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from superscaler.errors import ScheduleError, some
 from superscaler.ir.codes import Rolled
 from superscaler.ir.fold import Folded
-from superscaler.ir.program import Collective, Device, Free, Program, Recv, Send, Slice, Value
+from superscaler.ir.program import Collective, Device, Free, Instruction, Loss, Program, Recv, Send, Slice, Value
 
 Meeting = tuple[object, ...]
 Communication = Collective | Send | Recv
+# By meeting, the devices that must be there, and the instruction.
+Batch = dict[Meeting, tuple[frozenset[int], Communication]]
 
 
 def batches(code: Sequence[object]) -> dict[int, int]:
@@ -26,33 +30,42 @@ def batches(code: Sequence[object]) -> dict[int, int]:
     return found
 
 
-def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], Communication]]]:
-    """Return the communication of each device in order: (meeting, the devices that must be there, instruction)."""
+def _communication(i: Instruction) -> Instruction | None:
+    """Return communication, or what takes the place of all else between messages."""
+    return i if isinstance(i, Communication) else None if isinstance(i, Slice | Free) else Loss((), ())
+
+
+def meetings(devices: Iterable[Device]) -> list[list[Batch]]:
+    """Return the communication of each device in order, as batches of what starts together."""
     found = []
     for device in devices:
-        mine: list[tuple[Meeting, frozenset[int], Communication]] = []
+        mine: list[Batch] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         numbers = set[tuple[int, int]]()
         code = device.instructions
-        if isinstance(code, Rolled):
-            code = code.changed(lambda i: i if isinstance(i, Communication) else None)
-        for i in code:
+        code = list(code.changed(_communication) if isinstance(code, Rolled) else code)
+        ends, end = batches(code), -1
+        for at, i in enumerate(code):
             if isinstance(i, Collective):
-                meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
-                mine.append((meeting, frozenset(i.group), i))
+                meeting: Meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
+                members = frozenset(i.group)
                 count[i.group] += 1
-            elif isinstance(i, Send):
-                pair = device.rank, i.peer
+            elif isinstance(i, Send | Recv):
+                pair = (device.rank, i.peer) if isinstance(i, Send) else (i.peer, device.rank)
+                meeting, members = ("message", *pair, i.message), frozenset(pair)
+            else:
+                continue
+            if isinstance(i, Send):
                 if (i.peer, i.message) in numbers:
                     raise ScheduleError(
                         f"device {device.rank} sends {i.source} to device {i.peer} as message {i.message}, the number "
                         "of another one to that device."
                     )
                 numbers.add((i.peer, i.message))
-                mine.append((("message", *pair, i.message), frozenset(pair), i))
-            elif isinstance(i, Recv):
-                pair = i.peer, device.rank
-                mine.append((("message", *pair, i.message), frozenset(pair), i))
+            if at > end or meeting in mine[-1]:
+                mine.append({})
+            mine[-1][meeting] = members, i
+            end = max(end, ends.get(at, at))
         found.append(mine)
     return found
 
@@ -69,10 +82,10 @@ def _shown(works: Sequence[Value | None]) -> str:
     return some([str(work._replace(is_handle=False, number=1)) for work in works if work is not None], 4)
 
 
-def _check_members(left: Sequence[Sequence[tuple[Meeting, frozenset[int], Communication]]], world: int) -> None:
+def _check_members(left: Sequence[Sequence[Batch]], world: int) -> None:
     """Raise ScheduleError for communication with a device that the program lacks."""
     for device, meets in enumerate(left):
-        for step, (_, members, i) in enumerate(meets):
+        for step, (members, i) in enumerate(found for batch in meets for found in batch.values()):
             if min(members) < 0 or max(members) >= world:
                 raise ScheduleError(
                     f"device {device}, step {step}: {_described(i)}, but the program has devices 0 to {world - 1}."
@@ -88,21 +101,29 @@ def check_rendezvous(program: Program) -> None:
     left = meetings(device for device, _ in program.distinct)
     _check_members(left, len(devices))
     if isinstance(devices, Folded):
-        groups = {group for meets in left for _, group, _ in meets}
+        groups = {group for meets in left for batch in meets for group, _ in batch.values()}
         bases = {group: frozenset(map(devices.fold.base, group)) for group in groups}
-        left = [[(meeting, bases[group], i) for meeting, group, i in meets] for meets in left]
+        left = [[{m: (bases[group], i) for m, (group, i) in batch.items()} for batch in meets] for meets in left]
     at = [0] * len(left)
+
+    def is_open(device: int, meeting: Meeting) -> bool:
+        return at[device] < len(left[device]) and meeting in left[device][at[device]]
+
     ready = list(range(len(left)))
     while ready:
         device = ready.pop()
         while at[device] < len(left[device]):
-            meeting, members, _ = left[device][at[device]]
-            if not all(at[m] < len(left[m]) and left[m][at[m]][0] == meeting for m in members):
+            batch = left[device][at[device]]
+            met = {m: members for m, (members, _) in batch.items() if all(is_open(other, m) for other in members)}
+            if not met:
                 break
-            for member in members:
-                at[member] += 1
-            ready += [m for m in members if m != device]
+            for meeting, members in met.items():
+                for member in members:
+                    del left[member][at[member]][meeting]
+                    at[member] += not left[member][at[member]]
+                ready += [m for m in members if m != device]
     stuck = [d for d in range(len(left)) if at[d] < len(left[d])]
     if stuck:
-        lines = [f"  device {d}, step {at[d]}: waits in {_described(left[d][at[d]][2])}" for d in stuck[:8]]
+        waits = [(d, next(iter(left[d][at[d]].values()))[1]) for d in stuck[:8]]
+        lines = [f"  device {d}, step {at[d]}: waits in {_described(i)}" for d, i in waits]
         raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))

@@ -22,12 +22,14 @@ from superscaler.ir.program import (
     Instruction,
     Loss,
     Program,
+    Recv,
     Update,
     Value,
     ended,
     reads,
     writes,
 )  # fmt: skip
+from superscaler.ir.rendezvous import batches
 from superscaler.materialize.check_unrolled import rolled
 from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.functions import Functions
@@ -131,7 +133,7 @@ class _Builder:
             Device(
                 rank,
                 tuple(self.residents.weights[rank].values()),
-                tuple(_with_frees(code, key)),
+                tuple(_with_frees(_sends_first(code), key)),
             )
             for rank, code in enumerate(self.code.of)
         )
@@ -323,6 +325,16 @@ def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]
 
 def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+
+
+def _sends_first(code: Sequence[Instruction]) -> list[Instruction]:
+    """Return the code with sends before receives among messages that start together, so that neighbours run the same
+    program whichever of their messages is first in the order.
+    """
+    done = list(code)
+    for first, last in batches(code).items():
+        done[first : last + 1] = sorted(code[first : last + 1], key=lambda i: isinstance(i, Recv))
+    return done
 
 
 def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:

@@ -59,6 +59,10 @@ def test_devices_that_have_slices_of_a_vocabulary_of_experts_or_of_parts_of_a_bl
         assert len({str(tables.parts) for tables in compiled.compiled.emitted.tables}) == slices
 
 
+def test_the_devices_of_a_ring_run_one_program() -> None:
+    assert ss.compile(graph_of("gpt2:size=tiny"), "ring_attention", "local:4").counts["distinct_programs"] == 1
+
+
 @pytest.mark.parametrize("frozen", [(0, 1), (0, 1, 2), (3,), (1, 2)])
 @pytest.mark.parametrize("plan", ["pipeline_1f1b:stages=4,microbatches=2", "hybrid:dp=2,pp=2,microbatches=2"])
 def test_a_stage_may_have_nothing_to_train(plan: str, frozen: tuple[int, ...]) -> None:

@@ -261,12 +261,13 @@ def interleave(program: Program, draw: random.Random) -> set[int]:
     ready = list(range(len(left)))
     while ready:
         device = ready.pop(draw.randrange(len(ready)))
-        if left[device]:
-            meeting, members, _ = left[device][-1]
-            if all(left[m] and left[m][-1][0] == meeting for m in members):
-                for member in members:
-                    left[member].pop()
-                ready = list({*ready, *members})
+        here = left[device][-1].items() if left[device] else ()
+        met = [(m, members) for m, (members, _) in here if all(left[o] and m in left[o][-1] for o in members)]
+        for meeting, members in draw.sample(met, min(1, len(met))):
+            for member in members:
+                del left[member][-1][meeting]
+                left[member] = left[member] if left[member][-1] else left[member][:-1]
+            ready = list({*ready, *members})
     return {device for device, mine in enumerate(left) if mine}
 
 
