@@ -3,9 +3,10 @@
 from collections.abc import Collection, Container
 
 from superscaler.ir.model import Model, Op
+from superscaler.ops.row import aten
 
-# Sums over rows that leave ignored labels out, as captures and rewrites write them.
-_LOSSES = ("ss.cross_entropy", "ss.nll_loss", "ss.count_labels", "ss.row_losses")
+# Sums and means of the losses of rows, and counts, that leave ignored labels out.
+_LOSSES = aten(True, "ss.cross_entropy ss.nll_loss ss.count_labels ss.row_losses cross_entropy_loss nll_loss_nd")
 
 
 def pads_rows(model: Model, labels: Collection[str], moves: Container[str]) -> bool:

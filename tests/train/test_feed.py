@@ -153,6 +153,8 @@ def pairs(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     ("function", "fills"),
     [
         (row_losses, True),
+        (lambda m, x, y: nn.functional.cross_entropy(m.last(m.first(x)), y, reduction="sum", ignore_index=3), True),
+        (lambda m, x, y: nn.functional.cross_entropy(m.last(m.first(x)), y, m.first.bias[:4].detach().abs()), True),
         (lambda m, x, y: row_losses(m, m.norm(x), y), False),
         (lambda m, x, y: row_losses(m, x, y) + m.last(x).square().mean(), False),
         (lambda m, x, y: row_losses(m, x - x.mean(0), y), False),
