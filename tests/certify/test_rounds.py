@@ -1,9 +1,8 @@
 """Rounds that the certificate leaves out: they have the effect that they have when they run, or they do run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import pytest
 
@@ -15,7 +14,7 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
 from superscaler.ir.codes import Loop, Rolled, Run
 from superscaler.ir.interpret import Interpreter
-from superscaler.ir.program import Device, Free, Instruction, Load, Program
+from superscaler.ir.program import Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 
@@ -52,40 +51,40 @@ def test_left_out_rounds_change_the_state_as_if_they_had_run(plan: str, devices:
     assert ends[1] < 0.8 * ends[3]
 
 
-def later(free: Instruction) -> Instruction:
-    """Return a Free of the names of five microbatches later."""
-    assert isinstance(free, Free)
-    return Free(tuple(name._replace(microbatch=name.microbatch + 5) for name in free.names))
+def without_one(runs: tuple[Run, ...]) -> Iterator[Run]:
+    """Yield runs that free a value of microbatch 15 of the first loop, which the second one reads, between them."""
+    one, two = (run for run in runs if isinstance(run, Loop))
+    made = {name for i in one for name in writes(i)} & {name for i in two for name in reads(i)}
+    for run in runs:
+        yield run
+        if run is one:
+            yield (Free(tuple(name for name in made if name.microbatch == 15)),)
 
 
-def other_label(run: Run) -> Run:
-    """Return a loop without its rolling, in which the label of microbatch 15 is that of the next one."""
-    labels = [i for i in run if isinstance(i, Load)]
-    boxes = {i.out: after.box for i, after in pairwise(labels) if i.out.microbatch == 15}
-    return tuple(replace(i, box=boxes.get(i.out, i.box)) if isinstance(i, Load) else i for i in run)
+def freed_ahead(runs: tuple[Run, ...]) -> Iterator[Run]:
+    """Yield runs whose last loop frees what the first one made for five microbatches later."""
+    one, _ = (run for run in runs if isinstance(run, Loop))
+    made = {name._replace(microbatch=0) for i in one for name in writes(i)}
+
+    def later(i: Instruction) -> Instruction:
+        names = i.names if isinstance(i, Free) else ()
+        ahead = (n._replace(microbatch=n.microbatch + 5 * (n._replace(microbatch=0) in made)) for n in names)
+        return Free(tuple(ahead)) if names else i
+
+    for run in runs:
+        if isinstance(run, Loop) and run is not one:
+            yield Loop((*map(later, run.first),), (*map(later, run.second),), run.count)
+        else:
+            yield run
 
 
-def freed_ahead(run: Run) -> Run:
-    """Return a loop that frees the names of inputs of later microbatches, long before their use."""
-    assert isinstance(run, Loop)
-    first = next(n for n, i in enumerate(run.first) if isinstance(i, Free))
-    sides = ((*side[:first], later(side[first]), *side[first + 1 :]) for side in (run.first, run.second))
-    return Loop(*sides, run.count)
-
-
-@pytest.mark.parametrize("wrong", [other_label, freed_ahead])
-def test_a_fault_that_only_a_later_round_meets_is_found(wrong: Callable[[Run], Run]) -> None:
-    program = compiled(*PLANS[0])
-    device = program.distinct[-1][0]
-    assert isinstance(device.instructions, Rolled)
-    loops = [n for n, run in enumerate(device.instructions.runs) if isinstance(run, Loop)]
-    at = loops[0 if wrong is other_label else 1]
-
-    def change(one: Device) -> Device:
-        code = one.instructions
+@pytest.mark.parametrize("wrong", [without_one, freed_ahead])
+def test_a_fault_that_only_a_later_round_meets_is_found(wrong: Callable[[tuple[Run, ...]], Iterator[Run]]) -> None:
+    def change(device: Device) -> Device:
+        code = device.instructions
         assert isinstance(code, Rolled)
-        runs = (wrong(run) if n == at else run for n, run in enumerate(code.runs))
-        return replace(one, instructions=Rolled(tuple(runs))) if one.rank == device.rank else one
+        is_last_stage = sum(isinstance(run, Loop) for run in code.runs) == 2
+        return replace(device, instructions=Rolled(tuple(wrong(code.runs)))) if is_last_stage else device
 
-    with pytest.raises(ScheduleError):
-        check_program(program.changed(change))
+    with pytest.raises(ScheduleError, match="which is freed"):
+        check_program(compiled(*PLANS[0]).changed(change))
