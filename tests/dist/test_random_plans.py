@@ -27,6 +27,7 @@ from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracles import draw_of, recurrence
 from tests.graphs import graph_of
+from tests.materialize.test_collectives import narrowing, weights_shared_out, widened
 from tests.ran import exact, rewritten
 
 pytestmark = pytest.mark.dist
@@ -73,6 +74,8 @@ def library_cases() -> Iterator[Case]:
         graph = graph_of(model, "SGD")
         for plan in plans:
             yield from captured_case(plan, graph, resolve(plan))
+    yield from captured_case("weights shared out", graph_of("mlp:layers=4,batch=32", "SGD"), weights_shared_out)
+    yield from captured_case("slices to one device", widened(), narrowing)
 
 
 def captured_case(name: str, graph: ss.Graph, sprogram: Callable[..., None]) -> Iterator[Case]:
@@ -154,8 +157,8 @@ def test_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
     """Random plans, two with a bug, and those of the library."""
     drawn, library = [*captured_cases(range(1)), *graph_cases(range(1))], list(library_cases())
     assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 6
-    assert len(library) == sum(map(len, LIBRARY.values()))
-    assert "for m in range(" in library[-1][1].emitted.files["program_0.py"]
+    assert len(library) == sum(map(len, LIBRARY.values())) + 2
+    assert "for m in range(" in library[-3][1].emitted.files["program_0.py"]
     check_all([*drawn, *map(broken, (drawn[0], drawn[-1])), *library], tmp_path)
 
 

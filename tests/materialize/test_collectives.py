@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -27,60 +26,57 @@ def kinds(plan: ss.Plan) -> Counter[str]:
     return found
 
 
-def equal_on_processes(plan: ss.Plan) -> int:
-    """Return the bytes that a verified step of gloo processes moves, in float64."""
-    result = plan.verify(backend="processes")
+def moved(plan: ss.Plan) -> int:
+    """Return the bytes that a verified step moves, in float64; on processes in tests/dist/test_random_plans.py."""
+    result = plan.verify()
     assert result["equal"], result["first_difference"]
     assert result["bytes_moved"] == result["bytes_planned"]
-    moved: int = result["bytes_moved"]
-    return moved
+    found: int = result["bytes_moved"]
+    return found
 
 
-@pytest.mark.dist
+def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Each weight rests whole on one device: the optimizer's work is shared out by weights."""
+    world = len(cluster.devices)
+    for op in graph.forward_ops:
+        ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", world)), cluster.devices)
+    for number, op in enumerate(op for op in graph.ops if not op.is_forward):
+        ss.op_assign(graph, op, number % world)
+
+
 def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> None:
-    """Each weight rests whole on one device (the optimizer's work is shared out by weights): a sum there, in a bucket
-    per device, and a broadcast from there, each of one weight's bytes per device but one.
-    """
+    """A sum there, in a bucket per device, and a broadcast from there, each of a weight to all devices but one."""
     graph = graph_of("mlp:hidden=8,inputs=6,classes=4,batch=6")
-
-    @ss.sprogram
-    def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        updates = [op for op in graph.ops if not op.is_forward]
-        for op in graph.ops:
-            if op.is_forward:
-                ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", WORLD)), cluster.devices)
-        for number, op in enumerate(updates):
-            ss.op_assign(graph, op, number % WORLD)
-
     plan = ss.compile(graph, weights_shared_out, ss.Cluster.local(WORLD))
     found, weights = kinds(plan), list(graph.model.parameters())
     assert found == {"reduce": WORLD, "broadcast": len(weights), "all_reduce": 1}
     scalars = 8 * 2 * (WORLD - 1)
-    assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
+    assert moved(plan) == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
 
 
 def wide(m: Around, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(m.down(nn.functional.gelu(m.up(x))), y)
 
 
-@pytest.mark.dist
-def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
+def widened() -> ss.Graph:
     layers = {"up": nn.Linear(4, 12, bias=False), "down": nn.Linear(12, 4, bias=False)}
-    graph = captured(lambda: (Around(wide, **layers), (torch.randn(5, 4), torch.randn(5, 4))))
+    return captured(lambda: (Around(wide, **layers), (torch.randn(5, 4), torch.randn(5, 4))))
+
+
+def narrowing(graph: ss.Graph, cluster: ss.Cluster) -> None:
     width = next(i.factor for op in graph.ops for i in op.indices if i.size == 12)
+    for op in graph.ops:
+        if op.target == "aten.gelu.default" or op.inputs[0].tensor == "inputs_0":
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(width, WORLD)), [2, 0, 1])
+        elif op.is_forward:
+            ss.op_assign(graph, op, 1)
 
-    @ss.sprogram
-    def narrowing(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        for op in graph.ops:
-            if op.target == "aten.gelu.default" or op.inputs[0].tensor == "inputs_0":
-                ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(width, WORLD)), [2, 0, 1])
-            elif op.is_forward:
-                ss.op_assign(graph, op, 1)
 
-    plan = ss.compile(graph, narrowing, ss.Cluster.local(WORLD))
+def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
+    plan = ss.compile(widened(), narrowing, ss.Cluster.local(WORLD))
     assert kinds(plan) == {"rd_gather": 1, "Send": WORLD - 1}
     # A slice to device 1 from each other one, and its gradient back.
-    assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
+    assert moved(plan) == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
 
 
 def test_slices_with_a_gap_or_an_overlap_are_no_collective() -> None:
