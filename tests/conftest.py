@@ -1,5 +1,6 @@
 """What all tests share: a cache, workers, the generators of random graphs and faults, the flag for golden files."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -29,6 +30,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()
     if hasattr(config, "workerinput"):
         # The cores are shared out already; torch, which reads it once, is not there yet.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # No collection of garbage looks through what has been imported.
+    gc.enable()
+    gc.freeze()
     if "torch" in sys.modules and session.items:
         from tests.exports import quick_exports
 
