@@ -8,10 +8,8 @@ stage 2  so, and under accumulation (`microbatches`) the gradients of each micro
 stage 3  so, and weights of blocks are gathered again for the backward: all but the last `keep` are computed again then
          (`Recompute`, one region a block), those keep activations (`Regather`). Frozen weights rest in slices, too
 
-The matrices of an optimizer that needs them whole (Muon) rest whole, each on one of the `shard` devices: the next one
-on that with the fewest elements.
-
-`halves`: gradients of bf16 and fp16 weights travel in that dtype to their slices, and are added there in float32.
+Matrices of an optimizer that needs them whole (Muon) rest whole, each on the one of `shard` devices with the fewest
+elements. `halves`: gradients of bf16 and fp16 weights travel in that dtype to their slices, and are added in float32.
 """
 
 from __future__ import annotations
@@ -26,15 +24,9 @@ from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather
 
 @along_axis(last=True)
 def zero(
-    graph: Graph,
-    n: int,
-    axis: str,
-    stage: int = 1,
-    shard: int = 0,
-    microbatches: int = 1,
-    keep: int = 0,
+    graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microbatches: int = 1, keep: int = 0,
     halves: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     shard = shard or n
     if stage not in (1, 2, 3) or keep < 0 or microbatches < 1:
         raise InputError(

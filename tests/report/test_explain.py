@@ -185,7 +185,8 @@ def test_explain_is_the_same_from_the_directory_and_imports_no_torch(
     )
     arguments = [sys.executable, "-c", code, "explain", str(saved[spec])]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert done.stdout == plans[spec].explain() + "\n[]\n"
+    timeline = f"\n\nDevices by time: superscaler explain {saved[spec]} --timeline"
+    assert done.stdout == f"{plans[spec].explain()}{timeline}\n[]\n"
 
 
 def test_json_is_the_saved_account_with_its_manifest(
