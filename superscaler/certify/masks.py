@@ -238,7 +238,7 @@ class Masks:
             if content.dtype != (i.wide or i.dtype):
                 raise Refusal(f"moves {content.dtype} as {i.wide or i.dtype}.")
             is_own = content.is_gradient and i.dtype == self.model.tensors[content.tensor].dtype
-            if i.wide and not (is_own and i.kind == "reduce_scatter"):
+            if i.wide and not (is_own and i.kind in ("reduce_scatter", "all_gather")):
                 raise Refusal(f"rounds {kind_of(content)} to {i.dtype} to move it.")
         check_bytes(i.bytes, sizes, i.dtype)
 

@@ -28,15 +28,20 @@ def reduce(communicator: Communicator, tensors: Tensors, group: Group, root: int
     return _views(work, [x.numel() for x in tensors])
 
 
-def all_gather(communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()) -> Handles:
-    """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there."""
-    sizes = sizes or [()] * len(tensors)
+def all_gather(
+    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = (), wire: str = ""
+) -> Handles:
+    """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there. `wire`: the dtype
+    in which they travel; each rank gets its own chunks rounded, too.
+    """
+    sizes, into = sizes or [()] * len(tensors), tensors[0].dtype
+    tensors = [x.to(getattr(torch, wire)) for x in tensors] if wire else tensors
     tensors = [padded(x, d, max(s)) if s else x for x, d, s in zip(tensors, dims, sizes, strict=True)]
     work = communicator.all_gather(torch.cat([x.reshape(-1) for x in tensors]), group, 0)
     rows = _then(work, lambda gathered: gathered.reshape(len(group), -1))
     pieces = _views(rows, [x.numel() for x in tensors])
     ways = ((x.shape, d, s) for x, d, s in zip(tensors, dims, sizes, strict=True))
-    return tuple(_then(piece, partial(_gathered, *way)) for piece, way in zip(pieces, ways, strict=True))
+    return tuple(_then(piece, partial(_gathered, *way, into)) for piece, way in zip(pieces, ways, strict=True))
 
 
 def reduce_scatter(
@@ -80,7 +85,7 @@ def _kept(shape: Sequence[int], dim: int, size: int, padded: Tensor) -> Tensor:
     return padded.reshape(shape).narrow(dim, 0, size)
 
 
-def _gathered(shape: Sequence[int], dim: int, sizes: Sequence[int], rows: Tensor) -> Tensor:
+def _gathered(shape: Sequence[int], dim: int, sizes: Sequence[int], into: torch.dtype, rows: Tensor) -> Tensor:
     """Return flattened tensors [count, elements] concatenated along `dim`, those of `sizes` without their padding."""
     chunks = rows.reshape(-1, *shape)
-    return trimmed(chunks, dim, sizes) if sizes else chunks.movedim(0, dim).flatten(dim, dim + 1)
+    return (trimmed(chunks, dim, sizes) if sizes else chunks.movedim(0, dim).flatten(dim, dim + 1)).to(into)

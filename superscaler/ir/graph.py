@@ -320,8 +320,8 @@ class Graph:
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
 
     def send_halves(self) -> None:
-        """Send gradients of weights in bf16 or fp16 in that dtype, where devices keep slices of their sums; they are
-        added in float32. A device's own sum over microbatches is rounded before.
+        """Send gradients of weights in bf16 or fp16 in that dtype; they are added in float32, in slices. A device's own
+        sum over microbatches is rounded before, and a sum that several devices keep once more, on its way to them.
         """
         self.sends_halves = True
         self.journal.append(Entry("send_halves", "", "", caller()))

@@ -16,7 +16,7 @@ from superscaler.materialize.rvd.route import Route, priced, route
 from superscaler.materialize.rvd.transitions import COLLECTIVES
 from superscaler.materialize.rvd.transitions import Step as PathStep
 from superscaler.materialize.steps import Collective, Context, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
-from superscaler.materialize.sums import by_server, finer, reduction
+from superscaler.materialize.sums import by_server, finer, in_halves, reduction
 from superscaler.schedule.transfers import Transfer
 
 # A preferred form may take this many times the seconds of the cheapest one.
@@ -77,6 +77,8 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     found, largest = match(transfer, context.fold), context.tensors[transfer.tensor].largest
     # The largest of parts can be all-reduced, but not summed in another way or along a path.
     if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
+        if not largest and (narrow := in_halves(transfer, found, context)):
+            return narrow
         nested = None if largest else by_server(transfer, found, context)
         forms = [form for form in (nested, _collective(transfer, found, context)) if form is not None]
         return cheapest(forms, context, width(context.dtype(transfer, trained=True)))

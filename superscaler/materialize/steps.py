@@ -22,7 +22,7 @@ class Context:
 
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
     fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed;
-    `sends_halves`: those of halves travel as such to slices of their sums.
+    `sends_halves`: those of halves travel as such to slices of their sums, and these to others that read them.
     `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: for updates, by
     home number and piece, the orders of communication that they are in. `paths`: a cache of searched paths.
     """
@@ -51,7 +51,7 @@ class Context:
 
     def wire(self, transfer: Transfer, kind: str, *, trained: bool = False) -> str:
         """Return the dtype in which the tensor of a transfer travels in a collective."""
-        is_narrow = self.sends_halves and kind == "reduce_scatter" and transfer.is_to_updates
+        is_narrow = self.sends_halves and kind in ("reduce_scatter", "all_gather") and transfer.is_to_updates
         tensor = self.tensors[transfer.tensor]
         return (tensor.trained if trained else tensor).dtype if is_narrow else self.dtype(transfer, trained=trained)
 

@@ -91,14 +91,27 @@ def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | N
     for device in found.group:
         rows.setdefault(device // per_server, []).append(device)
     first, *others = rows.values()
-    box = transfer.pieces[0].box
+    is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
+    return _in_slices(transfer, list(rows.values()), context) if found.kind == "all_reduce" and is_nested else None
+
+
+def in_halves(transfer: Transfer, found: Match, context: Context) -> Lowered | None:
+    """Return the sum of a gradient that travels in its own dtype and is added in float32: a reduce_scatter, and an
+    all_gather of the rounded sums. None for other transfers, and where no slot has a slice for each device.
+    """
+    is_narrow = context.wire(transfer, "reduce_scatter", trained=True) != context.dtype(transfer, trained=True)
+    return _in_slices(transfer, [list(found.group)], context) if found.kind == "all_reduce" and is_narrow else None
+
+
+def _in_slices(transfer: Transfer, rows: Sequence[Sequence[int]], context: Context) -> Lowered | None:
+    """Return a sum in slices inside each row of devices, then between the rows, gathered inside each row."""
+    box, first = transfer.pieces[0].box, rows[0]
     # The outermost slot, whose slices are contiguous in memory.
     slot = next((slot for slot, (lo, hi) in enumerate(box) if (hi - lo) % len(first) == 0), None)
-    is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
-    if found.kind != "all_reduce" or not is_nested or slot is None:
+    if slot is None:
         return None
-    own = {device: part for row in rows.values() for device, part in _cut(box, slot, row)}
-    how = [match_boxes(dict.fromkeys(row, box), {d: own[d] for d in row}) for row in rows.values()]
+    own = {device: part for row in rows for device, part in _cut(box, slot, row)}
+    how = [match_boxes(dict.fromkeys(row, box), {d: own[d] for d in row}) for row in rows]
     steps, held = _Steps(transfer, context), {slot.device: slot for slot in slots_of(transfer)}
     parts = dict.fromkeys(own[d] for d in held)
     made = {part: steps.item(part, {d: held[d] for d in held if own[d] == part}) for part in parts}

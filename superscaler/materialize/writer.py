@@ -91,7 +91,8 @@ class Writer:
         for step in some:
             if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
                 largest = self.context.tensors[transfer.tensor].largest
-                dtype, turn = self.context.dtype(transfer, trained=True), self.context.turn(transfer)
+                dtype = self.context.wire(transfer, step.how.kind, trained=True)
+                turn = self.context.turn(transfer)
                 self.buckets.add(self._entry(number, step), transfer, dtype, largest, turn, is_due)
             else:
                 self._write(number, step)

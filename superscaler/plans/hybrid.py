@@ -7,6 +7,7 @@ sequence      what tensor parallelism leaves whole is cut along the sequence, an
 recompute     none; selective: the products of attention; full: each layer, of which its input is kept
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
 vocabulary    embedding, head and loss are cut on the vocabulary where tp divides it
+halves        gradients of bf16 and fp16 weights travel over dp in that dtype, and are added in float32
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ def hybrid(
     recompute: str = "none",
     zero: int = 0,
     vocabulary: bool = True,
+    halves: bool = False,
 ) -> None:
     if recompute not in REGIONS:
         raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
     if zero not in (0, 1):
         raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
+    if halves:
+        graph.send_halves()
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
     if chunks == 1:
         pipeline.cut(graph, pp, "pp", microbatches=microbatches)

@@ -8,7 +8,8 @@ Megatron's tensor parallelism     8 b s h (P - 1)       four all_reduces; of a l
 Ulysses                           2 b s (h + k) (P - 1) / P   all_to_all of queries, keys, values and the result
 ring                              2 b s k (P - 1)       keys and values, from neighbour to neighbour
 
-And of weights, in bytes: gradients of Psi bf16 weights to their slices 4 Psi (P - 1), in halves 2 Psi (P - 1).
+And of weights, in bytes: gradients of Psi bf16 weights to their slices 4 Psi (P - 1), in halves 2 Psi (P - 1); to all
+8 Psi (P - 1), in halves 4 Psi (P - 1).
 
 Those of Ulysses are 4 b s h (P - 1) / P where h = k. A ring that keeps nothing sends keys and values again for the
 backward; their gradients go straight to the devices that made them: as many elements, but to others than neighbours.
@@ -23,17 +24,19 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Backward, Collective, Forward, Program, Send, links
 from superscaler.models import build
+from superscaler.runtime.step import Step
 from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
-from tests.ran import equal
+from tests.ran import Around, equal, on_ranks
 from tests.simulate.counted import counted
 from tests.sweeps import few, slow
 
@@ -196,6 +199,54 @@ def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_th
     """
     found = moved(program(f"{GPT},layers=4", 4, f"interlaced:{devices},microbatches=4", devices))
     assert sum(found.values()) == (devices - 1) * BATCH * TOKENS * (6 * HIDDEN + 6)
+
+
+@pytest.mark.parametrize("devices", [*slow(2), 4])
+def test_sums_of_halves_for_all_devices_travel_in_halves_both_ways(devices: int) -> None:
+    """Two numbers travel in float32: the count of labels, and the loss."""
+    built = build(f"{GPT},layers=1")
+    adam = torch.optim.AdamW(built.module.parameters())
+    graph = ss.capture(built.module, built.args, built.kwargs, adam, precision="bf16", check=False)
+    plan = ss.compile(graph, "data_parallel:halves=true", f"local:{devices}")
+    moved, psi = Counter[tuple[str, str, str]](), sum(prod(tensor.shape) for tensor in graph.model.parameters())
+    for i in (i for device in plan.compiled.program.devices for i in device.instructions if isinstance(i, Collective)):
+        moved[i.kind, i.dtype, i.wide] += i.bytes * links(i.kind, devices) // devices
+    each = 2 * psi * (devices - 1)
+    ways = {(kind, "bfloat16", "float32"): each for kind in ("reduce_scatter", "all_gather")}
+    assert moved == {**ways, ("all_reduce", "float32", ""): 8 * (devices - 1)}
+    assert plan.verify()["equal"]
+    assert memories(plan.compiled.program)[0].peak == pytest.approx(counted(plan, 0), rel=0.01)
+
+
+def test_each_addend_is_rounded_and_so_is_the_sum_of_all() -> None:
+    """Bit for bit: eager gradients of each device's rows, added in float32; those of float32 weights stay."""
+    torch.manual_seed(0)
+    layers = {"bias": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8)}
+    module, x = Around(lambda m, x: m.norm(m.bias(x)).square().mul(x[:, :1]).sum(), **layers), torch.randn(16, 6)
+    module.eval()
+    sgd = torch.optim.SGD(module.parameters(), lr=1.0)
+    graph = ss.capture(module, (x,), optimizer=sgd, precision="bf16", check=False)
+    plan = ss.compile(graph, "data_parallel:halves=true", "local:2")
+    plan.validate()
+    (batch,) = graph.captured.batch.values()
+    narrow = graph.captured.call.module
+    weights = dict(narrow.named_parameters())
+    made = [torch.autograd.grad(narrow(rows), list(weights.values())) for rows in batch.chunk(2)]
+
+    def copies(step: Step) -> dict[str, torch.Tensor]:
+        step(graph.captured.batch)
+        states = step.state.optimizer.state
+        return {name: states[w].get("copy", w.detach()).clone() for name, w in step.state.weights.items()}
+
+    exact = 0
+    for found in on_ranks(plan, copies):
+        for (name, weight), one, two in zip(weights.items(), *made, strict=True):
+            total = one.float() + two.float()
+            expected = weight.detach().float() - total.to(weight.dtype).float()
+            assert torch.equal(found[name.replace(".", "_")], expected), name
+            exact += torch.equal(expected, weight.detach().float() - total)
+    # The sums of float32 weights, of each rank.
+    assert exact == 2 * 2
 
 
 def test_gradients_of_halves_travel_in_halves_and_are_added_in_float32() -> None:
