@@ -108,3 +108,32 @@ def test_a_constant_that_repeats_is_viewed_over_dims_that_do_and_do_not(
 )
 def test_kinds_of_masks(mask: Tensor, kind: str) -> None:
     assert constants.kind_of_mask(mask) == kind
+
+
+def _attended(x: Tensor, later: int) -> Tensor:
+    at = torch.arange(len(x))
+    x = x[None, None]
+    return (
+        nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=at[None] <= at[:, None] + later).square().mean()
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "is_causal"),
+    [
+        (lambda x: _attended(x, 0), True),
+        (lambda x: _attended(x, 1), False),
+        (lambda x: (x * ~(torch.arange(6)[None] <= torch.arange(6)[:, None])).square().mean(), False),
+    ],
+)
+def test_a_large_causal_mask_is_recognized_or_stays_computed(
+    function: Callable[[Tensor], Tensor], is_causal: bool, evaluated: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "_LARGE", 1)
+    captured = capture(Function(function, 6), (torch.randn(6, 6),))
+    found = reference_step(captured, captured.batch, captured.values)
+    torch.testing.assert_close(found.loss, captured.call.module(*captured.batch.values()))
+    attentions = [op for op in captured.model.ops if "attention" in op.target]
+    assert all((True in (*op.args, *dict(op.kwargs).values())) == is_causal for op in attentions)
+    if is_causal or not attentions:
+        assert all(x.shape != (6, 6) for x in evaluated)

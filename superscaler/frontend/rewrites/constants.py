@@ -20,7 +20,11 @@ _FILLS: dict[str, int | None] = {
     **aten(0, "zeros new_zeros zeros_like"),
     **aten(None, "full new_full full_like"),
 }
-
+# Masks of so many elements are recognized, not computed.
+_LARGE = 1 << 24
+# Comparisons of positions, and whether those of the keys come first.
+_COMPARED: Mapping[str, bool] = {**aten(True, "le.Tensor"), **aten(False, "ge.Tensor")}
+_PASS_ON = aten(True, "__and__.Tensor bitwise_and.Tensor logical_and expand")
 
 _ATEN = torch.ops.aten
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -35,7 +39,10 @@ def fold(trace: Trace, device: torch.device) -> None:
     constants = _merge(trace, known)
     made: dict[Node, None] = {}
     for node in trace.calls():
-        if node in constants:
+        if node in constants and _is_causal(node):
+            node.meta["mask"] = "causal"
+        is_open = target_of(node) in _SHAPE_ONLY or all(_is_known(x) for x in reads(node))
+        if node in constants and "mask" not in node.meta and is_open:
             pairs = zip(outputs(node), _evaluate(node, device), strict=True)
             results = [trace.leaf(old.name, "constant", old.meta["val"], value) for old, value in pairs]
             sources = dict.fromkeys(reads(node))
@@ -50,6 +57,27 @@ def fold(trace: Trace, device: torch.device) -> None:
 
 def _is_known(node: Node) -> bool:
     return node.meta.get("value") is not None
+
+
+def _is_causal(node: Node) -> bool:
+    """Return whether a call makes a large mask that hides the future, without computing it: positions of keys are
+    compared with those of queries, the rest hides nothing.
+    """
+    shape, name, sources = shape_of(node) if "val" in node.meta else (), target_of(node), reads(node)
+    if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] ** 2 < _LARGE:
+        return False
+    if any("mask" in x.meta for x in sources):
+        others = [compact(x.meta["value"]) for x in sources if "mask" not in x.meta and _is_known(x)]
+        is_open = all(x.numel() == 1 and x.dtype == torch.bool and bool(x) for x in others)
+        return is_open and len(others) == len(sources) - 1 and name in _PASS_ON
+    if name not in _COMPARED or len(sources) != 2 or not all(map(_is_known, sources)):
+        return False
+    keys, queries = (compact(x.meta["value"]) for x in (sources if _COMPARED[name] else sources[::-1]))
+    if not keys.numel() == keys.shape[-1] == shape[-1] == queries.numel() == queries.shape[-2:][0]:
+        return False
+    k, q = keys.flatten(), queries.flatten()
+    is_sorted = all(bool((x[1:] >= x[:-1]).all()) for x in (k, q))
+    return is_sorted and bool((k <= q).all() and (k[1:] > q[:-1]).all())
 
 
 def _merge(trace: Trace, known: list[Node]) -> set[Node]:
@@ -224,12 +252,11 @@ def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given |= named
     mask: Any = given.get("attn_mask")
-    known = trace.constant(mask)
-    if known is not None and not given.get("is_causal"):
+    if isinstance(mask, Node) and not given.get("is_causal"):
         # Every layer reads the same constant: it is analyzed once.
-        if "mask" not in mask.meta:
+        if "mask" not in mask.meta and (known := trace.constant(mask)) is not None:
             mask.meta["mask"] = kind_of_mask(known)
-        if kind := mask.meta["mask"]:
+        if kind := mask.meta.get("mask"):
             given |= {"attn_mask": None, "is_causal": kind == "causal"}
             trace.rewrite(node, _ATEN.scaled_dot_product_attention.default, **given)
 
