@@ -21,7 +21,7 @@ from superscaler.ir.interpret import describe
 from superscaler.ir.program import Collective, Copy, Free, Instruction, Loss, Program, Recv, Send, Update, Wait
 from superscaler.ir.rendezvous import batches
 from superscaler.simulate.communication import Agenda, Communication
-from superscaler.simulate.ports import Floats, Ports, even, of_rows
+from superscaler.simulate.ports import Floats, Ports, between, earliest, even, is_later, latest, of_rows
 from superscaler.simulate.posts import Post, Run, path
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.timing import without_garbage_collection
@@ -107,12 +107,14 @@ class _Clock:
     # Work.
 
     def _work(self, run: Run) -> bool:
+        if run.worked == run.at:
+            return True
         given = self.work(run.cohort, run.at)
-        if run.worked == run.at or not (given if isinstance(given, float) else np.any(given)):
+        if not (given if isinstance(given, float) else np.any(given)):
             return True
         seconds = np.atleast_1d(np.asarray(given, dtype=np.float64))
         if self.slowdown > 1.0:
-            run.beside = [(t, side) for t, side in run.beside if (of_rows(t.end, side.group) > run.clock).any()]
+            run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
                 self._settle((run, seconds, run.clock))
                 return False
@@ -123,8 +125,8 @@ class _Clock:
         """End work that began, unless it lasts longer than was known before: the transfers until now are known."""
         run, seconds, expected = what
         end = self._slowed(run, seconds)
-        if end.max() > expected.max():
-            self.agenda.push(float(end.max()), self._settle, (run, seconds, end))
+        if latest(end) > latest(expected):
+            self.agenda.push(latest(end), self._settle, (run, seconds, end))
             return
         self._worked(run, end - run.clock)
         self.agenda.ready.append(run)
@@ -136,7 +138,7 @@ class _Clock:
     def _slowed(self, run: Run, seconds: Floats) -> Floats:
         """Return the end of work that is slower while any transfer of its device runs."""
         end, seen = run.clock + seconds, run.clock
-        for transfer, side in sorted(run.beside, key=lambda pair: float(pair[0].start.min())):
+        for transfer, side in sorted(run.beside, key=lambda pair: earliest(pair[0].start)):
             start = np.maximum(of_rows(transfer.start, side.group), seen)
             left = np.maximum(of_rows(transfer.end, side.group) - start, 0.0)
             both = np.minimum(left, np.maximum(end - start, 0.0) * self.slowdown)
@@ -151,8 +153,8 @@ class _Clock:
             post.is_awaited = True
             return False
         before, end = run.clock, np.maximum(run.clock, post.end)
-        if (end > before).any():
-            met = before if post.is_copy else np.clip(post.met, before, end)
+        if is_later(end, before):
+            met = before if post.is_copy else between(post.met, before, end)
             run.spend("bubble", met - before)
             run.spend("copies" if post.is_copy else "exposed", end - met)
             run.clock = even(end)
@@ -179,7 +181,7 @@ class _Clock:
     # The result.
 
     def _timetable(self) -> Timetable:
-        seconds = max(float(run.clock.max()) for run in self.runs)
+        seconds = max(latest(run.clock) for run in self.runs)
         for run in self.runs:
             run.spend("bubble", seconds - run.clock)
         kinds = ("compute", "optimizer", "launch", "exposed", "copies", "bubble")
@@ -187,7 +189,7 @@ class _Clock:
         for run in self.runs:
             for kind in kinds:
                 found[kind][run.cohort.devices] = run.seconds[kind]
-        last = max(self.runs, key=lambda run: float(run.clock.max()))
+        last = max(self.runs, key=lambda run: latest(run.clock))
         lanes = tuple(map(_lane, self.runs))
         return Timetable(
             seconds, lanes, **found, path=path(last, int(last.clock.argmax())), bytes=dict(self.communication.bytes)
@@ -198,7 +200,7 @@ def _lane(run: Run) -> Lane:
     stream, at, start, end, post = zip(*run.events, strict=True) if run.events else ((),) * 5
     waited = [-1 if p is None else p.at for p in post]
     streams, numbers, waits = (np.array(column, dtype=np.int64) for column in (stream, at, waited))
-    there = [s if p is None or p.is_copy else np.clip(p.met, s, e) for s, e, p in zip(start, end, post, strict=True)]
+    there = [s if p is None or p.is_copy else between(p.met, s, e) for s, e, p in zip(start, end, post, strict=True)]
     first, last, met = (_table(some, len(run.cohort)) for some in (start, end, there))
     return Lane(
         run.cohort.devices,

@@ -20,7 +20,7 @@ from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, Copy, Program, Recv, Role, Send, names
-from superscaler.simulate.ports import Floats, Ports, Transfer, even, of_rows
+from superscaler.simulate.ports import Floats, Ports, Transfer, earliest, even, latest, of_rows
 from superscaler.simulate.posts import Meeting, Post, Run, Side
 
 # The bytes of a loss, which is summed over all devices.
@@ -167,7 +167,7 @@ class Communication:
             transfer.start = np.maximum(transfer.start, side.latest(post.earliest))
             transfer.met = np.maximum(transfer.met, side.latest(met))
         transfer.start, transfer.met = even(transfer.start), even(transfer.met)
-        self.agenda.push(float(transfer.start.min()), self._begin, meeting)
+        self.agenda.push(earliest(transfer.start), self._begin, meeting)
 
     def _begin(self, meeting: Meeting) -> None:
         transfer = meeting.transfer
@@ -177,11 +177,11 @@ class Communication:
         for post, side in meeting.posts:
             if not post.is_copy:
                 post.run.runs_beside(transfer, side)
-        self.agenda.push(float(transfer.end.max()), self._end, meeting)
+        self.agenda.push(latest(transfer.end), self._end, meeting)
 
     def _end(self, meeting: Meeting) -> None:
         """End a transfer, unless others have slowed it since."""
-        end = float(meeting.transfer.end.max())
+        end = latest(meeting.transfer.end)
         if end > self.agenda.now:
             self.agenda.push(end, self._end, meeting)
             return

@@ -27,6 +27,26 @@ def even(times: Floats) -> Floats:
     return times[:1] if len(times) == 1 or times.min() == times.max() else times
 
 
+def earliest(times: Floats) -> float:
+    """Return the earliest of some times."""
+    return float(times[0] if len(times) == 1 else times.min())
+
+
+def latest(times: Floats) -> float:
+    """Return the latest of some times."""
+    return float(times[0] if len(times) == 1 else times.max())
+
+
+def is_later(times: Floats, others: Floats) -> bool:
+    """Return whether any time is later than the other one of its row."""
+    return bool(times[0] > others[0] if len(times) == len(others) == 1 else (times > others).any())
+
+
+def between(times: Floats, low: Floats, high: Floats) -> Floats:
+    """Return times that are at least `low`, and at most `high`. On few numbers, np.clip takes five times as long."""
+    return np.minimum(np.maximum(times, low), high)
+
+
 def of_rows(times: Floats, rows: Ints) -> Floats:
     """Return some rows of numbers, of which one stands for equal ones."""
     return times if len(times) == 1 else times[rows]

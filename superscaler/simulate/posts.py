@@ -11,7 +11,7 @@ import numpy as np
 from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Instruction, Value
-from superscaler.simulate.ports import Floats, Transfer, even, of_rows
+from superscaler.simulate.ports import Floats, Transfer, earliest, even, latest, of_rows
 from superscaler.simulate.timetable import COMPUTE, Link
 
 ZERO = np.zeros(1)
@@ -138,8 +138,8 @@ class Run:
 
     def runs_beside(self, transfer: Transfer, side: Side) -> None:
         """Note a transfer of these devices that begins; forget the transfers that ended before the current work."""
-        start = float(self.clock.min())
-        self.beside = [(t, s) for t, s in self.beside if float(t.end.max()) > start]
+        start = earliest(self.clock)
+        self.beside = [(t, s) for t, s in self.beside if latest(t.end) > start]
         self.beside.append((transfer, side))
 
     def spend(self, name: str, seconds: Floats) -> None:

@@ -140,13 +140,15 @@ class _Work:
     kind: DeviceKind
     share: float
     known: dict[int, list[Kernels]] = field(default_factory=dict)
+    costs: dict[int, list[float]] = field(default_factory=dict)
     priced: dict[tuple[int, float], float] = field(default_factory=dict)
 
     def seconds(self, cohort: Cohort, at: int) -> float:
         """Return the seconds of an instruction of a cohort."""
-        if cohort.number not in self.known:
-            self.known[cohort.number] = self.works.of(cohort.samples[0])
-        return self.price(self.known[cohort.number][at])
+        if cohort.number not in self.costs:
+            self.known[cohort.number] = known = self.works.of(cohort.samples[0])
+            self.costs[cohort.number] = list(map(self.price, known))
+        return self.costs[cohort.number][at]
 
     def price(self, kernels: Kernels, share: float | None = None) -> float:
         share = self.share if share is None else share
