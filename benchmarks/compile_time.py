@@ -2,11 +2,12 @@
 
     python benchmarks/compile_time.py [--only NAME,NAME] [--repeat 3]
 
-The model is Hugging Face's GPT-2 (hidden 1024, 32 heads, sequence 1024) on meta tensors: no weight is allocated.
-`export` is `torch.export.export` plus `run_decompositions`, torch's own time, and not part of `ours`, which is the
-capture's seconds plus the CPU seconds of everything else (one process, one thread; median of `--repeat`). nnScaler's
-column is its whole compile of a GPT of as many layers under its Megatron policy, measured once on 2 CPU cores; its
-tracing is in it. `validate` is the certificate of the whole program and the check for deadlocks, and is not in `ours`.
+The model is Hugging Face's GPT-2 (hidden 1024, 32 heads, sequence 1024, or 4096 for the ring) on meta tensors: no
+weight is allocated. `export` is `torch.export.export` plus `run_decompositions`, torch's own time, and not part of
+`ours`, which is the capture's seconds plus the CPU seconds of everything else (one process, one thread; median of
+`--repeat`). nnScaler's column is its whole compile of a GPT of as many layers under its Megatron policy, measured once
+on 2 CPU cores; its tracing is in it. `validate` is the certificate of the whole program and the check for deadlocks,
+and is not in `ours`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Case:
     vocabulary: bool = True
     limit: float | None = None
     nnscaler: float | None = None
+    product: str = ""
+    seq: int = 1024
 
     @property
     def devices(self) -> int:
@@ -40,8 +43,8 @@ class Case:
 
     @property
     def plan(self) -> str:
-        if not self.microbatches:
-            return "tensor_parallel"
+        if self.product or not self.microbatches:
+            return self.product or "tensor_parallel"
         own = f"dp={self.dp},tp={self.tp},pp={self.pp},microbatches={self.microbatches}"
         return f"hybrid:{own}{'' if self.vocabulary else ',vocabulary=false'}"
 
@@ -59,6 +62,9 @@ CASES = (
     Case("1024/all", 48, 16, 8, 8, 64, vocabulary=False),
     Case("1024/256", 48, 16, 8, 8, 256),
     Case("10240", 48, 160, 8, 8, 64),
+    Case("co_shard", 24, 8, 8, 8, 16, limit=10, product="co_shard:8,parts=4 x tensor_parallel:8 x pipeline_1f1b:8"),
+    Case("ring", 4, 16, 32, limit=10, product="data_parallel:16 x ring_attention:32", seq=4096),
+    Case("interlaced", 64, pp=64, microbatches=256, limit=30, product="interlaced:64,microbatches=256"),
 )
 GROWTH = (
     ("layers, 12 to 48 on 32 devices", "12x32", "48x32", 4),
@@ -82,13 +88,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     chosen = [case for case in CASES if case.name in options.only.split(",")]
-    print(f"{'case':8} {'layers':>6} {'dp x tp x pp':>13} {'micro':>5} {'parts':>11} {'export':>7}", end=" ")
+    print(f"{'case':10} {'layers':>6} {'dp x tp x pp':>13} {'micro':>5} {'parts':>11} {'export':>7}", end=" ")
     print(" ".join(f"{p:>11}" for p in PHASES), f"{'ours':>7} {'limit':>5} {'nnScaler':>8} {'validate':>8}", end="")
     print(f" {'programs':>8} {'bytes':>9} {'peak GB':>7}")
     ours: dict[str, float] = {}
     for case in chosen:
         batch = case.dp * max(case.microbatches, 1) * (1 if case.microbatches else 8)
-        sizes = f"layers={case.layers},hidden=1024,heads=32,seq=1024,vocab=51200,batch={batch}"
+        sizes = f"layers={case.layers},hidden=1024,heads=32,seq={case.seq},vocab=51200,batch={batch}"
         model = build(f"gpt2:{sizes},dropout=0,device=meta")
         graph = ss.capture(
             model.module, model.args, model.kwargs, optimizer=torch.optim.SGD(model.module.parameters(), lr=1e-2)
@@ -108,7 +114,7 @@ def main() -> None:
         checked = time.process_time() - start
         shape = f"{case.dp} x {case.tp} x {case.pp}"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{case.name:8} {case.layers:6} {shape:>13} {case.microbatches:5}", end=" ")
+        print(f"{case.name:10} {case.layers:6} {shape:>13} {case.microbatches:5}", end=" ")
         print(f"{plan.counts['parts']:11} {plan.seconds['export']:7.1f}", end=" ")
         print(" ".join(f"{phases[p]:11.2f}" for p in PHASES), f"{seconds:7.2f}", end=" ")
         print(f"{case.limit or '-':>5} {case.nnscaler or '-':>8} {checked:8.2f}", end=" ")
