@@ -25,7 +25,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 # The precision of a module as it is.
 FULL = "fp32"
 # Other names of options.
-_ALIASES = {"vocabulary": "vocab"}
+_ALIASES = {"vocabulary": "vocab", "intermediate": "mlp"}
 # Options of every named model, beside its own.
 _COMMON = {"seed": 0, "device": "cpu"}
 # Integers that may be 0. The others are sizes, at least 1.

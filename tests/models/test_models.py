@@ -131,11 +131,12 @@ def test_the_papers_sizes_on_meta(name: str, size: str) -> None:
 
 
 def test_keys_change_the_model() -> None:
-    built = build("llama:size=tiny,layers=3,hidden=48,heads=6,kv_heads=3,seq=8,batch=2,vocab=300")
+    built = build("llama:size=tiny,layers=3,hidden=48,heads=6,kv_heads=3,seq=8,batch=2,vocabulary=300,intermediate=160")
     state = built.module.state_dict()
     assert state["model.layers.2.self_attn.k_proj.weight"].shape == (24, 48)
     assert state["lm_head.weight"].shape == (300, 48)
     assert built.kwargs["input_ids"].shape == (2, 8)
+    assert state["model.layers.0.mlp.up_proj.weight"].shape == (160, 48)
     assert not any(k.startswith("model.layers.3") for k in state)
 
 
@@ -166,6 +167,7 @@ def test_dropout_is_the_familys_own_and_zero_for_tiny(spec: str, rate: float) ->
         ("gpt2:size=tiny,dropout=nan", "dropout is nan"),
         ("gpt2:size=tiny,heads=5", "hidden=64 cannot be shared by heads=5"),
         ("llama:size=tiny,kv_heads=3", "heads=4 cannot be shared by kv_heads=3"),
+        ("llama:size=tiny,mlp=8,intermediate=9", "mlp and intermediate are one key"),
         ("llama:size=tiny,hidden=12", "heads of 3 channels"),
         ("gpt2:size=tiny,seq=1", "a sequence of 2 or more"),
         ("gpt3:size=tiny,heads=7", "gpt3: hidden=48 cannot be shared by heads=7"),
