@@ -200,9 +200,12 @@ def _groups(rows: Sequence[Instruction], weights: Collection[str]) -> list[list[
             for value in order[n, name]:
                 reads.setdefault(value, []).append((n, name))
 
+    def may_share(v: Value) -> bool:
+        return v.is_handle or v in waited or (v.is_gradient and v.name in weights and v not in makers)
+
     def fate(v: Value) -> Any:
         """Return what is equal for the values of a list; None if a value is in none."""
-        if not (v.is_handle or v in waited or (v.is_gradient and v.name in weights and v not in makers)):
+        if not may_share(v):
             return None
         return tuple(reads[v]), ends.get(v), v.microbatch, makers.get(v)
 
@@ -219,6 +222,10 @@ def _groups(rows: Sequence[Instruction], weights: Collection[str]) -> list[list[
                 families = tuple(map(family, own))
                 for v in families:
                     found.setdefault(v, {families: None})[families] = None
+    # A value that shares no list keeps those of other microbatches out of theirs: they have one name.
+    for v in {**reads, **ends, **makers}:
+        if not may_share(v):
+            found.setdefault(family(v), {})[family(v),] = None
     # In all microbatches the same values share a list.
     every = {id(own): own for some in found.values() for own in some if len(some) == 1}
     return [list(own) for own in every.values() if all(len(found[v]) == 1 for v in own)]

@@ -56,6 +56,10 @@ class Spelling:
         """
         born, ends = dict[Value, float](), dict[Value, float]()
         for at, (i, *_) in enumerate(row for run in runs for row in run.rows):
+            # Weights at rest are read, and made by no row.
+            for v in map(self.lists.owner, names(i, Role.READ)):
+                if v.microbatch == NONE and not (v.is_gradient or v.is_handle):
+                    born.setdefault(v, -1)
             for v in map(self.lists.owner, (*names(i, Role.WRITE), *names(i, Role.SUM))):
                 born.setdefault(v, -1 if self.is_first(v) else at)
             for v in map(self.lists.owner, names(i, Role.END)):

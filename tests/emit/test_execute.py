@@ -36,6 +36,9 @@ PLANS = [
     (GPT, "swap:what=both,microbatches=2", 2),
     ("llama:size=tiny", "ring_attention", 4),
     ("mixtral:size=tiny", "expert_parallel:capacity=1.25", 4),
+    # Layers have weights of their own beside those in lists; values of one name end apart in microbatches.
+    (DEEP, "co_shard:parts=2", 2),
+    ("mixtral:size=tiny", "gradient_accumulation:microbatches=2", 2),
     # Their code has loops.
     (MLP, "pipeline_1f1b:microbatches=32", 2),
     (MLP, "interleaved:microbatches=64,chunks=2", 4),
@@ -177,7 +180,7 @@ class Execution:
 
 
 # The others reach no other branch of the code that is emitted.
-@pytest.mark.parametrize(("model", "plan", "devices"), few(PLANS, 0, 1, 2, 3, 4, 5, 6, 7, 10, 12, 14))
+@pytest.mark.parametrize(("model", "plan", "devices"), few(PLANS, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16))
 def test_instructions_and_their_code_give_the_same_bits(model: str, plan: str, devices: int) -> None:
     graph = graph_of(model)
     compiled = compile_graph(graph, resolve(plan), ss.Cluster.local(devices))
