@@ -91,7 +91,10 @@ class Values:
         """Add an arrived transfer to the sums that it belongs to."""
         for r, reader in enumerate(self.transfers[number].readers):
             owners = tuple(self.readers_of[reader.places[0]])
-            if len(owners) > 1 and (name := self._of((number, r))) is not None:
+            # Collectives of other groups may be in buckets that wait.
+            if len(owners) < 2 or not self.writer.is_started(number, r):
+                continue
+            if (name := self._of((number, r))) is not None:
                 so_far = self._so_far.get(owners)
                 self._so_far[owners] = name if so_far is None else self.code.add(reader.device, so_far, name)
                 self._read[number, r] = None

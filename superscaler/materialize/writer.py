@@ -155,6 +155,11 @@ class Writer:
         """Return whether any transfer has rounds left."""
         return bool(self._left)
 
+    def is_started(self, number: int, r: int) -> bool:
+        """Return whether all that a reader of a transfer gets is on its way, or there."""
+        keys = ((number, *slot[:2]) for slot in self.lowered(number).ends[r])
+        return all(key in self.names or key in self.works for key in keys)
+
     def read(self, number: int, r: int) -> Value | None:
         """Return the value that a reader of a transfer gets; None for a gradient that nobody makes."""
         transfer, reader, slots = (

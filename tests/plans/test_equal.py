@@ -56,6 +56,8 @@ ALWAYS: list[Row] = [
     (GPT, "gradient_accumulation", 2),
     (UNEVEN, "hybrid:tp=2,pp=2,microbatches=4,recompute=full", 4),
     (UNEVEN, "zero:1,stage=2,microbatches=4 x tensor_parallel:2", 2),
+    # Parts of one gradient are reduced in two groups, one after the other.
+    ("mlp", "zero:2,stage=2,microbatches=2 x tensor_parallel:4", 8),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
     (LLAMA, "recompute:2,what=attention x tensor_parallel:2", 4),
     (MBART, "chain_recompute:limit=4.5e6", 2),
