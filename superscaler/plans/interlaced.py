@@ -27,13 +27,13 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None,
     first, last = (at[0], at[-1] + 1) if at else (0, 0)
     if all(op.from_data for op in ops[:first]) or all(op.from_data for op in ops[last:]):
         raise InputError("interlaced needs an embedding, repeated blocks and a head; choose pipeline_1f1b.")
-    table = schedules.interlaced(n, microbatches)
     middle = stages(graph, n, ops=ops[first:last])
-    before, after = _read_by(graph, ops[:first], middle[0], splits), _made_by(ops[last:], middle[-1], splits)
+    before = _read_by(graph, ops[:first], middle[0], splits)
+    after = _made_by([op for op in ops[last:] if not op.from_data], middle[-1], splits)
     middle[0], middle[-1] = [*before, *middle[0]], [*middle[-1], *after]
     shared = [[op for op in some if op not in (*before, *after)] for some in (ops[:first], ops[last:])]
     parts = [shared[0], *middle, shared[1]]
-    place_table(graph, axis, compute_again(graph, table, parts, recompute), parts)
+    place_table(graph, axis, compute_again(graph, schedules.interlaced(n, microbatches), parts, recompute), parts)
     for op in (*ops[:first], *ops[last:]):
         for split in splits.get(op.name, ()):
             op_trans(graph, [op], split)
@@ -50,10 +50,11 @@ def _read_by(graph: Graph, ops: Sequence[Op], stage: Sequence[Op], splits: Colle
 
 
 def _made_by(ops: Sequence[Op], stage: Sequence[Op], splits: Collection[str]) -> list[Op]:
-    """Return, beside cut ops, those that are not cut and that read what a stage makes: it alone needs the gradient."""
-    made, found = {o.tensor for op in stage for o in op.outputs}, list[Op]()
+    """Return, beside cut ops, uncut ones of a stage alone: they read its values and nothing made on all devices."""
+    made, shared, found = {o.tensor for op in stage for o in op.outputs}, set[str](), list[Op]()
     for op in ops if any(op.name in splits for op in ops) else ():
-        if op.name not in splits and any(o.tensor in made for o in op.inputs):
+        inputs = {o.tensor for o in op.inputs}
+        if is_alone := op.name not in splits and inputs & made and not inputs & shared:
             found.append(op)
-            made.update(o.tensor for o in op.outputs)
+        (made if is_alone else shared).update(o.tensor for o in op.outputs)
     return found

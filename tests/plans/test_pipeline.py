@@ -220,6 +220,19 @@ def test_embedding_and_head_are_interlaced() -> None:
     assert "0F0 1F0" in summary(plan.compiled)
 
 
+def test_a_sum_of_a_head_that_is_cut_and_one_that_is_not_is_interlaced() -> None:
+    def losses(m: Any, ids: Tensor) -> Tensor:
+        x = m.words(ids)
+        for block in m.blocks:
+            x = x + block(x).relu()
+        return m.odd(x).square().mean() + F.cross_entropy(m.head(x).flatten(0, 1), ids.flatten())
+
+    layers = {"words": nn.Embedding(12, 8), "head": nn.Linear(8, 12), "odd": nn.Linear(8, 3)}
+    blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    ids = torch.arange(32).reshape(4, 8) % 12
+    equal(captured(lambda: (Around(losses, **layers, blocks=blocks), ids)), "interlaced:microbatches=2")
+
+
 def test_two_versions_of_weights_equal_their_recurrence() -> None:
     assert equal(graph_of(GPT, "SGD"), "pipedream_2bw:microbatches=4").found["stale"] == [1]
 
