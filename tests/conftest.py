@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["QUICK_PYTHON"] = str(quick_python(Path(folder.name)))
     else:
         os.environ.pop("QUICK_PYTHON", None)
+
+
+# Ends of names of tests. torch 2.11 exports no quantile, cuts no LSTM by its batch, and has no tag on leaky_relu, so that
+# it is not cut; it does not name the devices that a line mixes.
+NOT_WITH_2_11 = (
+    "[windows-unknown4]", "test_plans.py::test_a_plan_along_the_dim_is_equal[lstm]", "test_every_rule_has_a_sample",
+    "test_rule[aten.leaky_relu.default]", "[y = y + torch.ones(4, device='meta')]",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if version("torch").startswith("2.11."):
+        for item in items:
+            if item.nodeid.endswith(NOT_WITH_2_11):
+                item.add_marker(pytest.mark.skip(reason="torch 2.11"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -101,6 +101,9 @@ def counted(plan: Plan, rank: int, clip: float | None = None) -> int:
     compiled = plan.compiled
     captured = compiled.graph.captured
     values = initial_values(compiled.graph.model, captured.values)
+    if dist.is_initialized():
+        # A step on one device joins a group of its own.
+        dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=compiled.program.world, store=FakeStore())
     try:
         step = build_step(describe(compiled), modules(compiled.emitted.files), values, _Communicator())
