@@ -45,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("QUICK_PYTHON", None)
 
 
-# Ends of names of tests. torch 2.11 exports no quantile, cuts no LSTM by its batch, and does not tag leaky_relu, which is
-# then not cut; it does not name the devices that a line mixes.
+# Ends of names. torch 2.11 exports no quantile, cuts no LSTM by its batch, and does not tag leaky_relu, so that
+# it is not cut; it does not name the devices that a line mixes.
 NOT_WITH_2_11 = (
     "[windows-unknown4]", "test_plans.py::test_a_plan_along_the_dim_is_equal[lstm]", "test_every_rule_has_a_sample",
     "test_rule[aten.leaky_relu.default]", "[y = y + torch.ones(4, device='meta')]",
