@@ -11,8 +11,8 @@ import numpy as np
 from superscaler.emit.lines import WIDTH, wrapped
 from superscaler.emit.lists import Lists, Waits, family, modules_of, named_weights, paths_of
 from superscaler.emit.loops import Section, runs_of
-from superscaler.emit.names import LAYER, Spelling
-from superscaler.emit.repeats import Layers, Repeat, line, repeats_of
+from superscaler.emit.names import Spelling
+from superscaler.emit.repeats import LAYER, Layers, Repeat, line, repeats_of, span
 from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
 from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
@@ -256,8 +256,7 @@ class _Writer(Statements):
         for at in range(repeat.length):
             ends = [run.rows[n][0] for n in (repeat.start + at, repeat.times(at)[-1])]
             known = [self._forward_of(i) for i in ends if isinstance(i, p.Forward | p.Backward)]
-            words = [self._function(i).module.split(".") for i in known if i is not None]
-            if len(words) == len(ends) and words[0] != words[1] and "" not in (words[0][0], words[1][0]):
-                cut = next((n for n, (a, b) in enumerate(zip(*words, strict=False)) if a != b), 0) + 1
-                yield f"# {'.'.join(words[0][:cut])} .. {'.'.join(words[1][:cut])}"
+            modules = [self._function(i).module for i in known if i is not None]
+            if len(modules) == len(ends) and all(modules) and (text := span(*modules)):
+                yield f"# {text}"
                 return

@@ -11,12 +11,12 @@ from math import inf
 
 from superscaler.emit.lists import Instruction, Item, Lists, Run, family, names
 from superscaler.emit.loops import Section
-from superscaler.emit.repeats import Repeat
+from superscaler.emit.repeats import LAYER, Repeat, sum_of
 from superscaler.ir.codes import NONE
 from superscaler.ir.program import ONE, Role, Task, Value
 
-# The variables of loops: the first microbatch of a body, and the number of a layer.
-TURN, LAYER = "m", "l"
+# The variable of loops over microbatches: the first one of a body.
+TURN = "m"
 _NO_LOOP = Repeat(0, 0, 0, 0)
 # The row that makes a value, and the last row before it ends.
 Life = tuple[float, float]
@@ -73,7 +73,7 @@ class Spelling:
         for value, life in self._lives.items():
             if family(value) in self.layers:
                 lives.setdefault((self._base(value), value.microbatch), []).append(life)
-        return self._kept | {of for (of, _), some in lives.items() if not _is_apart(some)}
+        return self._kept | {of for (of, _), some in lives.items() if not is_apart(some)}
 
     def _find_shared(self, runs: Sequence[Section]) -> dict[str, str]:
         """Return the names that are written by another one: that of a value that ends where theirs is made, and which
@@ -101,7 +101,7 @@ class Spelling:
                         a, b = groups[name], groups[other]
                         if a is b or not (_is_alike(value, ended) if is_close else self._is_layered(value, ended)):
                             continue
-                        if _is_apart([life for n in (*a, *b) for life in lives[n]]):
+                        if is_apart([life for n in (*a, *b) for life in lives[n]]):
                             both = [*b, *a]
                             groups |= dict.fromkeys(both, both)
         order = {n: (plain[n].is_handle, plain[n].number, n[-1] == "_", some[0], n) for n, some in lives.items()}
@@ -131,9 +131,7 @@ class Spelling:
     def enter_layers(self, repeat: Repeat) -> str:
         """Enter the body of a loop over layers; return its head."""
         self._repeat = repeat
-        low, high = sorted((repeat.first, repeat.last))
-        layers = f"range({f'{low}, ' * (low != 0)}{high + 1})"
-        return f"for {LAYER} in {layers if repeat.step > 0 else f'reversed({layers})'}:"
+        return repeat.head
 
     @property
     def direction(self) -> int:
@@ -159,12 +157,7 @@ class Spelling:
         period = 1 if step % self._period == 0 else self._period
         factor = step * period // self._period
         turn = f"({TURN} // {period})" if period > 1 else TURN
-        return _sum([(factor, turn), *others], start - self._first // period * factor)
-
-    def _in_layer(self, start: int, step: int) -> str:
-        """Return the source of a number that is `start` in the first layer of a loop and grows by `step`."""
-        factor = step * self._repeat.step
-        return _sum([(factor, LAYER)], start - factor * self._repeat.first)
+        return sum_of([(factor, turn), *others], start - self._first // period * factor)
 
     def entry(self, start: int, layers: int, is_turning: bool) -> str:
         """Return the source of the number of an entry of a table: from `start` on there is one for each of `layers`, by
@@ -173,11 +166,11 @@ class Spelling:
         if layers > 1:
             start -= min(self._repeat.first, self._repeat.first + self._repeat.step * (layers - 1))
         by_layer = (int(layers > 1), LAYER)
-        return self._turns(start, layers, by_layer) if is_turning else _sum([by_layer], start)
+        return self._turns(start, layers, by_layer) if is_turning else sum_of([by_layer], start)
 
     def task(self, task: Task, later: Task) -> str:
         by_layer = self._repeat.moves.get(task, 0)
-        segment = f"{{{self._in_layer(task.segment, by_layer)}}}" if by_layer else str(task.segment)
+        segment = f"{{{self._repeat.number(task.segment, by_layer)}}}" if by_layer else str(task.segment)
         turn = f"{{{self._turns(task.microbatch, self._period)}}}" if later != task else str(task.microbatch)
         is_moving = by_layer or later != task
         return f'{"f" * bool(is_moving)}"s{segment}{task.spelled(turn).removeprefix(f"s{task.segment}")}"'
@@ -196,7 +189,7 @@ class Spelling:
             of, layer = self.layers[family(value)]
             of = of._replace(microbatch=value.microbatch)
             if base in self._keyed:
-                keys.append(self._in_layer(layer, self._repeat.moves.get(value, 0)))
+                keys.append(self._repeat.number(layer, self._repeat.moves.get(value, 0)))
         return of.spelled("") if value.microbatch != NONE and (is_moving or is_kept) else str(of), keys
 
     def variable(self, value: Value, is_popped: bool = False) -> str:
@@ -210,7 +203,7 @@ class Spelling:
 
     def place(self, run: Run, after: int = 0) -> str:
         """Return the source of the place of a run in its list, or of a place behind that."""
-        return self._in_layer(run.start + after, self._repeat.moves.get(run, 0))
+        return self._repeat.number(run.start + after, self._repeat.moves.get(run, 0))
 
     def is_whole(self, run: Run) -> bool:
         return run.size == self.lists.size[family(run.of)]
@@ -271,18 +264,6 @@ def _stem(value: Value) -> str:
     return re.sub(r"[_\d]+$", "", value.name)
 
 
-def _is_apart(lives: Iterable[Life]) -> bool:
+def is_apart(lives: Iterable[Life]) -> bool:
     """Return whether no two lives overlap; one may start in the row in which another ends."""
     return all(end <= start for (_, end), (start, _) in pairwise(sorted(lives)))
-
-
-def _sum(terms: Iterable[tuple[int, str]], number: int) -> str:
-    """Return the source of a sum of products and a number."""
-    text = ""
-    for factor, name in terms:
-        if factor:
-            product = name if abs(factor) == 1 else f"{abs(factor)} * {name}"
-            text += (f" {'-' if factor < 0 else '+'} " if text else "-" * (factor < 0)) + product
-    if text.startswith("-") and number > 0:
-        return f"{number} - {text[1:]}"
-    return f"{text} {'-' if number < 0 else '+'} {abs(number)}" if text and number else text or str(number)

@@ -1,6 +1,6 @@
 """Loops over layers: where the instructions of a device repeat, with other values in the same places."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +11,8 @@ from superscaler.ir import program as p
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import ONE, ROLES, VALUES, Task, Value
 
+# The variable of loops over layers.
+LAYER = "l"
 # A part of an instruction that may differ between layers: a value, a run of a list, a task.
 Slot = Value | Run | Task
 
@@ -49,6 +51,18 @@ class Repeat:
         """Return the number of the layer of the last repetition."""
         return self.first + self.step * (self.count - (not self.tail))
 
+    @property
+    def head(self) -> str:
+        """Return the head of the loop."""
+        low, high = sorted((self.first, self.last))
+        layers = f"range({f'{low}, ' * (low != 0)}{high + 1})"
+        return f"for {LAYER} in {layers if self.step > 0 else f'reversed({layers})'}:"
+
+    def number(self, start: int, step: int) -> str:
+        """Return the source of a number that is `start` in the first repetition and grows by `step`."""
+        factor = step * self.step
+        return sum_of([(factor, LAYER)], start - factor * self.first)
+
     def times(self, at: int) -> range:
         """Return the positions of the instructions in the place of instruction `at` of the body."""
         return range(self.start + at, self.end, self.length)
@@ -74,9 +88,11 @@ def line(i: Instruction, lists: Lists, place: Hashable) -> Line:
     return Line(type(i), (type(i).__name__, *form), tuple(slots))
 
 
-def repeats_of(lines: Sequence[Line], works: Sequence[int], is_cut: Callable[[int], bool]) -> list[Repeat]:
-    """Return where lines repeat, in order. `works`: the positions of segments, of which a body has one at least.
-    `is_cut`: whether a body may start or end at a position.
+def repeats_of(
+    lines: Sequence[Line], works: Sequence[int], is_cut: Callable[[int], bool], start: int = 0, stop: int | None = None
+) -> list[Repeat]:
+    """Return where lines repeat in a range, in order. `works`: the positions of segments, of which a body has one at
+    least. `is_cut`: whether a body may start or end at a position.
     """
     known: dict[Hashable, int] = {}
     form = np.array([known.setdefault(one.form, len(known)) for one in lines], dtype=np.int64)
@@ -97,7 +113,7 @@ def repeats_of(lines: Sequence[Line], works: Sequence[int], is_cut: Callable[[in
             yield best
             yield from found(best.end, high)
 
-    return list(found(0, len(lines)))
+    return list(found(start, len(lines) if stop is None else stop))
 
 
 def _runs(form: Ints, lines: Sequence[Line], low: int, high: int, lag: int) -> Iterator[tuple[int, int, int]]:
@@ -213,3 +229,26 @@ def _name(own: Sequence[Value], taken: set[str]) -> Value:
     return free_name(
         own[0]._replace(name=shared if shared.isidentifier() else own[0].name, microbatch=-1, number=1), taken
     )
+
+
+def sum_of(terms: Iterable[tuple[int, str]], number: int) -> str:
+    """Return the source of a sum of products and a number."""
+    text = ""
+    for factor, name in terms:
+        if factor:
+            product = name if abs(factor) == 1 else f"{abs(factor)} * {name}"
+            text += (f" {'-' if factor < 0 else '+'} " if text else "-" * (factor < 0)) + product
+    if text.startswith("-") and number > 0:
+        return f"{number} - {text[1:]}"
+    return f"{text} {'-' if number < 0 else '+'} {abs(number)}" if text and number else text or str(number)
+
+
+def span(first: str, last: str) -> str:
+    """Return the first and the last of the modules of a loop, up to the word in which they differ; '' without one.
+
+    >>> span("h.0.attn", "h.11.attn")
+    'h.0 .. h.11'
+    """
+    words = first.split("."), last.split(".")
+    cut = next((n for n, (a, b) in enumerate(zip(*words, strict=False)) if a != b), None)
+    return "" if cut is None else " .. ".join(".".join(some[: cut + 1]) for some in words)

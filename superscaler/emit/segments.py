@@ -3,14 +3,18 @@
 import keyword
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from superscaler.emit.lines import deleted, wrapped
+from superscaler.emit.blocks import Blocks, Row, parameter, starred
+from superscaler.emit.lines import WIDTH, deleted, wrapped
+from superscaler.emit.lists import Run
+from superscaler.emit.repeats import LAYER, Repeat, span
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand, draw_number, first
 from superscaler.ir.model_text import unique
-from superscaler.ir.program import Function, Program
+from superscaler.ir.program import Function, Program, Value
 from superscaler.ops.call import Local, ranges
 from superscaler.ops.table import RANDOM, biased_products, parts_of, row_of, unfused
 
@@ -21,6 +25,10 @@ import torch.nn.functional as F
 
 from superscaler.runtime import functional
 '''
+
+# More ranges of inputs are written by block.
+MOST_RANGES = 2
+_DRAWS, _PARTS = Value("random"), Value("parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,46 +88,106 @@ class _Writer:
         self.function = function
         self.draws = self.parts = 0
         self.taken = {"torch", "F", "functional", "random", "parts", "float"}
-        self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
         self.products = biased_products(function.ops, function.outputs, self.tensors)
         self.ops = unfused(function.ops, self.products)
-        self.parameters = [unique(self._short(tensor), self.taken) for tensor in function.inputs]
+        self.inputs = [parameter(n) for n in range(len(function.inputs))]
+        constant = {*range(len(self.inputs))}.difference(function.grads)
+        # The numbers of the inputs with a property that the executor asks for.
+        self.flags = {"constant": constant, "wide": {*function.wide}, "again": {*function.again}}
+        results = [_value(tensor) for tensor in function.outputs]
+        self.blocks = Blocks(list(map(self._row, self.ops)), self.inputs, results, self._ends())
+        if self.blocks.repeats:
+            self.taken |= {"inputs", "weights", LAYER, "range", "reversed"}
+        # The inputs from the first one on of which each block has its own are a list.
+        self.listed = min((n for n, v in enumerate(self.inputs) if v in self.blocks.own), default=len(self.inputs))
+        is_weight = all(
+            self.tensors[tensor].kind in ("parameter", "buffer") for tensor in function.inputs[self.listed :]
+        )
+        self.list = "weights" if is_weight else "inputs"
+        self.names: dict[Hashable, str] = {}
+        self.parameters = [self._named(v) for v in self.inputs if v not in self.blocks.own]
+        self.repeat: Repeat | None = None
 
     def write(self) -> str:
         """Return the source of the function from its parameters on, without its name."""
-        parameters = self.parameters
-        lines: list[str] = []
-        module, dying = None, self._dying()
-        for op in self.ops:
-            where = re.sub(r"\b\d+\b", "*", op.module)
+        lines, at = [*self._lists()], 0
+        module = None
+        while at < len(self.blocks.rows):
+            if self.repeat is None and (repeat := self.blocks.repeats.get(at)) is not None:
+                lines += self._enter(repeat)
+                module, self.repeat = None, repeat
+            row, indent = self.blocks.rows[at], "    " * (1 if self.repeat is None else 2)
+            where = starred(row.op.module)
             if where != module and where:
-                lines.append(f"    # {where}")
+                lines.append(f"{indent}# {where}")
             module = where
-            lines.append("    " + self._line(op, parameters))
-            if op.name in dying:
-                lines.append(f"    {deleted([self.value[tensor] for tensor in dying[op.name]])}")
-        results = ", ".join(self.value[o] for o in self.function.outputs)
+            lines.append(indent + self._line(row))
+            lines += [f"{indent}{deleted(names)}"] if (names := self._deleted(at)) else []
+            at += 1
+            if self.repeat is not None and at == self.repeat.start + self.repeat.length:
+                at, module, ended = self.repeat.end, None, self.blocks.after.get(self.repeat.start, ())
+                self.repeat = None
+                lines += [f"    {deleted(list(map(self._name, ended)))}"] if ended and at < len(self.ops) else []
+        results = ", ".join(self._name(_value(tensor)) for tensor in self.function.outputs)
         lines.append(f"    return ({results},)" if self.function.outputs else "    return ()")
+        given = [self._name(v) for v in self.inputs[: self.listed]] + [f"*{self.list}"] * bool(self.blocks.own)
         extra = ["random"] * bool(self.draws) + ["parts"] * bool(self.parts)
-        return f"({', '.join(parameters + extra)}):\n" + "\n".join(lines) + "\n"
+        return f"({', '.join(given + extra)}):\n" + "\n".join(lines) + "\n"
+
+    def _lists(self) -> Iterator[str]:
+        """Yield the lines before the first op: values that are kept by block, and inputs between those of blocks."""
+        kept = (self._named(v) for row in self.blocks.rows for v in row.made if self.blocks.is_kept(v))
+        yield from (f"    {name} = {{}}" for name in dict.fromkeys(name.partition("[")[0] for name in kept))
+        numbers = [n for n in range(self.listed, len(self.inputs)) if self.inputs[n] not in self.blocks.own]
+        for run in _runs(numbers):
+            names = _tuple(self._name(self.inputs[n]) for n in run)
+            yield f"    {names} = {self._part(str(run[0] - self.listed), str(run[-1] + 1 - self.listed), len(run))}"
+
+    def _enter(self, repeat: Repeat) -> Iterator[str]:
+        """Yield the first lines of a loop over blocks."""
+        first, last = (self.blocks.rows[n].op.module for n in (repeat.start, repeat.end - repeat.length))
+        if text := span(first, last):
+            yield f"    # {text}"
+        yield f"    {repeat.head}"
+        inputs = self.blocks.inputs(repeat)
+        for step, some in groupby(inputs, lambda pair: pair[1]):
+            for run in _runs([n for n, _ in some]):
+                names = _tuple(self._named(self.inputs[n]) for n in run)
+                start, stop = (repeat.number(n - self.listed, step) for n in (run[0], run[-1] + 1))
+                yield f"        {names} = {self._part(start, stop, len(run))}"
+
+    def _part(self, start: str, stop: str, size: int) -> str:
+        """Return the source of inputs in the list of those of blocks."""
+        if size == 1:
+            return f"{self.list}[{start}]"
+        return f"{self.list}[{start}{':' if start.isdigit() else ' : '}{stop}]"
 
     def decorator(self) -> str:
         """Return the line before the source that says which gradients a forward needs; '' if it needs all."""
         function = self.function
-        constant = {*range(len(self.parameters))}.difference(function.grads)
-        numbers = {"constant": sorted(constant), "wide": function.wide, "again": function.again}
-        given = [f"{name}={tuple(self.parameters[n] for n in some)}" for name, some in numbers.items() if some]
+        given = [f"{name}={self._numbers(some)}" for name, some in self.flags.items() if some]
         given += [f"saved={function.saved}"] if function.saved != tuple(range(len(function.outputs))) else []
         return f"@functional.segment({', '.join(given)})\n" if given else ""
 
-    def _dying(self) -> dict[str, list[str]]:
-        """Return, for each op, the values that nothing reads after it. A value and its views share memory, and die
-        together.
+    def _numbers(self, some: Collection[int]) -> str:
+        """Return the source of inputs: their names, and the numbers of those in the list of blocks."""
+        names = [self._name(self.inputs[n]) for n in sorted(some) if n < self.listed]
+        left = {n for n in some if n >= self.listed}
+        ranges = list(_runs(left))
+        if len(ranges) > MOST_RANGES:
+            pairs = ((one.count, *pair) for one in self.blocks.repeats.values() for pair in self.blocks.inputs(one))
+            ranges = [range(n, n + step * count, step) for count, n, step in pairs if n in left]
+            ranges += _runs(left.difference(*ranges))
+        return repr((*names, *ranges))
+
+    def _ends(self) -> dict[Value, int]:
+        """Return, for each value, the row of the last op that reads it. A value and its views share memory, and end
+        together. What the last op reads ends with the function.
         """
         shared: dict[str, list[str]] = {}
-        last: dict[int, str] = {}
-        for op in self.ops:
+        last: dict[int, int] = {}
+        for n, op in enumerate(self.ops):
             product = self.products.get(op.name)
             read = [o.tensor for o in (*(product.inputs if product else ()), *op.inputs)]
             outputs = [o.tensor for o in op.outputs]
@@ -128,36 +196,67 @@ class _Writer:
             elif read[0] in shared:
                 shared[read[0]] += outputs
                 shared |= dict.fromkeys(outputs, shared[read[0]])
-            last |= {id(shared[tensor]): op.name for tensor in (*read, *outputs) if tensor in shared}
+            last |= {id(shared[tensor]): n for tensor in (*read, *outputs) if tensor in shared}
         kept = {id(shared[tensor]) for tensor in self.function.outputs if tensor in shared}
-        found: dict[str, list[str]] = {}
-        for group in {id(group): group for group in shared.values() if id(group) not in kept}.values():
-            if last[id(group)] != self.ops[-1].name:
-                found.setdefault(last[id(group)], []).extend(group)
-        return found
+        groups = [group for key, group in {id(group): group for group in shared.values()}.items() if key not in kept]
+        return {_value(t): last[id(group)] for group in groups for t in group if last[id(group)] < len(self.ops) - 1}
 
-    def _line(self, op: Op, parameters: list[str]) -> str:
-        if (product := self.products.get(op.name)) is not None:
-            inputs = [(product, 0), (product, 1), (op, 1)]
-            names = [self._name(reader, k, parameters) for reader, k in inputs]
+    def _row(self, op: Op) -> Row:
+        product, slots = self.products.get(op.name), list[Value | Run]()
+        readers = [(product, 0), (product, 1), (op, 1)] if product else [(op, k) for k in range(len(op.inputs))]
+
+        def held(slot: Value | Run) -> str:
+            slots.append(slot)
+            return f"slot{len(slots) - 1}_"
+
+        names = [held(self._read(reader, k)) for reader, k in readers]
+        if product:
             source = row_of(product.target).biased.format(*names)
         else:
-            names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
-            random = f"random({self.draws})" if op.target in RANDOM else ""
+            random = f"random({held(Run(_DRAWS, self.draws, 1))})" if op.target in RANDOM else ""
             shapes = [self._local(op, o) for o in op.inputs]
             results, box = [self._local(op, o) for o in op.outputs], self.boxes[op.name]
             self.draws += bool(random)
-            parts = {key: f"parts[{n}]" for n, key in enumerate(parts_of(op, box, self.tensors), self.parts)}
+            placed = enumerate(parts_of(op, box, self.tensors), self.parts)
+            parts = {key: f"parts[{held(Run(_PARTS, n, 1))}]" for n, key in placed}
             self.parts += len(parts)
             local = Local(op, box, names, shapes, results, self.tensors, random, parts)
             source = row_of(op.target).text(local)
-        for output in op.outputs:
-            self.value[output.tensor] = unique(self._short(output.tensor), self.taken)
-        return f"{', '.join(self.value[o.tensor] for o in op.outputs)} = {source}"
+        numbers = [number for r, k in readers if (number := self.function.input_of.get((r.name, k))) is not None]
+        made = tuple(_value(o.tensor) for o in op.outputs)
+        return Row(op, source, tuple(slots), made, tuple(n in some for n in numbers for some in self.flags.values()))
 
-    def _name(self, op: Op, k: int, parameters: list[str]) -> str:
+    def _read(self, op: Op, k: int) -> Value:
         number = self.function.input_of.get((op.name, k))
-        return self.value[op.inputs[k].tensor] if number is None else parameters[number]
+        return _value(op.inputs[k].tensor) if number is None else self.inputs[number]
+
+    def _line(self, row: Row) -> str:
+        names = [self._name(x) if isinstance(x, Value) else self._number(x) for x in row.slots]
+        source = re.sub(r"\bslot(\d+)_", lambda found: names[int(found[1])], row.text)
+        return f"{', '.join(map(self._named, row.made))} = {source}"
+
+    def _deleted(self, at: int) -> list[str]:
+        """Return the names that end after a row, in a loop those of its first repetition."""
+        if self.repeat is None:
+            return list(map(self._name, self.blocks.deleted.get(at, ())))
+        ended = self.blocks.deleted.get(at + self.repeat.length, ())
+        return [self._name(self.blocks.at(self.repeat, v, 0)) for v in ended]
+
+    def _number(self, run: Run) -> str:
+        return str(run.start) if self.repeat is None else self.repeat.number(run.start, self.repeat.moves.get(run, 0))
+
+    def _name(self, value: Value) -> str:
+        """Return the source of a value with a name."""
+        name = self.names[self.blocks.place(value)[0]]
+        return f"{name}[{self.blocks.number(value, self.repeat)}]" if self.blocks.is_kept(value) else name
+
+    def _named(self, value: Value) -> str:
+        """Return the source of a value that gets a name, if its place has none."""
+        place = self.blocks.place(value)[0]
+        if place not in self.names:
+            tensor = self.function.inputs[int(value.name[1:])] if value in self.inputs else value.name
+            self.names[place] = unique(self._short(tensor), self.taken)
+        return self._name(value)
 
     def _short(self, tensor: str) -> str:
         """Return a name that is equal in all layers: without numbers of blocks and of repeated ops."""
@@ -170,3 +269,20 @@ class _Writer:
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
         tensor = self.tensors[operand.tensor]
         return tensor.local_shape(extents(ranges(operand, tensor, self.boxes[op.name])))
+
+
+def _value(tensor: str) -> Value:
+    return Value(tensor, microbatch=0)
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[range]:
+    """Yield the ranges of numbers one after the other."""
+    for _, some in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [n for _, n in some]
+        yield range(run[0], run[-1] + 1)
+
+
+def _tuple(names: Iterable[str]) -> str:
+    """Return the source of targets; brackets let a long one be broken."""
+    text = ", ".join(names)
+    return f"({text})" if len(text) > WIDTH // 2 else text

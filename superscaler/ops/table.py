@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Op, PTensor
+from superscaler.ir.program import Function
 from superscaler.ops import elementwise, layers, lookups, products, reductions, shapes
 from superscaler.ops.call import ranges_of
 from superscaler.ops.row import Row
@@ -71,3 +72,8 @@ def unfused(ops: Iterable[Op], products: Mapping[str, Op]) -> list[Op]:
     """Return the ops of a segment that have a line of their own: all but fused products."""
     fused = {product.name for product in products.values()}
     return [op for op in ops if op.name not in fused]
+
+
+def ops_of_lines(function: Function, tensors: Mapping[str, PTensor]) -> list[Op]:
+    """Return the op of each line of a segment, as they run."""
+    return unfused(function.ops, biased_products(function.ops, function.outputs, tensors))

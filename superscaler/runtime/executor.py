@@ -134,23 +134,23 @@ class Rank:
     ) -> Tensors:
         """Run a segment on detached aliases and return detached outputs. A `tape` stays under `tag`."""
         needs = function.__dict__
-        wants = [tape and needs.get("wants", (True,) * len(inputs))[n] for n in range(len(inputs))]
+        wants = [tape and n not in needs.get("constant", ()) for n in range(len(inputs))]
         leaves = [self._leaf(x) if wanted else x.detach() for x, wanted in zip(inputs, wants, strict=True)]
-        extra: list[Any] = [] if draws is None else [self.random(draws)]
-        extra += [] if parts is None else [self.tables["parts"][parts]]
+        extra: dict[str, Any] = {} if draws is None else {"random": self.random(draws)}
+        extra |= {} if parts is None else {"parts": self.tables["parts"][parts]}
         again = [inputs[n] for n in needs.get("again", ())] if tape else []
         dropped = RegatheredTensors(again) if again else None
         with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
-            outputs = function(*map(_on, leaves, inputs), *extra)
+            outputs = function(*map(_on, leaves, inputs), **extra)
         if dropped is not None:
             self._dropped[tag] = dropped
         if tape:
             aliases = [leaf for leaf in leaves if leaf.requires_grad]
-            wide = [needs["wide"][n] for n, wanted in enumerate(wants) if wanted] if "wide" in needs else []
+            wide = [n in needs.get("wide", ()) for n, wanted in enumerate(wants) if wanted]
             # Gradients enter at these edges. The outputs are not kept: they may be freed before.
             saved = [outputs[k] for k in needs["saved"]] if needs.get("saved") is not None else outputs
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in saved]
-            self._tapes[tag] = (edges, aliases, wide or [False] * len(aliases))
+            self._tapes[tag] = (edges, aliases, wide)
         return self._done("F", tag, inputs, tuple(o.detach() for o in outputs))
 
     def _done(self, kind: str, tag: str, given: Sequence[Tensor | None], made: Tensors) -> Tensors:

@@ -26,23 +26,26 @@ T = TypeVar("T")
 
 
 def segment(
-    constant: Sequence[str] = (),
-    wide: Sequence[str] = (),
-    again: Sequence[str] = (),
+    constant: Sequence[str | range] = (),
+    wide: Sequence[str | range] = (),
+    again: Sequence[str | range] = (),
     saved: Sequence[int] | None = None,
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Mark a segment with the gradients that it needs.
 
-    `constant`: parameters without a gradient. `wide`: parameters with a float32 gradient. `again`: parameters that the
-    tape does not keep but the backward is given. `saved`: the numbers of the results whose gradients come back
+    `constant`: inputs without a gradient, by name or number. `wide`: inputs with a float32 gradient. `again`: inputs
+    that the tape does not keep but the backward is given. `saved`: the numbers of the results whose gradients come back
     (default: all).
     """
 
     def marked(function: Callable[..., T]) -> Callable[..., T]:
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        flags = {"wants": [n not in constant for n in names], "wide": [n in wide for n in names]}
-        dropped = [n for n, name in enumerate(names) if name in again]
-        function.__dict__.update(flags, again=dropped, saved=saved)
+        names = function.__code__.co_varnames
+
+        def numbers(some: Sequence[str | range]) -> list[int]:
+            return [n for x in some for n in ([names.index(x)] if isinstance(x, str) else x)]
+
+        flags = {"constant": set(numbers(constant)), "wide": set(numbers(wide)), "again": sorted(numbers(again))}
+        function.__dict__.update(flags, saved=saved)
         return function
 
     return marked

@@ -8,7 +8,6 @@ harmless.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from threading import Lock
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -22,7 +21,8 @@ from superscaler.ir.model import Op
 from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Forward, Task
 from superscaler.ir.program_text import parse_program
-from superscaler.ops.table import biased_products, unfused
+from superscaler.ops.table import ops_of_lines
+from superscaler.runtime.emitted_lines import PARSING, op_at
 from superscaler.runtime.executor import Sums
 from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
 from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
@@ -34,8 +34,6 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "red
 _STARTS = ("send", "recv", *_COPIES, *_COLLECTIVES)
 _ENDS = ("update", "write", "loss")
 _PLAIN = ("slice", "combine")
-# Python 3.11 cannot make syntax trees in two threads at a time: it counts the depths of both together.
-_PARSING = Lock()
 
 # Where gradients enter a segment's backward, or leave it; None for a value without a gradient.
 Edges = Sequence[GradientEdge | None]
@@ -98,7 +96,7 @@ class WatchedRank:
         modules = [function.__globals__, function.__globals__["segments"].__dict__]
         folder = function.__code__.co_filename.removesuffix(f"{modules[0]['__name__']}.py")
         sources = {f"{folder}{module['__name__']}.py": module["__source__"].splitlines() for module in modules}
-        self.segments = f"{folder}segments.py"
+        self.segments, self._text = f"{folder}segments.py", modules[1]["__source__"]
         self.watch = Watch(sources, self._op_at, self._where())
         # The origins of values that left the rank.
         self.left: list[Origin] = []
@@ -171,11 +169,11 @@ class WatchedRank:
         watch = self.watch
 
         @wraps(function)
-        def segment(*given: Any) -> Any:
-            aliases, nodes = given[: len(inputs)], set[Node]()
+        def segment(*aliases: Any, **more: Any) -> Any:
+            nodes = set[Node]()
             _same(watch, inputs, aliases)
             with watch.on(nodes):
-                made.extend(function(*given))
+                made.extend(function(*aliases, **more))
             ends = [get_gradient_edge(x) for x in aliases if x.requires_grad]
             numbers = function.__dict__.get("saved")
             saved = made if numbers is None else [made[k] for k in numbers]
@@ -243,21 +241,20 @@ class WatchedRank:
         function = self._function(self._tag)
         if function is None:
             return ""
-        first = frame.f_code.co_firstlineno
-        lines = self.watch.sources[self.segments][first : frame.f_lineno]
-        number = sum(" = " in line and not line.lstrip().startswith("#") for line in lines) - 1
+        number = op_at(frame, self._text)
+        assert number is not None, frame.f_lineno
         op = function[number]
         return f"{op.name} ({op.module})" if op.module else op.name
 
     def _function(self, tag: str) -> Sequence[Op] | None:
         """Return the op of each line of a segment by the name of its task; None for a step of no plan directory."""
         if self._functions is None and self.step.directory is not None:
-            with _PARSING:
+            with PARSING:
                 model = parse_model((self.step.directory / MODEL_FILE).read_text())
                 program = parse_program((self.step.directory / PROGRAM_FILE).read_text(), model)
             code = program.devices[self.step.rank].instructions
             numbers = {str(i.task): i.function for i in code if isinstance(i, Forward)}
-            ops = [unfused(f.ops, biased_products(f.ops, f.outputs, model.tensors)) for f in program.functions]
+            ops = [ops_of_lines(function, model.tensors) for function in program.functions]
             self._functions = {task: ops[number] for task, number in numbers.items()}
         return (self._functions or {}).get(tag)
 

@@ -31,13 +31,13 @@ def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Call
 
         pairs = zip(function.ops, function.boxes, strict=True)
         own = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]
-        extra = [random] * bool(draws)
+        extra = {"random": random} if draws else {}
         run = getattr(code, name)
 
         # With its name, and the gradients that it needs. `parts`: of another place than the first.
         @wraps(run)
         def called(*inputs: Tensor, parts: tuple[Box, ...] = tuple(own)) -> tuple[Tensor, ...]:
-            made: tuple[Tensor, ...] = run(*inputs, *extra, *([parts] if parts else []))
+            made: tuple[Tensor, ...] = run(*inputs, **extra, **({"parts": parts} if parts else {}))
             return made
 
         return called

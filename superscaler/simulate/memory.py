@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Optimizer
-from superscaler.ir.program import Collective, Device, Forward, Program, Weight
+from superscaler.ir.program import Backward, Collective, Device, Forward, Program, Weight
+from superscaler.ops.table import ops_of_lines
 from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.storages import CATEGORIES, INSIDE, OPTIMIZER, Storage, elements
-from superscaler.simulate.works import block
+from superscaler.simulate.works import Tape, block
 from superscaler.timing import without_garbage_collection
 
 MB, GB = 10**6, 10**9
@@ -170,10 +171,20 @@ def _summed(
 
 def _held(program: Program, run: Liveness, storage: Storage) -> list[Held]:
     made = run.code[storage.born] if storage.born >= 0 else None
+    if storage.tape is not None:
+        assert isinstance(made, Forward | Backward)
+        return list(_kept(program, run, made, storage.tape))
     module = program.functions[made.function].module if isinstance(made, Forward) else ""
     made_by = module or (type(made).__name__ if made is not None else "at rest")
-    if storage.tape is not None:
-        microbatch = made.task.microbatch if isinstance(made, Forward) else -1
-        return [Held(size, name, made_by, microbatch) for size, name in storage.tape.others]
     name, made_by = storage.name, "optimizer" if storage.category == OPTIMIZER else made_by
     return [Held(storage.bytes, str(name or ""), made_by, name.microbatch if name else -1)]
+
+
+def _kept(program: Program, run: Liveness, made: Forward | Backward, tape: Tape) -> Iterator[Held]:
+    """Yield what a tape keeps, with the ops that made it."""
+    number = next(i.function for i in run.code if isinstance(i, Forward) and i.task == made.task)
+    function = program.functions[number]
+    ops = ops_of_lines(function, program.model.tensors)
+    for size, n in tape.others:
+        name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
+        yield Held(size, name, module or function.module or type(made).__name__, made.task.microbatch)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from superscaler.runtime.emitted_lines import op_at
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
@@ -39,8 +40,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.levels: list[int] = []
         self.alive = 0
-        # Of storages that are alive: bytes and the name of those without a number, and the numbers of others.
-        self.others: dict[int, tuple[int, str]] = {}
+        # Of storages that are alive: bytes and the op of those without a number, and the numbers of others.
+        self.others: dict[int, tuple[int, int]] = {}
         self.numbers: dict[int, int] = {}
         # By number.
         self.sizes: list[int] = []
@@ -158,7 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, x: Tensor, size: int) -> None:
         key = storage_of(x)
         if key not in self.others and key not in self.numbers:
-            self.others[key] = block(size), _line(sys._getframe())
+            self.others[key] = block(size), _op(sys._getframe())
             self.alive += self.others[key][0]
             self.levels.append(self.alive)
             weakref.finalize(x.untyped_storage(), self._free, key)
@@ -170,17 +171,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.alive -= self.others.pop(key)[0]
 
 
-def _line(frame: FrameType | None) -> str:
-    """Return the names that the running line of emitted code makes, '' outside of emitted code."""
+def _op(frame: FrameType | None) -> int:
+    """Return the number, among the ops of a segment as they run, of the one that is running; -1 outside of them."""
     while frame is not None and frame.f_code.co_filename != "segments.py":
         frame = frame.f_back
-    if frame is None:
-        return ""
-    lines = frame.f_globals["__source__"].split("\n")
-    at = frame.f_lineno - 1
-    while at and " = " not in lines[at]:
-        at -= 1
-    return str(lines[at].partition(" = ")[0].strip())
+    number = None if frame is None else op_at(frame, frame.f_globals["__source__"])
+    return -1 if number is None else number
 
 
 def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:

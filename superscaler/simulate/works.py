@@ -73,10 +73,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """What autograd keeps: storages with a number, and others with the bytes and the name of each."""
+    """What autograd keeps: storages with a number, and others with the bytes and the op of each, by its number in the
+    segment.
+    """
 
     held: frozenset[int] = frozenset()
-    others: tuple[tuple[int, str], ...] = ()
+    others: tuple[tuple[int, int], ...] = ()
 
     @property
     def bytes(self) -> int:

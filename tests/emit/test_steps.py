@@ -45,11 +45,12 @@ def test_a_program_is_as_long_for_more_layers(plan: str, devices: int, most: int
     def lines(layers: int) -> list[int]:
         graph = graph_of(f"gpt2:size=tiny,layers={layers},batch=16")
         files = ss.compile(graph, plan, ss.Cluster.local(devices)).compiled.emitted.files
-        return [len(text.splitlines()) for name, text in files.items() if name != "segments.py"]
+        assert len(files["segments.py"].splitlines()) <= 200
+        return [len(text.splitlines()) for text in files.values()]
 
     found = lines(8)
     assert found == lines(10)
-    assert max(found) <= most
+    assert sorted(found)[-2] <= most
 
 
 @ss.sprogram

@@ -240,6 +240,17 @@ def test_the_repetition_of_a_loop_is_named(tmp_path: Path) -> None:
     assert "    for m in range(" in (tmp_path / "plan" / "program_1.py").read_text()
 
 
+@pytest.mark.parametrize("bad", range(4))
+def test_the_block_of_a_loop_inside_a_segment_is_named(bad: int, tmp_path: Path) -> None:
+    net = Net()
+    for k, block in enumerate(net.blocks):
+        block.inner = lambda h: (h + 100).log()
+        nn.init.constant_(block.up.bias, -200 if k == bad else 0)
+    text = failure(net, "data_parallel", tmp_path)
+    assert f"the forward of log{f'_{bad}' * bool(bad)} (blocks.{bad}) at segments.py" in text
+    assert "    for l in range(3):" in (tmp_path / "segments.py").read_text()
+
+
 def test_a_loss_whose_sum_alone_is_too_large_is_told(tmp_path: Path) -> None:
     batch = torch.zeros(32, 4, dtype=torch.float64)
     batch[2:] = 3e153
