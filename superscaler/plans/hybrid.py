@@ -42,22 +42,18 @@ def hybrid(
         raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
     if zero not in (0, 1):
         raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
-    if halves:
-        graph.send_halves()
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
-    if chunks == 1:
-        pipeline.cut(graph, pp, "pp", microbatches=microbatches)
-    else:
-        pipeline.cut(graph, pp, "pp", schedule="interleaved", microbatches=microbatches, chunks=chunks)
+    order = ("interleaved", chunks) if chunks != 1 else ("pipeline_1f1b", None)
+    pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1])
     is_trained = any(op.has_mirror for op in graph.forward_ops)
     if what := REGIONS[recompute]:
         recomputing.cut(graph, 1, "", what=what)
     for n in mesh.by_server("dp") if not zero else ():
-        data_parallel.cut(graph, n, "dp")
+        data_parallel.cut(graph, n, "dp", halves=halves)
     if sequence:
         sequence_parallel.cut(graph, tp, "tp", vocabulary=vocabulary, regather=is_trained)
     else:
         tensor_parallel.cut(graph, tp, "tp", vocabulary=vocabulary)
     if zero:
-        sharding.cut(graph, dp, "dp")
+        sharding.cut(graph, dp, "dp", halves=halves)
     op_assign(graph, graph.ops if zero else graph.forward_ops, mesh)
