@@ -217,7 +217,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "simulate/test_clock"),
     ("updates do not wait for sends", "if isinstance(i, Update) and not self._flush(run):",
      "if isinstance(i, Update) and not run.unflushed:", "simulate/test_clock"),
-    ("waits for others count as transfers", "met = before if post.is_copy else np.clip(post.met, before, end)",
+    ("waits for others count as transfers", "met = before if post.is_copy else between(post.met, before, end)",
      "met = before", "simulate/test_clock simulate/test_pipelines"),
     # Plans, clusters, training.
     ("1F1B warms up once more", "devices - d - 1, numbers, numbers)", "devices - d, numbers, numbers)",
