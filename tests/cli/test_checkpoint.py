@@ -118,7 +118,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     assert f"{tmp_path}/kept/step-00000002/rank-00000.safetensors cannot be written" in told
     assert "in 4 steps on 2 devices" in told
     assert told.endswith("nothing was saved; 2 checkpoints were not saved\n")
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == [".lock"]
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {".lock", "metrics.jsonl"}
 
 
 def test_a_full_disk_ends_training_where_that_is_asked_for(tmp_path: Path) -> None:
