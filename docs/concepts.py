@@ -5,7 +5,7 @@ python docs/concepts.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from superscaler.report.raster import picture
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442")
 ALGORITHMS = (ss.Split("batch", 2), ss.Split("hidden@summed", 2), ss.Replicate(2))
 CELL = 14
+# The range of each factor of a part.
+Span = Mapping[str, tuple[int, int]]
 SMALL = "mlp:hidden=8,inputs=6,classes=4,batch=4"
 # So large that its operators take longer than to start them.
 LARGE = "mlp:hidden=4096,inputs=4096,classes=4096,batch=16384,device=meta"
@@ -88,7 +90,7 @@ def cuts(captured: ss.Graph) -> Iterator[tuple[str, Op, Grid]]:
         yield str(algorithm), op, graph.grids[op.name]
 
 
-def spans(op: Op, grid: Grid) -> Iterator[Mapping[str, tuple[int, int]]]:
+def spans(op: Op, grid: Grid) -> Iterator[Span]:
     """Yield for each part its range of each factor."""
     axis, start = grid.axes[0], 0
     for size in axis.sizes:
@@ -100,36 +102,39 @@ def spans(op: Op, grid: Grid) -> Iterator[Mapping[str, tuple[int, int]]]:
             start += size
 
 
-def parts(captured: ss.Graph) -> str:
-    """Return the iterations of each part, as rows of the batch and columns of the summed index."""
+def of_parts(captured: ss.Graph, caption: str, part: Callable[[int, int, int, Span], tuple[str, str]]) -> str:
+    """Return a picture of the parts of each cut. `part(x, y, number, span)` gives the words above one and its shape."""
     lines = []
     for at, (title, op, grid) in enumerate(cuts(captured)):
         lines.append(text(10 + 250 * at, 20, title))
         for number, span in enumerate(spans(op, grid)):
             x, y = 10 + 250 * at + 120 * number, 48
-            (top, bottom), (left, right) = span["batch"], span["hidden"]
-            lines.append(text(x, y - 10, f"part {number}"))
-            lines.append(box(x, y, 8 * CELL, 4 * CELL, "white"))
-            lines.append(
-                box(x + left * CELL, y + top * CELL, (right - left) * CELL, (bottom - top) * CELL, COLORS[number])
-            )
-    return page([*lines, text(10, 128, "down: batch 0 to 3; across: the summed index hidden, 0 to 7")], 760, 140)
+            words, shape = part(x, y, number, span)
+            lines += [text(x, y - 10, words), box(x, y, 8 * CELL, 4 * CELL, "white"), shape]
+    return page([*lines, text(10, 128, caption)], 760, 140)
+
+
+def parts(captured: ss.Graph) -> str:
+    """Return the iterations of each part, as rows of the batch and columns of the summed index."""
+
+    def part(x: int, y: int, number: int, span: Span) -> tuple[str, str]:
+        (top, bottom), (left, right) = span["batch"], span["hidden"]
+        sizes = (right - left) * CELL, (bottom - top) * CELL
+        return f"part {number}", box(x + left * CELL, y + top * CELL, *sizes, COLORS[number])
+
+    return of_parts(captured, "down: batch 0 to 3; across: the summed index hidden, 0 to 7", part)
 
 
 def masks(captured: ss.Graph) -> str:
-    """Return what each part makes of the result: the elements that it writes, and the terms of their sums."""
-    lines = []
-    for at, (title, op, grid) in enumerate(cuts(captured)):
-        lines.append(text(10 + 250 * at, 20, title))
-        for number, span in enumerate(spans(op, grid)):
-            x, y = 10 + 250 * at + 120 * number, 48
-            (top, bottom), (first, last) = span["batch"], span["hidden"]
-            lines.append(text(x, y - 10, f"part {number}: {last - first} of 8 terms"))
-            lines.append(box(x, y, 8 * CELL, 4 * CELL, "white"))
-            depth = f'fill-opacity="{(last - first) / 8}" '
-            shape = box(x, y + top * CELL, 8 * CELL, (bottom - top) * CELL, COLORS[number])
-            lines.append(shape.replace("<rect ", f"<rect {depth}"))
-    return page([*lines, text(10, 128, "the elements [batch, hidden.2] of the result; pale: a partial sum")], 760, 140)
+    """Return the mask of each part: the elements of the result that it writes, and the terms of their sums."""
+
+    def part(x: int, y: int, number: int, span: Span) -> tuple[str, str]:
+        (top, bottom), (first, last) = span["batch"], span["hidden"]
+        depth = f'fill-opacity="{(last - first) / 8}" '
+        shape = box(x, y + top * CELL, 8 * CELL, (bottom - top) * CELL, COLORS[number])
+        return f"part {number}: {last - first} of 8 terms", shape.replace("<rect ", f"<rect {depth}")
+
+    return of_parts(captured, "the elements [batch, hidden.2] of the result; pale: a partial sum", part)
 
 
 def steps(*plans: tuple[str, ss.Plan]) -> str:
