@@ -97,7 +97,7 @@ _MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_c
 
 
 def limits(model: Model) -> dict[str, tuple[int, int]]:
-    """Return (least value, first value that is too large) of each input whose own values select rows or classes."""
+    """Return the values [least, bound) that an input may have if its own values select rows or classes, by input."""
     classes, rows = bounds(model, moves=_MOVES), bounds(model, _ROWS, _MOVES)
     return {name: (0 if name in rows else -(2**63), bound) for name, bound in classes.items()}
 
@@ -117,7 +117,7 @@ def bounds(
 
 
 def ignored(model: Model) -> dict[str, int]:
-    """Return for each input of labels the value that losses ignore, if all losses of the input ignore the same one."""
+    """Return the label value that all losses of an input ignore, by input of labels."""
     found: dict[str, set[int]] = {}
     for op in (op for op in model.ops if op.target in _IGNORED):
         at = _IGNORED[op.target]
@@ -128,7 +128,7 @@ def ignored(model: Model) -> dict[str, int]:
 
 
 def _sources(model: Model, name: str, moves: Container[str] | None) -> Iterator[str]:
-    """Yield the inputs that give a tensor its values; with `moves`, only through ops that move values."""
+    """Yield the inputs from which a tensor's values are computed; with `moves`, only along ops that move values."""
     producers, left = model.producers, [name]
     while left:
         name = left.pop()
@@ -151,8 +151,8 @@ def is_owned(model: Model, name: str) -> bool:
 
 
 def owned(model: Model, name: str) -> dict[str, Any]:
-    """Return the user's tensor that holds a tensor: its name, shape and dtype, and where the tensor starts on which
-    dim.
+    """Return the user's tensor that holds a tensor (name, kind, shape, dtype), and the `dim` and `start` of the tensor
+    in it.
     """
     tensor, (packed, dim, start, _) = model.tensors[name], model.segments.get(name, (name, 0, 0, 0))
     shape = list(tensor.shape)
@@ -216,7 +216,7 @@ def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str])
 
 
 def texts(program: Program, emitted: Emitted) -> dict[str, str]:
-    """Return the files that follow from a program: the code, the model, the program, and run.py."""
+    """Return the files that a program determines: the code, the model, the program, and run.py."""
     return {
         **emitted.files,
         disk.MODEL_FILE: print_model(without_sources(program.model)),
@@ -235,8 +235,8 @@ def _texts(compiled: Compiled) -> dict[str, str]:
 
 
 def print_journal(journal: Sequence[Entry]) -> str:
-    """Return a line for each line of a plan that called verbs: its place, without folders outside of the package and
-    the current one, and the ops of each effect.
+    """Return a line for each line of a plan that called verbs: its place and the ops of each effect. Places are
+    relative to the package or the current folder.
     """
     lines = []
     for where, entries in groupby(journal, lambda entry: entry.where):
@@ -256,7 +256,9 @@ def _short_place(where: str) -> str:
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
-    """Return explain.json of a directory that holds the plan of this transformed graph, whole and unedited, or None."""
+    """Return explain.json of a directory that holds the plan of this transformed graph, whole and unedited, else
+    None.
+    """
     try:
         recover(directory)
         plan = read_plan(directory)

@@ -1,6 +1,6 @@
 """Ctrl-C ends a process with one line and exit code 130, at any moment; a rank also ends with its launcher.
 
-What is imported here takes a few milliseconds: until then Ctrl-C is a traceback of Python itself.
+This module imports only what loads in a few milliseconds. Before that, Ctrl-C gives Python's own traceback.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _end(line: bytes = _LINE) -> NoReturn:
 
 
 def run(work: Callable[[], object]) -> None:
-    """Call a function as the whole work of this process. During an import, which cannot be undone, Ctrl-C ends it
-    immediately; elsewhere the function cleans up first, unless a second Ctrl-C comes.
+    """Call a function as the whole work of this process. Ctrl-C lets the function clean up, and a second one ends the
+    process immediately. During an import, which cannot be undone, the first one does.
     """
     # A shell may have closed stdout: the first opened file must not take its number.
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:
@@ -76,8 +76,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def begin_rank() -> None:
-    """Make this rank end by Ctrl-C also while it waits in C, and with torchrun's agent if that is its parent. To be
-    called in the main thread; a second call does nothing.
+    """Make this rank end by Ctrl-C even while it waits in C, and together with torchrun's agent if that is its parent.
+    Call it in the main thread; a second call does nothing.
     """
     if signal.getsignal(signal.SIGINT) is _interrupted:
         return

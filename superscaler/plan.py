@@ -72,7 +72,7 @@ class Plan:
         return bool(self.compiled.graph.model.loss)
 
     def validate(self) -> dict[str, Any]:
-        """Certify the whole program: conservation and deadlock freedom. Raises ScheduleError where it does not hold."""
+        """Certify the whole program: conservation and deadlock freedom. Raises ScheduleError if it does not hold."""
         if not self._certified:
             with phase("certify"):
                 self._certified = certify(self.compiled.program)
@@ -86,11 +86,11 @@ class Plan:
             return verify(self.compiled, backend, batch, shapes)
 
     def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | None = None) -> bool:
-        """Certify the plan and write it with the initial weights into a directory, which `torchrun .../run.py` trains.
+        """Certify the plan and write it with the initial weights into a directory. `torchrun .../run.py` trains it.
 
-        `evaluation`: a plan of the same module in eval mode for the same cluster, by which `step.evaluate` runs.
-        Returns False where the directory holds the same plan already: nothing is written then. Raises InputError for a
-        directory that holds something else than a plan.
+        `evaluation`: a plan of the same module in eval mode for the same cluster; `step.evaluate` runs it. Returns
+        False, and writes nothing, if the directory holds the same plan already. Raises InputError for a directory that
+        holds something else than a plan.
         """
         folder = named_path("save", directory)
         self.validate()
@@ -108,19 +108,19 @@ class Plan:
     def simulate(self, capacity: int | None = None) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
 
-        Raises InputError where nothing is known about the devices of the cluster.
+        Raises InputError if the speeds of the cluster's devices are unknown.
         """
         with phase("simulate"):
             return predict(self.compiled.program, self.compiled.cluster, capacity)
 
     def memory(self) -> str:
-        """Return in one line the memory that the plan is predicted to need, and whether the cluster has it."""
+        """Return the predicted memory of the plan in one line, and whether the cluster's devices have it."""
         compiled, found = self.compiled, self._fullest
         return found if isinstance(found, str) else memory_line(found, compiled.program, compiled.cluster)
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes of tensors that a device is predicted to hold, 0 where that cannot be predicted."""
+        """Return the predicted peak bytes of tensors on the fullest device; 0 if no prediction is possible."""
         return 0 if isinstance(self._fullest, str) else self._fullest.peak
 
     @cached_property
@@ -141,8 +141,8 @@ class Plan:
         save(self._subject, named_path("draw", path))
 
     def report(self, path: str | Path) -> None:
-        """Write a page about the plan, which a browser opens offline: the answer, a timeline of the predicted step,
-        memory, cuts, communication (docs/report.md).
+        """Write a page about the plan, which a browser opens offline: whether it fits, a timeline of the predicted
+        step, memory, cuts, communication (docs/report.md).
         """
         file = named_path("report", path)
         save_pages([self._subject], file)
@@ -172,10 +172,10 @@ class Plan:
 def compile_to(
     graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int = 0
 ) -> tuple[str, dict[str, int], dict[str, float], bool]:
-    """Compile a plan, certify it, and write it into a directory. A directory with the same plan stays; then only the
-    sProgram runs.
+    """Compile a plan, certify it, and write it into a directory. If the directory holds the same plan already, it
+    stays, and only the sProgram runs.
 
-    Returns the plan's summary and counts, the seconds per phase, and whether it was written.
+    Returns the plan's summary and counts, the seconds per phase, and whether the plan was written.
     """
     planned, phases = transform(graph, sprogram, cluster)
     captured = graph.captured
@@ -205,18 +205,21 @@ def capture(
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
     `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element, or Muon.
-    There is no default where a parameter requires a gradient: None means inference, as for a frozen module and under
-    `torch.no_grad()`. Then no gradient is computed, nothing is updated, and the step returns what the module returns, a
-    loss too. Several losses, as of a GAN, are a dict: the key of each loss in what the module returns, and the
-    optimizer of the parameters that this loss alone trains; the step returns their sum. With `outputs`, and with
-    several losses, a step keeps what the module returns beside its loss. `autocast` is "bf16" or "fp16" (default: the
-    `torch.autocast` region around this call); `scaler` scales the loss. `precision`, instead of autocast, is "bf16" or
-    "fp16": a copy of the module in that dtype is captured, and the optimizer updates float32 copies of its weights
-    (docs/precision.md).
-    `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
-    The name stands for what is in no file: give another one where the module is built with other options.
-    `check` compares two steps of a copy of the module, run by torch, with the graph: `graph.captured.checked` says how
-    that went, once for each name of a cache. Where the module has no data or is large, a logged line says so instead.
+    It must be given if a parameter requires a gradient. None means inference, as for a frozen module and under
+    `torch.no_grad()`: no gradient is computed, nothing is updated, and the step returns the module's result, a loss
+    included. Several losses, as of a GAN, are a dict from the key of a loss in the module's result to the optimizer of
+    the parameters that this loss alone trains; the step returns their sum. With `outputs`, and with several losses,
+    `step.outputs` has the module's other results.
+
+    `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
+    `precision`, instead of autocast, is "bf16" or "fp16": a copy of the module in that dtype is captured, and the
+    optimizer updates float32 copies of its weights (docs/precision.md).
+
+    `cache` is a name: a capture of equal files, versions, options and shapes under that name is read from disk. The
+    name stands for everything that is in no file: give another one if the module is built with other options. `check`
+    compares two steps of the graph with those of a copy of the module run by torch; the result is
+    `graph.captured.checked`, made once for each name of a cache. For a large module, or one without data, a logged line
+    replaces the comparison.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
@@ -244,7 +247,7 @@ def capture(
 
 
 def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
-    """Return the plan that `sprogram` makes of (a copy of) the graph.
+    """Return the plan of a copy of the graph under an sProgram.
 
     Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" and "local:4". Raises TransformError for a
     cut that cannot be made, ScheduleError for an order in which devices wait for each other, InputError for an unknown

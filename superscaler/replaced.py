@@ -10,8 +10,8 @@ _MISSING = object()
 
 @contextmanager
 def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes (owner, name, value) in the block. Afterwards they are what they were, or deleted if only a class
-    of the owner has them.
+    """Set attributes (owner, name, value) in the block. Afterwards they have their old values; an attribute that only a
+    class of the owner had is deleted.
     """
     before = [(owner, name, vars(owner).get(name, _MISSING)) for owner, name, _ in values]
     try:

@@ -76,8 +76,8 @@ Known = dict[tuple[int, str], Group | None]
 def sprogram(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function `f(graph, cluster, **options)` as an sProgram, so that it is found in a file by its name.
 
-    `--plan mine.py:f:tp=2` calls f(graph, cluster, tp=2); options are read as the types of their defaults. Without
-    `@sprogram` a function works too where Python passes it: `ss.compile(graph, f, cluster)`.
+    `--plan mine.py:f:tp=2` calls f(graph, cluster, tp=2); options are converted to the types of their defaults. Python
+    callers may pass a function without `@sprogram`, too: `ss.compile(graph, f, cluster)`.
     """
     function.is_sprogram = True  # type: ignore[attr-defined]
     return function
@@ -130,7 +130,7 @@ def _parts(graph: Graph, item: Op | Parts) -> Parts:
 
 
 def _pieces(graph: Graph, item: Op | Parts) -> Sequence[Parts]:
-    """Return handles that can each be cut in one call: several for an op that was cut irregularly."""
+    """Return handles that one call can cut: several for an op with irregular cuts."""
     if isinstance(item, Parts):
         return [item]
     found = leaves(graph, item)
@@ -153,17 +153,17 @@ def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
 
 
 def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Mesh | Any) -> None:
-    """Place parts on a device, on a mesh, or (an array that broadcasts against their shape) on one device each.
+    """Place parts on a device, on a mesh, or on one device each (an array that broadcasts against their shape).
 
     On a mesh (`cluster.mesh(dp=2, tp=4)`) the named axes of its cuts determine the place of a part: part 1 of
     `Split("batch", 2, axis="dp")` is at dp 1. Several cuts along one axis count as one, the outer first. Parts are
     replicated along an axis that does not cut them, as `Replicate` does; so these are new parts. Cuts without a name
-    are on one device together. Raises InputError where the number of cuts along an axis is not its number of devices.
+    are on one device together. Raises InputError unless the cuts along an axis are as many as its devices.
 
     Backward and optimizer ops follow their forward ops unless they are assigned themselves; on a mesh an uncut update
     is cut as `graph.follow` does. `device.host` is the memory of the CPU beside a device. It can hold copies (`Insert`)
-    and updates, with the weights and their optimizer state. "host" puts whole ops on the hosts of the devices on which
-    they are at the end of the plan, whether they follow others or not.
+    and updates, with the weights and their optimizer state. "host" puts whole ops, followers included, on the hosts of
+    the devices that they have at the end of the plan.
     """
     where = _where(graph)
     if isinstance(device, str):
@@ -217,14 +217,14 @@ def place(
     devices: Device | int | Sequence[Device | int] | Mesh | Any,
     ahead: int | None = None,
 ) -> Parts:
-    """Cut and place a weight at rest, with its optimizer state: the parts of its optimizer op, or of one that changes
-    nothing for a weight that is not trained.
+    """Cut and place a weight at rest, with its optimizer state. They rest where the parts of its optimizer op are; a
+    frozen weight gets an op for this that changes nothing.
 
     place(graph, w, Split("mlp", 4), range(4)):  w and its state on every reader  ->  w[0:64] on 0, w[64:128] on 1, ...
 
-    Several algorithms cut one after the other; `devices` are as in `op_assign`. Readers get the weight `ahead` segments
-    before the first that reads it (0: when it is needed; default: 1). A weight that is not trained, and not placed,
-    rests on each device as far as that reads it.
+    Several algorithms cut one after the other; `devices` are as in `op_assign`. The weight is gathered `ahead` segments
+    before its first reader (0: when it is needed; default: 1). A frozen weight that is not placed rests on each of its
+    readers' devices, as far as they read it.
     """
     where, name = _where(graph), parameter.name if isinstance(parameter, PTensor) else parameter
     update = _update(graph, graph.model.aliases.get(name, name), where)
@@ -243,7 +243,7 @@ def place(
 
 
 def _update(graph: Graph, name: str, where: str) -> Op:
-    """Return the op with whose parts a parameter rests."""
+    """Return the op whose parts hold a parameter at rest."""
     pieces = [piece for piece, (packed, *_) in graph.model.segments.items() if packed == name]
     if pieces:
         raise InputError(f"place at {where}: {name} is packed; place its segments {', '.join(pieces)}.")
@@ -307,8 +307,8 @@ def order(
     """Make the items of each row happen one after the other: targets of `op_order`, actions (`2F0`) of `stages`, or
     pairs of actions that take turns.
 
-    A stage without training has no backward, and a stage may recompute nothing: such an action is left out. Raises
-    InputError for an unknown stage.
+    Actions that do not exist are left out: the backward of a stage without training, the recomputation of a stage that
+    recomputes nothing. Raises InputError for an unknown stage.
     """
     where, known, rows = _where(graph), Known(), list(rows)
     if not rows:

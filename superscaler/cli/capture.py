@@ -15,7 +15,7 @@ _MARKS = ("spatial", "summed", "frozen")
 
 @command
 def capture(printer: Printer, request: ModelRequest) -> None:
-    """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
+    """Capture MODEL and list its operators, its factors (which plans can split), and its uncuttable indices."""
     graph, built = request.capture()
     found = describe(graph.model)
     ops = table(("operator", "count", "one of them", "frozen on"), _ops(found), ("count",), "Forward operators")
@@ -65,7 +65,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
 
 
 def _outputs(found: dict[str, Any]) -> str:
-    """Return the outputs of a step in words, if there are more than a loss."""
+    """Return the outputs of a step in words, if it has more than a loss."""
     shown = [f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in found["outputs"].items()]
     means = "" if found["trains"] else "inference: no gradient is computed, nothing is updated; "
     return f"\n{means}a step returns {some(shown, _PLACES)}" if shown else ""
@@ -85,7 +85,7 @@ def _frozen(found: dict[str, Any]) -> list[str]:
 
 
 def _bytes(count: int) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes in words.
 
     >>> _bytes(1500), _bytes(2_500_000_000)
     ('1.5 kB', '2.5 GB')

@@ -19,7 +19,7 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write
 
 @command
 def inspect(printer: Printer, checkpoint: Checkpoint) -> None:
-    """Print the contents of a checkpoint, after its shards were checked."""
+    """Print the contents of a checkpoint, after a check of its shards."""
     from superscaler.store.convert import inspect as look
 
     printer.result = found = look(checkpoint)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def printing(as_json: bool, timings: bool = False) -> Iterator[Printer]:
-    """Give a printer. With JSON, whatever else is printed meanwhile goes to standard error."""
+    """Yield a printer. With JSON, all other output of the block goes to standard error."""
     with redirect_stdout(sys.stderr) if as_json else nullcontext(), listening() as progress:
         printer = Printer(as_json, progress)
         yield printer
@@ -51,7 +51,7 @@ def _timings(progress: Progress) -> Table:
 
 @dataclass
 class Printer:
-    """Prints for people, and keeps the one JSON object that is printed at the end."""
+    """A printer for people, which also keeps the one JSON object for the end."""
 
     as_json: bool
     progress: Progress = field(default_factory=Progress)
@@ -95,7 +95,7 @@ def option(name: str, text: str, metavar: str | None = None) -> Any:
 
 
 def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:
-    """Return an option that takes a path, but not an empty one: it is an unset variable in a shell."""
+    """Return an option that takes a path. It refuses an empty one: that is an unset variable of a shell."""
 
     def read(given: str) -> Path:
         if not given:
@@ -151,8 +151,8 @@ class ModelRequest:
     no_check: Annotated[bool, option("--no-check", "Do not compare two steps of the module with the graph.")] = False
 
     def check(self) -> None:
-        """Raise InputError for an unknown optimizer, autocast or precision, for both of these, or a learning rate that
-        is not a positive number.
+        """Raise InputError for an unknown optimizer, autocast or precision, for autocast and precision together, or a
+        learning rate that is not a positive number.
         """
         for kind, name, known in (
             ("autocast", self.autocast, [*HALVES]),
@@ -175,7 +175,7 @@ class ModelRequest:
     def capture(self) -> tuple[Graph, BuiltModel]:
         """Build and capture the model with an optimizer over its trained parameters, for fp16 with a default scaler.
 
-        For inference where that is asked for; or nothing is, and the model has no such parameter or gives no loss.
+        Inference is captured on request, and for a model that has no such parameter, or no loss.
         """
         self.check()
         with phase("import"):
@@ -206,7 +206,7 @@ class ModelRequest:
         return captured(None), built
 
     def _captured(self, built: BuiltModel) -> Callable[..., Graph]:
-        """Return what captures a built model with an optimizer."""
+        """Return a function that captures a built model with an optimizer."""
         from superscaler.plan import capture
 
         name = None if self.no_cache else built.cache
@@ -235,7 +235,7 @@ class PlanRequest(ModelRequest):
     ] = False
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
-        """Return the sProgram and the cluster, which are checked before the model is built."""
+        """Return the sProgram and the cluster. Both are checked before the model is built."""
         from superscaler.cluster import Cluster
         from superscaler.plans import resolve
 
@@ -264,7 +264,7 @@ class PlanRequest(ModelRequest):
 
 
 def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Cluster) -> Any:
-    """Run an sProgram, and let gradients of weights be sent last."""
+    """Run an sProgram, and send the gradients of weights last."""
     graph.send_gradients_last()
     return sprogram(graph, cluster)
 
@@ -288,7 +288,7 @@ def _resolved(context: typer.Context) -> dict[str, Any]:
 
 
 def _long(parameter: Any) -> str:
-    """Return the name of an option without its dashes; of an argument its own."""
+    """Return the name of an option without its dashes, or of an argument."""
     return str(max(parameter.opts, key=len).lstrip("-"))
 
 
@@ -307,8 +307,8 @@ def _read_options(context: typer.Context, file: str | None) -> str | None:
 
 
 def command(function: Callable[..., bool | None]) -> Callable[..., None]:
-    """Make a command of `function(printer, [request,] options of its own)`: the fields of the request are options too,
-    and so is --json. Where the function returns False, the exit code is 1.
+    """Make a command of `function(printer, [request,] options of its own)`. The fields of the request are options too,
+    and so is --json. If the function returns False, the exit code is 1.
     """
     _, *own = signature(function, eval_str=True).parameters.values()
     kind: Any = own.pop(0).annotation if own and own[0].name == "request" else None

@@ -20,7 +20,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and o
 
 @command
 def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
-    """Compile MODEL under a plan for a cluster, and write what each device runs."""
+    """Compile MODEL under a plan for a cluster, and write the programs of all devices."""
     check_out(out)
     sprogram, devices = request.read()
     from superscaler.plan import compile_to

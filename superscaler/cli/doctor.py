@@ -42,7 +42,7 @@ def doctor(
     ] = None,
     out: Annotated[Path | None, option("--out", "With --measure: the cluster file to write, for --cluster.")] = None,
 ) -> bool:
-    """Try out what SuperScaler needs on this machine. Exit code 1 when something required is missing."""
+    """Test what SuperScaler needs on this machine. Exit code 1 when something required is missing."""
     if measure:
         links.measure(printer, cluster, out)
         return True

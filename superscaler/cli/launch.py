@@ -1,4 +1,4 @@
-"""`superscaler launch`: how a saved plan is started, on one server or on many."""
+"""`superscaler launch`: commands and scripts that start a saved plan, on one server or on many."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def slurm(
     time: Annotated[str | None, option("--time", "Limit of the job, as 1-12:00:00.")] = None,
     partition: Annotated[str | None, option("--partition", "Partition of the cluster.")] = None,
 ) -> None:
-    """Print a script for sbatch. The plan directory must be on a disk that all servers share."""
+    """Print a script for sbatch. The plan directory must be on a disk shared by all servers."""
     _print(printer, start.slurm(_read(plan, options, restarts), time, partition))
 
 

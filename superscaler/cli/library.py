@@ -1,4 +1,4 @@
-"""`superscaler plans` and `superscaler models`: what --plan and MODEL may name, in one line each.
+"""`superscaler plans` and `superscaler models`: the values of --plan and MODEL, in one line each.
 
 `superscaler examples`: files to start from.
 """

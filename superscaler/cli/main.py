@@ -1,4 +1,4 @@
-"""`superscaler`: the commands together, and how their errors end the process."""
+"""`superscaler`: the commands together, and the end of the process after an error."""
 
 import errno
 import io
@@ -51,7 +51,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Run before every command: end in one line where torch is a version that was not tested."""
+    """Run before every command: refuse an untested version of torch in one line."""
     if context.invoked_subcommand != "doctor" and not (torch := torch_in_range()).ok:
         raise InputError(f"torch is {torch.found}; {torch.advice}.")
 

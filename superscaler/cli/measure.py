@@ -30,7 +30,7 @@ _NUMBERS = ("bytes", "measured us", "fitted us", "error")
 
 
 def check_alone(spec: str | None, out: Path | None) -> None:
-    """Raise InputError for an option that only a measurement has."""
+    """Raise InputError for an option that belongs to measurements only."""
     given = "--out" if out is not None else "--cluster" if spec is not None else None
     if given:
         raise InputError(f"{given} is for a measurement; add --measure.")
@@ -70,7 +70,7 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
 
 
 def _device(printer: Printer, count: int) -> DeviceKind | None:
-    """Return the speeds of a core with its share of the memory, while `count` processes run; of a GPU what is known."""
+    """Return the speeds of a core with its share of the memory, while `count` processes run; a GPU's are known."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a command is doing, and for how long: a spinner on a terminal, lines elsewhere, and a table for --timings."""
+"""The progress of a command, with its seconds: a spinner on a terminal, lines elsewhere, and a table for --timings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TEXTS = {
 
 
 class Progress:
-    """A listener of phases. `seconds`: of each phase by name, as they ended."""
+    """A listener of phases. `seconds`: of each phase by name, in the order of their ends."""
 
     def __init__(self) -> None:
         # Until here the process has done nothing but import the command line.
@@ -50,7 +50,7 @@ class Progress:
         return time.perf_counter() - self._start
 
     def announce(self, text: str) -> None:
-        """Take what the command is going to do, to be said before its first phase that takes long."""
+        """Set the line to print before the first phase that takes long."""
         self._first = text
 
     def __call__(self, name: str, seconds: float | None) -> None:
@@ -84,7 +84,7 @@ class Progress:
         self._first = ""
 
     def _stop(self) -> None:
-        """End what is shown, and its thread: a process is forked, and lines are printed, between phases only."""
+        """End the display and its thread: a process is forked, and lines are printed, between phases only."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()

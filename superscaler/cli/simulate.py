@@ -92,7 +92,7 @@ def _without_memory(model: str) -> str:
 
 
 def _precision(request: Request, cluster: Cluster) -> str | None:
-    """Return the precision that was asked for; else, on a GPU, that of its fastest products."""
+    """Return the requested precision. The default on a GPU is that of its fastest products."""
     if request.precision or request.autocast or cluster.kind == LOCAL or cluster.device_kind is None:
         return request.precision
     return next((name for name, dtype in HALVES.items() if dtype in cluster.device_kind.flops), None)
@@ -105,7 +105,7 @@ def _simulated(graph: Graph, spec: str, cluster: Cluster, capacity: int | None) 
 
 
 def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
-    """Return the seconds in which other plans may be tried."""
+    """Return the seconds within which other plans may be tried."""
     if advise is not None:
         return inf if advise else 0.0
     return 0.0 if is_asked else _SOON if fits else _PATIENT
@@ -120,7 +120,7 @@ def _tried(
     limit: float,
     each: float,
 ) -> Iterable[tuple[str, Prediction]]:
-    """Yield the plans that hold, each with its prediction, while one more of `each` seconds ends before the limit."""
+    """Yield the plans that hold, each with its prediction, while `each` more seconds still end before the limit."""
     end = time.monotonic() + limit - each
     for spec in specs:
         if limit == 0 or time.monotonic() > end:

@@ -135,7 +135,7 @@ def train(
 
 
 def _work(plan: Plan) -> dict[str, float]:
-    """Return the operations of a step, and the peak of a device, as far as it is known."""
+    """Return the operations of a step, and the peak of a device, as far as they are known."""
     from superscaler.simulate.predict import model_flops
 
     compiled = plan.compiled
@@ -171,8 +171,8 @@ def check(
 
 
 def _more_memory(plan: Plan, measured: int) -> Iterator[str]:
-    """Yield a line where a GPU needed clearly more memory than was predicted. A process on a CPU has libraries in its
-    memory, too.
+    """Yield a line if a GPU needed clearly more memory than predicted. The memory of a process on a CPU includes
+    libraries.
     """
     import torch
 

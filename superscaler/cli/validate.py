@@ -1,4 +1,4 @@
-"""`superscaler validate`: whether a plan can run, without running it."""
+"""`superscaler validate`: certifies a plan without running it."""
 
 import os
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from superscaler.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Request(PlanRequest):
-    """A plan to compile, or a directory that has one."""
+    """A plan to compile, or the directory of a saved one."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL | DIR", help="A model, or a plan directory.")]
     directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A plan directory that may be of the model.")] = ""
@@ -39,8 +39,8 @@ def validate(
 ) -> bool:
     """Certify the program of a plan: every read finds its elements with their whole value, no device waits forever.
 
-    Exit code 1 and the instruction, the tensor and the device when it does not hold. With a model and a directory also
-    whether the plan there has that model and its weights: exit code 1 and the first difference when it has not.
+    Exit code 1 and the instruction, the tensor and the device when it does not hold. Given a model and a directory,
+    also check that the plan there has that model and its weights: exit code 1 and the first difference when it has not.
     """
     if request.directory:
         return _compare(printer, request, not no_manifest)
@@ -59,7 +59,7 @@ def validate(
 
 
 def _compare(printer: Printer, request: Request, manifest: bool) -> bool:
-    """Certify a plan directory, and compare it with a model that is captured anew."""
+    """Certify a plan directory, and compare it with a newly captured model."""
     if request.plan or request.cluster:
         raise InputError(f"the plan in {request.directory} has a cluster; leave --plan and --cluster out.")
     from superscaler.cli.verify import real_batch

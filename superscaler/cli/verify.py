@@ -24,8 +24,8 @@ def verify(
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
 ) -> bool:
-    """Run two steps of the plan and of the model in float64 and compare, then in the dtype that is trained, where the
-    plan may be as far off as rounding makes the model's own steps. Exit code 1 when they are not equal.
+    """Run two steps of the plan and of the model in float64 and compare, then in the trained dtype. There the plan's
+    error may be as large as the rounding error of the model's own steps. Exit code 1 when they are not equal.
     """
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
     compiled, built = request.compile()
@@ -35,7 +35,7 @@ def verify(
 
 
 def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:
-    """Return real inputs for a model whose example inputs are shapes only; None when the examples themselves serve."""
+    """Return real inputs for a model whose example inputs are shapes only; None if the examples are real."""
     import torch
 
     values = [*built.args, *built.kwargs.values()]

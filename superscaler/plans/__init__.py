@@ -1,4 +1,4 @@
-"""The library of plans, one a file, each an sProgram written only in the verbs; and how a plan is named in text."""
+"""The library of plans: one sProgram a file, written only in the verbs. `resolve` finds a plan by its text."""
 
 from __future__ import annotations
 

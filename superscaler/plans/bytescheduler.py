@@ -1,10 +1,10 @@
-"""ByteScheduler (Peng et al., 2019): data parallelism whose gradients are summed in the order in which the next forward
-needs the weights, while that forward runs. Two iterations are a step.
+"""ByteScheduler (Peng et al., 2019): data parallelism that sums gradients during the next forward, in the order of its
+reads. Two iterations are a step.
 
-piece  bytes of a sum: larger gradients are cut into such, small ones of a layer go together
-ahead  which share of all gradients the links carry while the backward runs, by which the order is chosen: whenever they
-       are free, they take what the next forward needs first of what is made by then. With 0 all go in the order of that
-       forward, once the backward has ended; with 1 and more nearly as they are made
+piece  bytes of a sum: larger gradients are cut into pieces, small ones of a layer are sent together
+ahead  share of all gradients that the links are assumed to carry during the backward; it determines the order. A free
+       link takes the finished gradient that the next forward reads first. With 0 all are sent after the backward, in
+       the order of that forward; with 1 and more nearly in the order in which they are finished
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def bytescheduler(graph: Graph, n: int, axis: str, piece: int = 4 * 2**20, ahead
 
 def _layers(graph: Graph) -> Iterator[tuple[list[Op], list[Op]]]:
     """Yield the ops of the second iteration in runs of a block or other module, each with the updates of the weights
-    that it is the first to read.
+    that no earlier run reads.
 
     A block that is called again reads no new weights.
     """

@@ -1,10 +1,10 @@
-"""Data parallel, with as few blocks computed again as a limit of memory allows, or runs of blocks of one length.
+"""Data parallel, with as few blocks recomputed as a limit of memory allows, or runs of blocks of one length.
 
-limit=BYTES         what a device holds at most: weights, gradients and optimizer state, and activations. The runs of
-                    blocks that are computed again take the least time (`times`: a JSON file of seconds by block;
-                    default: FLOPs): the optimal choice that recomputes nothing more than once
+limit=BYTES         largest memory of a device: weights, gradients, optimizer state and activations. The recomputed runs
+                    of blocks are those that take the least time (`times`: a JSON file of seconds by block; default:
+                    FLOPs), the optimum among choices that recompute each block at most once
                     (plans/lib/checkpoint_chain.py)
-every=sqrt|NUMBER   runs of so many blocks: of sqrt(blocks), which keep the least
+every=sqrt|NUMBER   runs of so many blocks; sqrt(blocks) keeps the least
 """
 
 from __future__ import annotations

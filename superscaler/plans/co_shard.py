@@ -1,10 +1,10 @@
 """Co-shard: heads and feed-forward hidden of blocks in parts on the same device, one after the other. Each block is
-computed again in the backward, and each part inside it once more: of a block its input is kept, and of all that it
-makes, one part is there at a time.
+recomputed in the backward, and each part inside it once more. A block keeps its input only, and one part of its other
+activations exists at a time.
 
-parts=N         into how many parts, further than other plans of a product cut them
-blocks=first:N  which blocks: the first N (default: all)
-factors=A+B     which factors, by name or its end (`heads`); default: those of tensor parallelism
+parts=N         number of parts, on top of the cuts of other plans in a product
+blocks=first:N  the first N blocks only (default: all)
+factors=A+B     the cut factors, by name or its end (`heads`); default: those of tensor parallelism
 
 Its own devices are data parallel: `co_shard:2,parts=4 x tensor_parallel:2 x pipeline_1f1b:2`.
 """

@@ -1,4 +1,4 @@
-"""Dynamic axial parallelism (FastFold's): a model of two axes is cut along one of them, in turn the one not attended.
+"""Dynamic axial parallelism (FastFold's): a model of two axes is cut along the axis that it does not attend along.
 
 The axes are the factors of the input with the most of them, beside the batch. Attention along one axis is cut along the
 other, or along another dim of the same, with an all_to_all on either side.

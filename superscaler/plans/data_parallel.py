@@ -1,6 +1,6 @@
 """Data parallelism: every device runs the whole model on its part of the batch (paper, algorithm 1).
 
-`halves`: gradients of bf16 and fp16 weights travel in that dtype, and are added in float32 (`send_halves`).
+`halves`: gradients of bf16 and fp16 weights are sent in that dtype, and added in float32 (`send_halves`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""DualPipe on a V (DeepSeek, 2025), to its end: what one microbatch communicates inside a stage travels while another
-one computes.
+"""DualPipe on a V (DeepSeek, 2025): communication inside the stage of one microbatch overlaps with the computation of
+another.
 
 Where the table of `dualpipe_v` has a forward and a backward of different microbatches side by side, they take turns. A
-turn is as much of a stage as computes without communication: of a mixture of experts attention and dispatch, then the
-experts, then what joins their results (`dualpipe:2 x expert_parallel:4`); in tensor parallelism what is between its
+turn is a run of a stage without communication inside. For a mixture of experts the turns are attention and dispatch,
+the experts, the sum of their results (`dualpipe:2 x expert_parallel:4`); for tensor parallelism, the work between two
 all_reduces.
 """
 
@@ -25,7 +25,7 @@ def dualpipe(graph: Graph, n: int, axis: str, microbatches: int | None = None, b
 
 
 def in_pairs(row: Sequence[Action]) -> list[Action | tuple[Action, Action]]:
-    """Return the work of a device where a forward and the backward after it are a pair, unless of one microbatch."""
+    """Return the work of a device, with each forward and the next backward as a pair unless of one microbatch."""
     found: list[Action | tuple[Action, Action]] = []
     for work in row:
         last = found[-1] if found else None

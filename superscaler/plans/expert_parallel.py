@@ -1,4 +1,4 @@
-"""Expert parallelism: data parallel, but for mixtures of experts, of which each device has some experts.
+"""Expert parallelism: data parallelism, with the experts of a mixture divided among the devices.
 
 Without `capacity` an expert may be chosen for any token, so all tokens go to all experts. With one (1.25: a quarter
 more rows than the even share) tokens go to their experts only, by an all_to_all, and back; choices beyond it are

@@ -1,14 +1,14 @@
-"""A plan from a table: what of each module is cut, along which axis of a mesh or on which devices.
+"""A plan from a table: the cuts of each module, along an axis of a mesh or on devices of its own.
 
     mesh: {dp: 2, tp: 2}                            # all devices; without it they are one axis, copies
     microbatches: 2                                 # without it 1
-    modules:                                        # of the patterns that fit a module the last one counts
+    modules:                                        # the last pattern that fits a module counts
       "*": {batch: dp}                              # factor: axis
       transformer.h.*.mlp: {batch: dp, h.*.mlp: tp}
       transformer.h.0.attn: {"batch, sequence": dp, h.0.attn.heads: {axis: tp, sizes: [1, 3]}}
       lm_head: {vocabulary: [200, 312], devices: [2, 3]}
 
-A factor is what `Split` takes; of several, joined by commas, one is cut. It is cut along an axis, or into a number of
+A factor is named as for `Split`; of several, joined by commas, one is cut. It is cut along an axis, or into a number of
 parts or a list of sizes: these lie on `devices` in order, the first factor outermost, or all at each place of the mesh.
 """
 

@@ -1,9 +1,9 @@
-"""FSDP as in PyTorch: data parallel, with all weights in slices; those of a block are gathered for its forward, and
-again for its backward.
+"""FSDP as in PyTorch: data parallel, with all weights in slices. The weights of a block are gathered for its forward,
+and again for its backward.
 
-shard         devices that share one copy of the weights (0: all). As many as a server has: slices are inside of each,
-              copies between them (HSDP)
-recompute     blocks are computed again in the backward, as under activation checkpointing; else they keep activations
+shard         devices that share one copy of the weights (0: all). With as many as a server has, slices are inside of
+              servers and copies between them (HSDP)
+recompute     blocks are recomputed in the backward, as under activation checkpointing; else they keep activations
 microbatches  forwards and backwards of a step; each gathers weights and scatters gradients
 
 This is `zero:stage=3`, which also has what lies between: `keep=N` recomputes all but the last N blocks.

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the batch in microbatches, one after the other, whose gradients are added up and sent once."""
+"""Gradient accumulation: microbatches run one after the other, and the sum of their gradients is sent once."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Megatron-LM whole: data, tensor and pipeline parallelism together, dp x tp devices for each of pp stages.
 
 microbatches  of the batch of each data-parallel device, in the order of 1F1B
-chunks        stages on each pipeline device, in the interleaved order where there are several
-sequence      what tensor parallelism leaves whole is cut along the sequence, and inputs of products that were gathered
-              are gathered again for the backward instead of being kept (`sequence_parallel:regather=true`)
-recompute     none; selective: the products of attention; full: each layer, of which its input is kept
+chunks        stages on each pipeline device; several are in the interleaved order
+sequence      ops that tensor parallelism leaves whole are cut along the sequence, and gathered inputs of products are
+              gathered again for the backward instead of being kept (`sequence_parallel:regather=true`)
+recompute     none; selective: the products of attention; full: each layer, which keeps its input only
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
-vocabulary    embedding, head and loss are cut on the vocabulary where tp divides it
-halves        gradients of bf16 and fp16 weights travel over dp in that dtype, and are added in float32
+vocabulary    embedding, head and loss are cut on the vocabulary if tp divides it
+halves        gradients of bf16 and fp16 weights are sent over dp in that dtype, and added in float32
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interlaced pipeline (the paper's algorithm 2): for models whose embedding and head are heavy, as mBART.
 
-All devices have a slice of the vocabulary: they look up, and compute scores and loss, together, between the work of the
-other layers, which are a pipeline. What is not cut belongs to its stages: the first sums looked up rows, the last the
-gradient of the head's input. `recompute` (early, late) computes blocks again, as in a pipeline.
+Each device has a slice of the vocabulary. All devices compute look-ups, scores and loss together, between the work of
+the other layers, which are a pipeline. Uncut ops belong to stages: the first one sums the looked up rows, the last one
+the gradient of the head's input. `recompute` (early, late) recomputes blocks, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None,
 
 
 def _read_by(graph: Graph, ops: Sequence[Op], stage: Sequence[Op], splits: Collection[str]) -> list[Op]:
-    """Return, beside cut ops, those that are not cut and that only a stage reads, which needs the sum of rows."""
+    """Return, beside cut ops, the uncut ops whose results only this stage reads. The stage needs the sum of rows."""
     inside = {op.name for op in stage}
     for op in reversed(ops) if any(op.name in splits for op in ops) else ():
         readers = {reader.name for o in op.outputs for reader, _ in graph.model.uses[o.tensor]}
@@ -50,7 +50,7 @@ def _read_by(graph: Graph, ops: Sequence[Op], stage: Sequence[Op], splits: Colle
 
 
 def _made_by(ops: Sequence[Op], stage: Sequence[Op], splits: Collection[str]) -> list[Op]:
-    """Return, beside cut ops, uncut ones of a stage alone: they read its values and nothing made on all devices."""
+    """Return, beside cut ops, uncut ops of a stage alone: they read its values, and none made on all devices."""
     made, shared, found = {o.tensor for op in stage for o in op.outputs}, set[str](), list[Op]()
     for op in ops if any(op.name in splits for op in ops) else ():
         inputs = {o.tensor for o in op.inputs}

@@ -1,5 +1,5 @@
-"""PipeDream (Narayanan et al., 2019): 1F1B whose stage s of p reads weights as they were p - 1 - s updates ago, without
-vertical sync: what a weight is in the forward of a step, it is in the backward too.
+"""PipeDream (Narayanan et al., 2019): 1F1B in which stage s of p reads weights of p - 1 - s updates ago, without
+vertical sync. The forward and the backward of a step read the same weights.
 
 w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n))), n = p - 1 - s of the first stage s that reads v
 """

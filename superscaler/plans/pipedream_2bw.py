@@ -1,4 +1,4 @@
-"""PipeDream-2BW (Narayanan et al., 2021): a 1F1B pipeline that reads each weight as it was one step ago.
+"""PipeDream-2BW (Narayanan et al., 2021): a 1F1B pipeline that reads the weights of one step ago.
 
 W(t+1) = W(t) - lr grad(W(t-1)), W(-1) = W(0): not the steps of the model; `verify` compares them with this recurrence
 and says that they are stale by 1.

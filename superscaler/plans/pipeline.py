@@ -1,14 +1,14 @@
-"""Pipeline parallelism: contiguous stages, embedding and head included, whose work is in the order of a table.
+"""Pipeline parallelism: contiguous stages, embedding and head included, that work in the order of a table.
 
 schedule      a rule of plans/lib/schedules.py (gpipe, zb_h1, ...: each is a plan by its own name, too), or a file
               with a row of actions for each device: `0F0 0F1 0B0 0B1`
 microbatches  by default two for each device
-chunks        stages on each device, where the schedule has a choice (interleaved, breadth_first)
-slices        of each microbatch along the sequence, where the schedule has a choice (terapipe, seq1f1b): these are
-              numbered through all microbatches, so that slice 1 of 4 of microbatch 2 is 9. For causal models
-blocks        how many of the model's blocks each stage has, as 3+5+4; by default stages are balanced by FLOPs
-recompute     early or late: blocks are computed again in the backward, before the gradient of their stage is there, so
-              that a device does not wait for it idle, or once it is. A file says early where it has R: `0R0 0B0`
+chunks        stages on each device, for schedules with a choice (interleaved, breadth_first)
+slices        of each microbatch along the sequence, for schedules with a choice (terapipe, seq1f1b) and causal models.
+              They are numbered through all microbatches: slice 1 of 4 of microbatch 2 is 9
+blocks        number of the model's blocks in each stage, as 3+5+4; by default stages are balanced by FLOPs
+recompute     late: blocks are recomputed when the gradient of their stage is there; early: before that, so that the
+              device does not wait for it idle. A file has R for early recomputation: `0R0 0B0`
 """
 
 from __future__ import annotations

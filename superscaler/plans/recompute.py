@@ -1,10 +1,10 @@
-"""Data parallel, with parts of the model computed again in the backward instead of kept.
+"""Data parallel, with parts of the model recomputed in the backward instead of kept.
 
-what=block      each block: of it what it reads is kept
-what=full       so, and what is outside the blocks
-what=attention  products of activations with each other (attention), and what is made for them alone, back to the
-                products with weights before it: little to compute again, and large at long sequences
-levels=N        regions in regions: with 2, runs of sqrt(n) of the n blocks are computed again, and then each block of a
+what=block      each block; it keeps its inputs only
+what=full       each block, and the ops outside the blocks
+what=attention  products of activations with each other (attention), and the ops that serve them alone, back to the
+                products with weights before them: cheap to recompute, and large at long sequences
+levels=N        regions in regions: with 2, runs of sqrt(n) of the n blocks are recomputed, and then each block of a
                 run; with 3, runs of cbrt(n) blocks in runs of as many runs. About N x n^(1/N) inputs are kept
 """
 

@@ -1,7 +1,7 @@
 """Ring attention: the sequence is cut everywhere; keys and values pass around the devices of a ring.
 
-Device i has chunk i of the sequence, or of n with `zigzag` chunks i and 2n - 1 - i of twice as many, which evens the
-work of causal attention. Of keys and values a device keeps its own; those of others come again for the backward, or
+Device i has chunk i of n chunks of the sequence; with `zigzag` it has chunks i and 2n - 1 - i of 2n, which evens the
+work of causal attention. A device keeps its own keys and values; those of others are sent again for the backward, or
 (`recompute=false`) are kept. Scores are kept nowhere: memory is linear in the sequence.
 """
 

@@ -1,11 +1,11 @@
 """Megatron-LM's sequence parallelism: tensor parallel inside attention and MLP, cut along the sequence everywhere else.
 
-Where tensor parallelism adds up with an all_reduce, values are scattered along the sequence and gathered again before
-the next product: as much communication, but norms, residuals and what they keep are cut, too. What depends on inputs
-alone is computed by all.
+The all_reduce of tensor parallelism becomes a reduce_scatter along the sequence and an all_gather before the next
+product: as much communication, but norms, residuals and their saved tensors are cut, too. Ops that depend on inputs
+alone are computed by all devices.
 
-With `regather` what a product reads is gathered again for its backward, instead of being kept whole from the forward
-on: what a layer keeps is divided by the number of devices, for one all_gather more of each.
+With `regather` the input of a product is gathered again for its backward, instead of being kept whole from the forward
+on. Then all activations of a layer are divided by the number of devices, for one more all_gather of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything on one device: what all other plans must equal."""
+"""Everything on one device: the reference that all other plans must equal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Data parallel, with what rests between forward and backward, or between steps, in the memory of the hosts.
+"""Data parallel, with tensors in the memory of the hosts between forward and backward, or between steps.
 
-what=activations  what each block reads; the block is computed again from it
+what=activations  the inputs of each block, which is recomputed from them
 what=optimizer    weights and the optimizer's state, which are trained there
 what=both         both
 """

@@ -1,7 +1,7 @@
 """Tensor parallelism as in Megatron-LM: heads and MLP hidden of each block, found from the factors.
 
-Where a loss is of classes that the devices divide, embedding, head and loss are cut on these: three numbers a token
-travel, and no scores. `vocabulary=false` leaves embeddings and losses whole.
+If the devices divide the classes of a loss, embedding, head and loss are cut on these: three numbers a token are sent,
+and no scores. `vocabulary=false` leaves embeddings and losses whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""3F1B: a pipeline of a model of several forward passes, of which the last alone is trained (the paper's AlphaFold2).
+"""3F1B: a pipeline of several forward passes, the last of them trained alone (the paper's AlphaFold2).
 
 Stage s of each pass is on device s, so that all passes share its weights.
 """
@@ -40,7 +40,7 @@ def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = No
 
 
 def _like(ops: list[Op], blocks: dict[str, int], n: int) -> list[list[Op]]:
-    """Return the stages of a pass: each block in its own, all else with the block before it."""
+    """Return the stages of a pass: each block in its own stage, all other ops with the block before them."""
     parts: list[list[Op]] = [[] for _ in range(n)]
     stage = 0
     for op in ops:

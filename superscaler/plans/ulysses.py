@@ -1,6 +1,6 @@
 """DeepSpeed-Ulysses: the sequence is cut everywhere, but heads inside attention, with an all_to_all on either side.
 
-What depends on inputs alone is computed by all.
+Ops that depend on inputs alone are computed by all devices.
 """
 
 from __future__ import annotations

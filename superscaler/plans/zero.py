@@ -1,15 +1,15 @@
-"""ZeRO: data parallel, with the optimizer's state, the gradients, or all that rests in slices over devices.
+"""ZeRO: data parallel, with the optimizer's state, the gradients, or all resident tensors in slices over devices.
 
 `shard` devices (0: all) share one copy of the weights; further groups of as many have copies of their own (hybrid
-sharding). A weight is cut on its largest index that `shard` divides, unevenly where it divides none, if large enough.
+sharding). A weight is cut on its largest index that `shard` divides; a large weight without one is cut unevenly.
 
-stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
-stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
-stage 3  so, and weights of blocks are gathered again for the backward: all but the last `keep` are computed again then
+stage 1  weights and optimizer state rest in slices; weights are gathered from the forward to the end of the backward
+stage 2  also: under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
+stage 3  also: weights of blocks are gathered again for the backward. All blocks but the last `keep` are recomputed then
          (`Recompute`, one region a block), those keep activations (`Regather`). Frozen weights rest in slices, too
 
 Matrices of an optimizer that needs them whole (Muon) rest whole, each on the one of `shard` devices with the fewest
-elements. `halves`: gradients of bf16 and fp16 weights travel in that dtype to their slices, and are added in float32.
+elements. `halves`: gradients of bf16 and fp16 weights are sent to their slices in that dtype, and added in float32.
 """
 
 from __future__ import annotations

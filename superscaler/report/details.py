@@ -1,4 +1,4 @@
-"""What is known about instructions, for people: what they do, with which tensor, and which line of the plan asked."""
+"""Details of instructions in words: what they do, with which tensor, and the line of the plan behind them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ _LETTERS = {Kind.FORWARD: "F", Kind.AGAIN: "R", Kind.BACKWARD: "B", Kind.WEIGHTS
 
 @dataclass(frozen=True)
 class Detail:
-    """An instruction in words. `letter`: of its kind, in a schedule; `asked`: what lines of the plan did with its ops,
-    or with the ops that make and read its tensor; `devices`: those of a collective, or the other end of a message.
+    """An instruction in words. `letter`: of its kind, in a schedule; `asked`: effects of lines of the plan on its ops,
+    or on the ops that make and read its tensor; `devices`: those of a collective, or the other end of a message.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Detail:
 
 
 class Details:
-    """The details of the instructions of a program, each once. `found`: in the order of their numbers.
+    """The distinct details of the instructions of a program. `found`: in the order of their numbers.
 
     `account`: explain.json of the plan; `journal`: its journal.txt.
     """
@@ -195,7 +195,7 @@ class Details:
         return rows[0]["reason"] if rows else ""
 
     def _asked(self, ops: Iterable[Op]) -> tuple[str, ...]:
-        """Return the effects of the plan on some ops, each with those that it had, and with the place of its line."""
+        """Return the effects of the plan on some ops, each with these ops and the place of its line."""
         every = dict.fromkeys(op.name if op.name in self._lines else op.origin for op in ops)
         found = group(((line, name) for name in every for line in self._lines.get(name, ())), lambda pair: pair[0])
         return tuple(
@@ -221,7 +221,7 @@ def _values(i: Instruction) -> tuple[Value, ...]:
 
 
 def _key(i: Instruction) -> Hashable:
-    """Return what instructions with the same details have in common."""
+    """Return a key that is equal for instructions with equal details."""
     if isinstance(i, Forward | Backward):
         return type(i), i.task.segment, getattr(i, "half", "")
     if isinstance(i, Loss):
@@ -231,7 +231,7 @@ def _key(i: Instruction) -> Hashable:
 
 
 def _lines(journal: str) -> dict[str, list[tuple[str, str]]]:
-    """Return what a plan did with each op: a verb with its arguments, and the place of the line that called it."""
+    """Return the effects of a plan on each op: a verb with its arguments, and the place of the line that called it."""
     found = defaultdict[str, list[tuple[str, str]]](list)
     for line in journal.splitlines():
         where, _, effects = line.partition(": ")

@@ -159,7 +159,7 @@ def summary(compiled: Compiled) -> str:
 
 
 def _letter(program: Program, i: Forward | Backward) -> str:
-    """Return the kind of work: F, R (recomputed forward), C (copy), B, or I or W for half of it."""
+    """Return the letter of a kind of work: F, R (recomputed forward), C (copy), B, or I or W for half of it."""
     if isinstance(i, Backward):
         return {"": "B", "input": "I", "weight": "W"}[i.half]
     ops = program.functions[i.function].ops
@@ -183,7 +183,7 @@ def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mappi
 
 
 def _stages(graph: Graph) -> dict[str, int | str]:
-    """Return the stage number of each op in a group that is labelled as an action (2F0)."""
+    """Return the stage number of each op in a group with the label of an action (2F0)."""
     groups = (group for order in graph.orders for group in (order.before, order.after) if group.kind == "F")
     labelled = (group for group in groups if Action.matches(group.label))
     return {name: Action.parse(group.label).stage for group in labelled for name, _ in group.members}
@@ -263,7 +263,7 @@ def _short(block: str, name: str) -> str:
 
 
 class _Blocks:
-    """The ops, weights and transfers of each block; those outside of all blocks go by their module."""
+    """The ops, weights and transfers of each block; those outside of all blocks are grouped by their module."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled, self.graph = compiled, compiled.graph

@@ -42,7 +42,7 @@ _KINDS: Mapping[type, str] = {
 
 
 class Event(NamedTuple):
-    """A call in a step, in seconds of the clock of rank 0: that of an instruction, or the wait for what it started."""
+    """A call in a step, in seconds of the clock of rank 0: of an instruction, or of the wait for its communication."""
 
     at: int
     is_wait: bool
@@ -72,7 +72,7 @@ class _Rank:
 
 
 def measured(folder: Path, program: Program, code: str, details: Details) -> tuple[Timeline, str]:
-    """Return the timeline of the step of a run that took the middle time, and what to know of it.
+    """Return the timeline of the median step of a run, and remarks for its readers.
 
     `code`: the hash of the plan's code. Raises InputError for a folder that is no whole run of this plan.
     """
@@ -127,7 +127,7 @@ def _rank(rank: int, program: Program, found: Mapping[str, Any], span: tuple[flo
 
 
 def _numbers(code: Sequence[Instruction]) -> dict[str, int]:
-    """Return the number of the instruction of each call, by the name that its event has."""
+    """Return the number of the instruction of each call, by the name of its event."""
     found, counts = dict[str, int](), Counter[str]()
     for at, i in enumerate(code):
         if isinstance(i, Forward):
@@ -144,7 +144,7 @@ def _numbers(code: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _row(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) -> Row:
-    """Return the events of a rank as columns: its calls, its waits, and the communication that it started."""
+    """Return the events of a rank as columns: its calls, its waits, and its communication."""
     found = {at: met[key] for key, at in _meetings(rank) if key in met}
     there = {at: time for at, (time, _) in found.items()}
     streams, cells = ["compute"], list[tuple[float, ...]]()
@@ -186,7 +186,7 @@ def _met(ranks: Sequence[_Rank]) -> dict[Hashable, tuple[float, int]]:
 
 
 def _meetings(rank: _Rank) -> Iterator[tuple[Hashable, int]]:
-    """Yield what a rank starts, under a key that all ends share."""
+    """Yield the communication that a rank starts, under a key that all ends share."""
     turns: dict[tuple[int, ...], int] = defaultdict(int)
     for at, i in enumerate(rank.code):
         match i:

@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 def describe(model: Model) -> dict[str, Any]:
     """Return the facts of a captured model. Bytes and FLOPs are of the forward of one step on the example batch.
 
-    `activation_bytes`: every activation that a mirror reads, once. Mirrors of ops that are linear in all inputs
+    `activation_bytes`: every activation with a mirror as its reader, once. Mirrors of ops that are linear in all inputs
     (additions, views, sums) read none; other tensors that autograd keeps (statistics, masks) are not counted.
     `checkpoints`: the number of `torch.utils.checkpoint` regions by module.
     """
@@ -45,7 +45,7 @@ def describe(model: Model) -> dict[str, Any]:
 
 
 def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items by their key, in the order in which keys came."""
+    """Return the items by their key, in the order of the first item of each key."""
     found: dict[K, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)

@@ -48,7 +48,7 @@ def _page(body: list[str], width: int, height: int) -> str:
 
 
 def _paths(found: Mapping[str, Any], body: list[str], width: int, y: int) -> tuple[list[str], int, int]:
-    """Return lines with those of the paths from `y` on, and where their ends are."""
+    """Return lines with the paths drawn from `y` on, and the position of their end."""
     body, width = [*body, _text(MARGIN, y + MARGIN + LINE, LEGEND)], max(width, len(LEGEND) * 6)
     y += MARGIN + 2 * LINE
     for path in found["paths"]:
@@ -59,7 +59,7 @@ def _paths(found: Mapping[str, Any], body: list[str], width: int, y: int) -> tup
 
 
 def save(subject: Subject, file: Path) -> None:
-    """Draw into a file. Raises InputError where it cannot be written, or is a file that is no such drawing."""
+    """Draw into a file. Raises InputError for a file that cannot be written, or is no such drawing."""
     text = draw(subject)
     with writing(file, "name a file in a folder that exists"):
         if file.is_file() and not file.read_bytes().startswith(HEAD.partition("{")[0].encode()):

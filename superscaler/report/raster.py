@@ -37,7 +37,7 @@ _LEFT, _ROW, _TOP = 150, 20, 44
 
 
 def columns(lane: Lane, seconds: float, count: int) -> list[int]:
-    """Return, for each of `count` columns of a step, the event of a lane that fills most of it; -1 for none."""
+    """Return, for each of `count` columns of a step, the event of a lane that fills the column most; -1 for none."""
     found, most = [-1] * count, [0.0] * count
     each = seconds / count
     for n, (start, end) in enumerate(zip(lane.start.tolist(), lane.end.tolist(), strict=True)):
@@ -78,7 +78,7 @@ def _characters(lane: Lane, timeline: Timeline, details: Details) -> str:
 
 
 def _label(lane: Lane, n: int, details: Details) -> str:
-    """Return the letter and the microbatch of an event; empty for one that has no letter."""
+    """Return the letter and the microbatch of an event; empty for an event without a letter."""
     if n < 0 or int(lane.kind[n]) >= Wait.BUBBLE or int(lane.detail[n]) < 0:
         return ""
     microbatch = int(lane.microbatch[n])
@@ -87,7 +87,7 @@ def _label(lane: Lane, n: int, details: Details) -> str:
 
 
 def _runs(found: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each event with the number of columns that it fills."""
+    """Yield each event with the number of its columns."""
     start = 0
     for at in range(1, len(found) + 1):
         if at == len(found) or found[at] != found[start]:
@@ -96,7 +96,7 @@ def _runs(found: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def picture(timeline: Timeline, details: Details, x: int, y: int) -> tuple[list[str], int, int]:
-    """Return a timeline as lines of SVG from (x, y) on, and where its right and lower ends are."""
+    """Return a timeline as lines of SVG from (x, y) on, and its right and lower ends."""
     lanes, lines = _lanes(timeline), [_text(x, y + 12, f"a step of {duration(timeline.seconds)}", 'font-weight="bold"')]
     kinds = dict.fromkeys(kind for lane in lanes for kind in sorted(set(lane.kind.tolist())))
     place = x + 130

@@ -27,8 +27,8 @@ _GUESSED = (
 class Subject:
     """A plan to report on. `account`: its explain.json; `timelines`: the measured one first, if there is one.
 
-    `certificate`: what was checked of it; `notes`: what a reader has to know about the times; `differences`: between
-    the predicted and the measured step.
+    `certificate`: its summary; `notes`: remarks about the times for a reader; `differences`: between the predicted and
+    the measured step.
     """
 
     title: str
@@ -51,7 +51,7 @@ def subject(
     run: Path | None = None,
     code: str = "",
 ) -> Subject:
-    """Return a plan as the subject of a report: its step is simulated. `run`: the folder of a profile of it, `code`:
+    """Return a plan as the subject of a report, with its step simulated. `run`: the folder of a profile of it; `code`:
     the hash of its code.
     """
     known, notes = with_speeds(cluster)
@@ -65,7 +65,7 @@ def subject(
 
 
 def with_speeds(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """Return a cluster whose devices have speeds, and what to say about them if they were assumed."""
+    """Return a cluster whose devices have speeds, and a remark if the speeds were assumed."""
     kind = cluster.device_kind
     if kind is not None and kind.speeds is not None:
         return cluster, []

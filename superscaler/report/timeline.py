@@ -24,7 +24,7 @@ _EQUAL = 1e-9
 
 
 class Wait(IntEnum):
-    """The causes of time in which a device does nothing. Their numbers go on where those of `Kind` end."""
+    """Causes of idle time of a device. Their numbers go on after those of `Kind`."""
 
     BUBBLE = len(Kind)
     EXPOSED = len(Kind) + 1
@@ -66,9 +66,9 @@ class Row:
 class Lane:
     """A stream of some devices: its events in the order of time, as columns.
 
-    `kind`: of `Kind` or `Wait`; `detail`: the number of what is known about it, -1 for nothing; `microbatch`: -1 for
-    none; `source`: the number of the event that it waited for, -1 for none: of a wait for a device that came late to a
-    collective, the last work of that device before it. Events are numbered through all lanes.
+    `kind`: of `Kind` or `Wait`; `detail`: the number of its detail, -1 for none; `microbatch`: -1 for none; `source`:
+    the number of the event that it waited for, -1 for none. The source of a wait for a late device of a collective is
+    the last work of that device before it. Events are numbered through all lanes.
     """
 
     devices: tuple[int, ...]
@@ -108,7 +108,7 @@ def predicted(table: Timetable, program: Program, details: Details, title: str =
 
 
 def timeline(title: str, seconds: float, rows: Sequence[Row], details: Details) -> Timeline:
-    """Return the timeline of rows, as many as can be shown."""
+    """Return the timeline of rows, limited to the lanes that can be shown."""
     ends = np.cumsum([len(row.start) for row in rows])
     shown = max(1, int(np.searchsorted(ends, MOST, side="right")))
     made = _Lanes(details, seconds)
@@ -145,7 +145,7 @@ def _row(some: Ints, lane: Alike, program: Program, path: set[tuple[int, int, bo
 
 @dataclass(eq=False)
 class _Lanes:
-    """Makes lanes of rows, and finds what each of their events waited for."""
+    """A maker of lanes from rows, which also finds the source of each event."""
 
     details: Details
     seconds: float
@@ -207,7 +207,7 @@ class _Lanes:
         self.count += len(kept)
 
     def _note(self, row: Row, of: Ints) -> None:
-        """Note the communication of a lane, by which other events find it."""
+        """Record the communication of a lane, by which other events find it."""
         device = row.devices[0]
         for number, at in enumerate(of.tolist(), self.count):
             self.posts[device, at] = number

@@ -22,7 +22,7 @@ _HEAD = '{"displayTimeUnit":"ms","otherData":{"by":"superscaler"},"traceEvents":
 
 
 def save(subjects: Sequence[Subject], file: Path) -> None:
-    """Write the timelines of plans. Raises InputError where the file cannot be written, or is one that is no trace."""
+    """Write the timelines of plans. Raises InputError for a file that cannot be written, or is no trace."""
     lines = (json.dumps(event, separators=(",", ":")) for event in events(subjects))
     with writing(file, "name a file in a folder that exists"):
         if file.is_file() and not file.read_bytes().startswith(_HEAD.encode()):
@@ -81,7 +81,7 @@ def _times(lane: Lane) -> tuple[Ints, Ints]:
 
 
 def _arrows(timeline: Timeline, threads: Sequence[tuple[int, int]], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Yield an arrow to each event from what it waited for: a message from its start on, work from its end on."""
+    """Yield an arrow to each event from its source: from the start of a message, from the end of work."""
     times = [_times(lane) for lane in timeline.lanes]
     of = [(number, k) for number, lane in enumerate(timeline.lanes) for k in range(len(lane))]
     for number, k in of:

@@ -1,9 +1,9 @@
 """The clock of a program: when each instruction runs, and each transfer, on a cluster.
 
-Each device has a compute stream, which runs its code in order, and streams of communication. A transfer starts once all
-of its ends have started it, and what they started before on its streams has ended. A Wait moves the compute stream to
-the end of a transfer. Devices that run one program go on together: a time is an array with an entry for each of them,
-or with one for all.
+Each device has a compute stream, which runs its code in order, and streams of communication. A transfer starts when all
+of its ends have started it and earlier communication on its streams has ended. A Wait moves the compute stream to the
+end of a transfer. Devices that run one program advance together: a time is an array with an entry for each of them, or
+with one for all.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def clock(
 ) -> Timetable:
     """Return the times of a step.
 
-    `work`: the seconds of the kernels of instructions; those of a Wait come after it, those of communication before it
-    starts. `launch`: the seconds of the compute stream to start a communication or a copy. `slowdown`: how many times
-    longer work takes beside communication of its device. `one_stream`: the messages of a device run one after the
-    other, not only those of a direction with a peer. Raises ScheduleError if devices wait for each other for ever.
+    `work`: the seconds of the kernels of instructions; those of a Wait run after it, those of communication before it
+    starts. `launch`: the seconds of the compute stream to start a communication or a copy. `slowdown`: the factor of
+    work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
+    those of one direction with one peer. Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
         return _Clock(program, cluster, work, launch, slowdown, one_stream).run()
@@ -122,7 +122,7 @@ class _Clock:
         return True
 
     def _settle(self, what: tuple[Run, Floats, Floats]) -> None:
-        """End work that began, unless it lasts longer than was known before: the transfers until now are known."""
+        """End work that began, unless it lasts beyond the time until which transfers are known."""
         run, seconds, expected = what
         end = self._slowed(run, seconds)
         if latest(end) > latest(expected):

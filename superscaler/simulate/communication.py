@@ -1,7 +1,7 @@
-"""The communication of cohorts: the streams on which it starts, and the transfers that come of it.
+"""The communication of cohorts: its streams, and the transfers that it consists of.
 
 Each set of devices has a stream for its collectives on each of them, and each direction of messages with a peer has
-one. A transfer starts once all of its ends have started it, and what they started before on their streams has ended.
+one. A transfer starts when all of its ends have started it and earlier communication on their streams has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORLD = "world"
 
 @dataclass(eq=False)
 class Agenda:
-    """The events to come, in the order of time; the time; the cohorts that can go on now."""
+    """Future events in the order of time; the present time; the cohorts that can go on now."""
 
     ready: list[Run]
     now: float = 0.0
@@ -48,7 +48,7 @@ class Agenda:
 
 
 class Communication:
-    """What all cohorts communicate. `bytes` that moved, by class of link."""
+    """The communication of all cohorts. `bytes`: those moved so far, by class of link."""
 
     def __init__(self, program: Program, agenda: Agenda, ports: Ports, launch: float, one_stream: bool) -> None:
         self.program, self.agenda, self.ports = program, agenda, ports
@@ -127,7 +127,7 @@ class Communication:
         return self._sides[run.cohort.number, key]
 
     def _meet(self, key: Hashable, kind: str, groups: Ints, size: float, ends: int) -> Meeting:
-        """Return the meeting of so many cohorts at a key, which the first of them makes."""
+        """Return the meeting of so many cohorts at a key; the first cohort makes it."""
         found = self._open.pop(key, None) or Meeting(Transfer(self.ports.route(kind, groups, size)), ends)
         found.seen += 1
         if found.seen < ends:
@@ -137,7 +137,7 @@ class Communication:
     def _post(
         self, run: Run, key: Hashable, name: str, meetings: list[tuple[Meeting, Side]], is_copy: bool = False
     ) -> Post:
-        """Start communication on a stream, after what is there."""
+        """Start communication on a stream, after the communication already there."""
         if self.launch:
             run.work("launch", np.full(1, self.launch))
         stream = run.streams.setdefault(key, len(run.names))
@@ -156,7 +156,7 @@ class Communication:
         return post
 
     def _start(self, meeting: Meeting) -> None:
-        """Let a transfer begin at its time, if all of its ends are there and their streams are free."""
+        """Begin a transfer at its time, if all of its ends are there and their streams are free."""
         posts, transfer = meeting.posts, meeting.transfer
         is_there = len(posts) == meeting.ends and not meeting.is_started
         if not is_there or any(p.before is not None and p.before.end is None for p, _ in posts):
@@ -192,7 +192,7 @@ class Communication:
                 self._close(post)
 
     def _close(self, post: Post) -> None:
-        """End a post whose transfers have ended; go on with what waited for it."""
+        """End a post whose transfers have ended; resume the cohorts that waited for it."""
         run = post.run
         start, met, end = (
             [of_rows(getattr(m.transfer, name), side.group) for m, side in post.meetings]

@@ -1,5 +1,5 @@
-"""The kernels and the memory of a program: of its segments, recorded once where calls are equal, and of each
-instruction of a device, those of the executor itself included.
+"""The kernels and the memory of a program. Segments are recorded once for equal calls; other instructions of a device,
+and the work of the executor itself, are computed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Segments:
     def of(
         self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = ()
     ) -> Segment:
-        """Return the segment of a forward and its backward, of two halves the first. `strides`: of inputs, by number,
-        that are not contiguous; `added`: the aliases whose gradients are added to sums, in both halves.
+        """Return the segment of a forward and its backward, or of the first half of a split one. `strides`: of
+        non-contiguous inputs, by number; `added`: the aliases whose gradients are added to sums, in both halves.
         """
         given, first = tuple[bool, ...](), tuple[int, ...]()
         if backward is not None:
@@ -134,7 +134,7 @@ class Works:
         return [run.kernels(i) for i in code]
 
     def backward(self, work: Kernels, added: tuple[tuple[Meta, Meta, bool], ...]) -> Kernels:
-        """Return the kernels of a backward and of its sums: each gradient, its sum, whether there is one already."""
+        """Return the kernels of a backward and of its sums (gradient, sum, whether the sum exists already)."""
         key = id(work), added
         if key not in self._backwards:
             sums = (_added(total, own) if is_old else _copied(total, own) for own, total, is_old in added)
@@ -160,7 +160,7 @@ class Works:
 
 
 class _Device:
-    """A device that runs its instructions in order. `metas`: of the values; `started`: of what communication brings."""
+    """A device that runs its instructions in order. `metas`: of the values; `started`: results of communication."""
 
     def __init__(self, works: Works, device: Device, code: Sequence[Instruction]) -> None:
         self.works, self.tensors, self.optimizer = works, works.program.model.tensors, works.program.model.optimizer
@@ -173,7 +173,7 @@ class _Device:
         self.segments = works.segments.tasks(device)
 
     def kernels(self, i: Instruction) -> Kernels:
-        """Return the kernels of an instruction, and note what it makes."""
+        """Return the kernels of an instruction, and record its results."""
         metas = self.metas
         match i:
             case p.Load():

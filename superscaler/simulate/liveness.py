@@ -31,9 +31,9 @@ from superscaler.simulate.works import Tape, block
 
 @dataclass(slots=True)
 class _Handle:
-    """A started operation. `size`: the bytes of its result; `result`: its storage, None where the wait makes one.
+    """A started operation. `size`: the bytes of its result; `result`: its storage, None if the wait makes one.
 
-    `shared`: what it and others hold until one of them is waited for; `held`: what it holds until its own wait.
+    `shared`: storages that several handles hold until one of them is waited for; `held`: those held until its own wait.
     """
 
     size: int
@@ -52,7 +52,7 @@ class _Tape:
     others: Storage
 
     def own(self, ended: Mapping[int, int]) -> dict[int, int]:
-        """Return the bytes that nothing else holds, each storage under the last of its numbers that is let go."""
+        """Return the bytes that only this tape holds, each storage under the last of its numbers that is released."""
         numbers: dict[int, list[int]] = {}
         for n, storage in self.held.items():
             numbers.setdefault(id(storage), []).append(n)
@@ -63,8 +63,8 @@ class _Tape:
 class Liveness(Storages):
     """The storages of a device, instruction by instruction.
 
-    `states`: the bytes of the optimizer for a weight; `update`: those that an update makes and frees, of the bytes of
-    its weights. `clips`: gradients are scaled before an update.
+    `states`: the bytes of the optimizer for a weight; `update`: from the bytes of weights to the bytes that their
+    update makes and frees. `clips`: gradients are scaled before an update.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Liveness(Storages):
         return Storage(segment.sizes[number], VALUES if name is None else self.category(name), name)
 
     def _made(self, i: Backward, segment: Segment, known: dict[int, Storage], gradients: Mapping[int, int]) -> None:
-        """Bind the gradients that a backward made, and add others to their sums, or make these."""
+        """Bind the gradients of a backward; add others to their sums, or start these sums."""
         temporary, copies = dict[int, int](), [0]
         for alias, number in gradients.items():
             known.setdefault(number, self._gradient(segment, i, alias, number))
@@ -249,7 +249,9 @@ class Liveness(Storages):
                 self.handles[work] = _Handle(size, kept, shared, [self.hold(x) for x in last])
 
     def _sends(self, batch: int, sources: Sequence[Storage]) -> None:
-        """Hold what is sent until the next messages start: then NCCL is asked whether the last ones are done."""
+        """Hold the storages of sends until the next messages start: then NCCL is asked whether the last ones are
+        done.
+        """
         for _, storage in [x for x in self.sent if x[0] != batch]:
             self.drop(storage)
         self.sent = [x for x in self.sent if x[0] == batch] + [(batch, self.hold(s)) for s in sources]
@@ -259,7 +261,7 @@ class Liveness(Storages):
         self.reach(0)
 
     def _source(self, name: Value) -> Storage:
-        """Return what is sent of a name: its storage, or a copy of it."""
+        """Return the storage that is sent for a name: its own, or a copy of it."""
         size = block(self.sizes[name])
         return Storage(size, COMMUNICATION, name) if name in self.strided else self.names[name]
 

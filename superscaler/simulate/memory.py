@@ -1,4 +1,4 @@
-"""The memory of each device in a step after the first: its peak, what is alive there, and a curve over its program."""
+"""The memory of each device in a step after the first: its peak, the live tensors then, a curve over its program."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MB, GB = 10**6, 10**9
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """The bytes of a process on a GPU that are no tensors of the program. `context` and `group` are coarse: they depend
-    on versions and on the machine.
+    """Bytes of a process on a GPU beside the tensors of the program. `context` and `group` are coarse: they depend on
+    versions and on the machine.
 
     context        of CUDA, with the kernels of torch and NCCL: 1.06 GB on 8 H100 before the first collective
                    (NVIDIA/nccl#1685)
     group          of a group of devices in NCCL: 0.54 to 0.69 GB on 4 A100 (NVIDIA/nccl#964); more with all_to_all
     workspace      of cuBLAS, per stream: 32 MiB on Hopper, 8,519,680 bytes before (torch, CublasHandlePool.cpp)
-    fragmentation  the share of the peak that torch's allocator reserves and cannot use, since blocks above 1 MB are cut
-                   from segments of 20 MB and more, and the parts between blocks fit few others. An estimate for a
+    fragmentation  the share of the peak that torch's allocator reserves and cannot use. Blocks above 1 MB are cut from
+                   segments of 20 MB and more, and few other blocks fit the parts between them. An estimate for a
                    program that repeats its shapes in each step
     """
 
@@ -50,9 +50,9 @@ NO_OVERHEADS = Overheads(0, 0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor that is alive at the peak: its bytes, its name, the module or the instruction that made it.
+    """A live tensor at the peak: its bytes, its name, the module or the instruction that made it.
 
-    `microbatch`: -1 where it belongs to none.
+    `microbatch`: -1 for a tensor of none.
     """
 
     bytes: int
@@ -115,8 +115,8 @@ def memories(
 
 
 def state_bytes(program: Program, weight: Weight) -> int:
-    """Return the bytes of the states that torch's optimizer has for a weight, with those of a float32 copy of it: 12 a
-    parameter for AdamW.
+    """Return the bytes of torch's optimizer states for a weight, its float32 copy included: 12 a parameter for
+    AdamW.
     """
     optimizer, count = program.model.optimizer, elements(weight.box)
     dtype = program.model.tensors[weight.tensor].dtype
@@ -128,7 +128,7 @@ def state_bytes(program: Program, weight: Weight) -> int:
 
 @cache
 def _states(name: str, options: str, dtype: str) -> tuple[int, ...]:
-    """Return the bytes per element of each state of torch's optimizer, 0 for a number, by one step of it."""
+    """Return the bytes per element of each state of torch's optimizer, 0 for a scalar, measured by one step of it."""
     weight = torch.zeros(1, 2, dtype=getattr(torch, dtype), requires_grad=True)
     optimizer = getattr(torch.optim, name)([weight], **json.loads(options))
     weight.grad = torch.zeros_like(weight)
@@ -138,7 +138,7 @@ def _states(name: str, options: str, dtype: str) -> tuple[int, ...]:
 
 
 def _update_of(optimizer: Optimizer) -> Callable[[Sequence[int]], int]:
-    """Return the function from the bytes of weights to those that an update of them makes and frees.
+    """Return the function from the bytes of weights to the bytes that their update makes and frees.
 
     A fused update makes none. One weight after the other makes two tensors like it; `foreach` a list like all weights.
     """
@@ -181,7 +181,7 @@ def _held(program: Program, run: Liveness, storage: Storage) -> list[Held]:
 
 
 def _kept(program: Program, run: Liveness, made: Forward | Backward, tape: Tape) -> Iterator[Held]:
-    """Yield what a tape keeps, with the ops that made it."""
+    """Yield the storages of a tape, with the ops that made them."""
     number = next(i.function for i in run.code if isinstance(i, Forward) and i.task == made.task)
     function = program.functions[number]
     ops = ops_of_lines(function, program.model.tensors)

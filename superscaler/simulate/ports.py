@@ -1,7 +1,7 @@
 """The ports of a cluster: transfers that use one at the same time share its bandwidth.
 
-A transfer keeps a port busy for its bytes over the bandwidth of the port. Groups on a port have equal shares of it for
-as long as they have bytes left there; a group ends late by as much as on the port that delays it most.
+A transfer keeps a port busy for its bytes over the bandwidth of the port. Groups on a port have equal shares of it as
+long as they have bytes left there. The delay of a group is the largest delay of its ports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EQUAL = 1e-12
 
 
 def even(times: Floats) -> Floats:
-    """Return one number for numbers that are all equal."""
+    """Return one number for an array of equal numbers."""
     return times[:1] if len(times) == 1 or times.min() == times.max() else times
 
 
@@ -38,7 +38,7 @@ def latest(times: Floats) -> float:
 
 
 def is_later(times: Floats, others: Floats) -> bool:
-    """Return whether any time is later than the other one of its row."""
+    """Return whether any time is later than its counterpart in the other array."""
     return bool(times[0] > others[0] if len(times) == len(others) == 1 else (times > others).any())
 
 
@@ -48,17 +48,17 @@ def between(times: Floats, low: Floats, high: Floats) -> Floats:
 
 
 def of_rows(times: Floats, rows: Ints) -> Floats:
-    """Return some rows of numbers, of which one stands for equal ones."""
+    """Return some rows of numbers; an array of one entry stands for equal numbers."""
     return times if len(times) == 1 else times[rows]
 
 
 @dataclass(eq=False)
 class Route:
-    """Groups that run one collective, or pairs that send one message each, on their ports.
+    """Groups that run one collective together, or pairs that send one message each, on their ports.
 
-    `seconds` of each group without others; `loads`: the seconds for which they keep each of `ports` busy.
-    `users`: the groups that use the first port, then those of the next one, which begin at `port_starts`; `used`: the
-    ports of the first group, then those of the next one, which begin at `group_starts`.
+    `seconds`: of each group without other transfers; `loads`: the busy seconds that they cause on each of `ports`.
+    `users`: the groups of the first port, then those of the next one, from `port_starts` on; `used`: the ports of the
+    first group, then those of the next one, from `group_starts` on.
     """
 
     seconds: Floats
@@ -86,10 +86,10 @@ class Route:
 
 @dataclass(eq=False)
 class Transfer:
-    """A route that is taken once. Times are of its groups: all ends are there (`met`), bytes move, bytes are there.
+    """One use of a route. Times of its groups: `met`, when all ends are there; `start`, `end`: when bytes move, when
+    they are there.
 
-    Of its ports: when it `began`; the seconds that each of its groups had `left` when the last transfer began there;
-    its `delays`.
+    For each port: `began`; `left`, the seconds that each group still had when the last transfer began there; `delays`.
     """
 
     route: Route
@@ -112,7 +112,7 @@ class Transfer:
 
 
 class Ports:
-    """The ports of a cluster, each busy until some time. Transfers begin in the order of time."""
+    """The ports of a cluster, each busy until some time. Transfers must begin in the order of time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -151,7 +151,7 @@ class Ports:
         )
 
     def begin(self, transfer: Transfer) -> None:
-        """Set the end of a transfer that starts, and move those of transfers that it slows."""
+        """Set the end of a transfer that starts, and move the ends of the transfers that it slows."""
         route = transfer.route
         busy, began = self._busy[route.ports], route.of_ports(transfer.start)
         transfer.began = began
@@ -162,14 +162,14 @@ class Ports:
         self._active[id(transfer)] = transfer
 
     def end(self, transfer: Transfer, now: float) -> None:
-        """Forget a transfer. Those beside it have had a part of the ports until now."""
+        """Forget a transfer. Transfers beside it have had a part of the ports until now."""
         if transfer.delays is not None:
             self._progress(transfer, np.full(len(transfer.delays), now))
             self._last[transfer.route.ports] = now
         del self._active[id(transfer)]
 
     def _share(self, transfer: Transfer, began: Floats) -> None:
-        """Share ports that are busy between a transfer and those that are under way on them."""
+        """Share busy ports between a new transfer and the transfers under way on them."""
         every = np.arange(len(began))
         users, left, counts = self._progress(transfer, began)
         users = [(transfer, every, every), *users]
@@ -183,8 +183,8 @@ class Ports:
             other.set_end()
 
     def _progress(self, transfer: Transfer, now: Floats) -> tuple[list[tuple[Transfer, Ints, Ints]], Floats, Floats]:
-        """Bring all that is under way on the ports of a transfer to a time. Return it with the places of its ports
-        among those, what its groups have left there, and their number.
+        """Advance all transfers under way on the ports of a transfer to a time. Return this transfer with the places of
+        its ports among those, the seconds that its groups have left there, and their number.
         """
         pairs = ((other, *self._ports_of_both(transfer.route, other.route)) for other in self._active.values())
         users = [(other, mine, theirs) for other, mine, theirs in pairs if len(mine)]
@@ -208,7 +208,7 @@ class Ports:
 
 
 def _after(left: Floats, counts: Floats, seconds: Floats) -> Floats:
-    """Return the seconds that groups of transfers [transfers, ports] have left later, with equal shares."""
+    """Return the seconds that groups of transfers [transfers, ports] have left after some time, with equal shares."""
     order = np.argsort(left, axis=0)
     users = np.take_along_axis(counts, order, axis=0)[::-1].cumsum(axis=0)[::-1]
     done, rest = np.zeros(left.shape[1]), np.maximum(seconds, 0.0)

@@ -1,4 +1,4 @@
-"""Communication under way: the posts that cohorts start on their streams, and the transfers that connect posts."""
+"""Communication under way: the posts of cohorts on their streams, and the transfers that connect posts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Side:
     """The devices of a cohort in `groups`. `group`: the number of the group of each device; all sides have equal
     groups.
 
-    `order` sorts the devices by group; `starts`: where each group begins in that order.
+    `order` sorts the devices by group; `starts`: the first place of each group in that order.
     """
 
     groups: Ints
@@ -56,10 +56,10 @@ class Meeting:
 
 @dataclass(eq=False)
 class Post:
-    """Communication that a cohort starts at once on a stream. `before`, `after`: its neighbours on the stream.
+    """A communication that a cohort starts together on a stream. `before`, `after`: its neighbours on the stream.
 
-    `time`: when it is started; `events`: the number of earlier events of the compute stream. `met`: when all other ends
-    were there, too. `end`: None until it is known.
+    `time`: its start; `events`: the number of earlier events of the compute stream. `met`: when all other ends were
+    there, too. `end`: None until it is known.
     """
 
     run: Run
@@ -78,11 +78,11 @@ class Post:
 
     @property
     def earliest(self) -> Floats:
-        """Return the earliest time at which its cohort lets its transfers start."""
+        """Return the earliest start of its transfers that its cohort allows."""
         return self.time if self.before is None or self.before.end is None else np.maximum(self.time, self.before.end)
 
     def last(self, row: int) -> int:
-        """Return the device that starts this communication last, among those in the group of a device of its cohort."""
+        """Return the device that starts this communication last, in the group of the device at `row` of its cohort."""
         found = -1.0, -1
         for meeting, own in self.meetings:
             for post, side in meeting.posts:
@@ -137,7 +137,7 @@ class Run:
         self.clock = end
 
     def runs_beside(self, transfer: Transfer, side: Side) -> None:
-        """Note a transfer of these devices that begins; forget the transfers that ended before the current work."""
+        """Record a transfer of these devices that begins; forget the transfers that ended before the current work."""
         start = earliest(self.clock)
         self.beside = [(t, s) for t, s in self.beside if latest(t.end) > start]
         self.beside.append((transfer, side))
@@ -151,7 +151,7 @@ def _at(times: Floats, row: int) -> float:
 
 
 def path(run: Run, row: int) -> tuple[Link, ...]:
-    """Return the work and transfers that determine the end of a device, from the start of the step, in the order of
+    """Return the critical path of a device's end: its work and transfers from the start of the step, in the order of
     time.
     """
     found, event = list[Link](), len(run.own) - 1
@@ -167,7 +167,7 @@ def path(run: Run, row: int) -> tuple[Link, ...]:
 
 
 def _last_end(post: Post, row: int, found: list[Link]) -> tuple[Run, int, int]:
-    """Note the transfers that ended a wait; return the device for whose work they waited, and its last event."""
+    """Record the transfers that ended a wait; return the device whose work they waited for, and its last event."""
     while True:
         meeting, side = max(post.meetings, key=lambda m: _at(of_rows(m[0].transfer.end, m[1].group), row))
         transfer, group = meeting.transfer, int(side.group[row])

@@ -34,7 +34,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The prediction for a step of a program, with the times and the memory that it sums up."""
+    """The prediction for a step of a program, with the times and the memory behind it."""
 
     program: Program
     cluster: Cluster
@@ -46,7 +46,7 @@ class Simulation:
 def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> Prediction:
     """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's.
 
-    Raises InputError where nothing is known about the devices of the cluster.
+    Raises InputError if the speeds of the cluster's devices are unknown.
     """
     return simulate(program, cluster, capacity).prediction
 
@@ -87,20 +87,20 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
 
 
 def fullest(program: Program, cluster: Cluster) -> DeviceMemory:
-    """Return the memory of the device that needs most."""
+    """Return the memory of the device with the largest need."""
     return max(memories(program, overheads=_overheads(cluster)), key=lambda m: m.total)
 
 
 def memory_line(found: DeviceMemory, program: Program, cluster: Cluster) -> str:
-    """Return in one line the memory that a plan needs at most on a device, and whether the cluster's have it."""
+    """Return in one line the largest memory that a plan needs on a device, and whether the cluster's have it."""
     where = "every device" if found.count == program.world > 1 else f"device {found.rank}"
     capacity = cluster.device_kind.memory if cluster.device_kind else None
     return fit_line(found.total, where, capacity, _overheads(cluster).context)
 
 
 def _share(cluster: Cluster) -> float:
-    """Return the expected share of the slowest of the devices, for which all others wait: they are spread evenly over
-    those of their kind. The processes of a machine were measured together.
+    """Return the expected `share` of the slowest device, for which all others wait. Devices of a kind are spread evenly
+    over its range; the processes of a machine were measured together.
     """
     return 0.5 if cluster.kind == LOCAL else 1 / (len(cluster.devices) + 1)
 
@@ -110,7 +110,7 @@ def _overheads(cluster: Cluster) -> Overheads:
 
 
 def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory]) -> DeviceTimes:
-    """Return the times of the devices of a lane, and the memory of the one that needs most."""
+    """Return the times of the devices of a lane, and the memory of the fullest one."""
     devices = set(lane.devices.tolist())
     fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)
 
@@ -157,7 +157,7 @@ class _Work:
         return self.priced[id(kernels), share]
 
     def saved(self, table: Timetable, share: float) -> float:
-        """Return the seconds of the critical path that other devices of the kind save in their work."""
+        """Return the seconds of the critical path that devices of the kind save at this share."""
         cohort = {int(d): number for number, lane in enumerate(table.lanes) for d in lane.devices}
         found = 0.0
         for link in table.path:
@@ -197,7 +197,7 @@ def flops_of(kernel: Kernel) -> int:
 
 
 def _batch(model: Model) -> tuple[int, int]:
-    """Return the samples of a batch, and their tokens where the first input has numbers of tokens."""
+    """Return the samples of a batch, and their tokens if the first input has token numbers."""
     first = model.tensors[model.inputs[0]] if model.inputs else None
     if first is None or not first.shape:
         return 1, 0

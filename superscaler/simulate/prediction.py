@@ -1,4 +1,4 @@
-"""`Prediction`: seconds and bytes of a plan on a cluster, and how they are said."""
+"""`Prediction`: seconds and bytes of a plan on a cluster, and their text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class DeviceTimes:
     compute        segments, copies and sums
     optimizer      updates of weights
     launch         starts of communication
-    communication  waits for data that are on their way
+    communication  waits for data under way
     copies         waits for copies to and from the host
     bubble         waits for work of other devices
-    peak_bytes     the most memory that is used; `memory`: its parts at that moment; `peak_at`: the instruction;
-                   `largest`: what is alive then, the largest first
+    peak_bytes     the largest use of memory; `memory`: its parts at that moment; `peak_at`: the instruction;
+                   `largest`: the live tensors then, the largest first
     """
 
     devices: tuple[int, ...]
@@ -44,12 +44,12 @@ class Prediction:
     """The prediction for one step of a plan.
 
     low, high       seconds of the step on fast devices and on slow ones of the kind
-    samples         of the global batch; `tokens` of all samples, 0 where the inputs are no tokens
+    samples         of the global batch; `tokens` of all samples, 0 for inputs that are no tokens
     model_flops     of the model itself, without recomputation
     peak_flops      per second, of a device for the dtype of most products; `bound`: seconds of the model's own
                     operations on all devices at the rate of large products
     devices         a row for each distinct program
-    capacity        bytes of a device, None where unknown; `reserved`: bytes of it for the driver and libraries
+    capacity        bytes of a device, None if unknown; `reserved`: bytes of it for the driver and libraries
     links           bytes of a step by class of link
     """
 
@@ -112,7 +112,7 @@ def fit_line(peak: int, where: str, capacity: int | None, reserved: int) -> str:
 
 
 def words(p: Prediction) -> str:
-    """Return a prediction for people, in lines."""
+    """Return a prediction in lines of text."""
     where = devices_text(p.fullest.devices, p.world)
     first = fit_line(p.fullest.peak_bytes, where, p.capacity, p.reserved)
     return "\n".join([first, *(f"  {line}" for line in _lines(p))])
@@ -137,7 +137,7 @@ def _lines(p: Prediction) -> Iterator[str]:
 
 
 def _losses(p: Prediction) -> list[tuple[float, str]]:
-    """Return what the step has beside its bound, in parts of the bound, the largest first."""
+    """Return the step's seconds beyond its bound, by cause, as parts of the bound, the largest first."""
     parts = {
         "kernels beside large products": p.mean("compute") - p.bound,
         "exposed communication": p.mean("communication"),
@@ -155,7 +155,7 @@ def _said(losses: Sequence[tuple[float, str]]) -> str:
 
 
 def device_rows(p: Prediction) -> Iterator[tuple[str, ...]]:
-    """Yield a row of text for devices with equal ones: where their time goes, their peak."""
+    """Yield a row of text for each kind of equal devices: the parts of their time, and their peak."""
     equal: dict[tuple[str, ...], list[int]] = {}
     for d in p.devices:
         times = (d.compute, d.communication, d.bubble, d.optimizer, d.launch + d.copies)

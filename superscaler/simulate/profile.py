@@ -1,5 +1,5 @@
-"""Measured seconds of the kernels of small models on this machine, as a rank that trains beside others, and the speeds
-of a core that explain them.
+"""Measured seconds of the kernels of small models on this machine, in ranks that train beside others, and the speeds of
+a core that explain them.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class Sample:
 
     @classmethod
     def read(cls, tree: dict[str, Any]) -> Sample:
-        """Return a sample of JSON."""
+        """Return the sample in JSON data."""
         kernel = tree["kernel"]
         read, made = (tuple((tuple(shape), dtype) for shape, dtype in kernel[k]) for k in ("inputs", "outputs"))
         return cls(Kernel(kernel["name"], read, made, kernel["causal"]), tree["seconds"])
 
 
 class Timer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the seconds of each kernel that waits for less than some pages of memory from the system.
+    """A recorder of the seconds of each kernel that waits for few new pages of memory from the system.
 
-    Seconds of the thread do not count what other processes take.
+    Seconds of the thread do not count time that other processes take.
     """
 
     def __init__(self, pages: int = 1 << 62) -> None:
@@ -86,8 +86,8 @@ class Timer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measure(count: str = str(len(SIZES))) -> dict[str, Any]:
-    """Return `samples` of kernels on a CPU, in models of the first sizes; the `floor` that a kernel takes with its call
-    from Python; `fresh`, the bytes per second of memory from the system. All ranks run the same kernels at once.
+    """Return `samples` of kernels on a CPU, in models of the first sizes; the `floor`, seconds of a kernel with its
+    call from Python; `fresh`, the bytes per second of memory from the system. All ranks run the same kernels together.
     """
     communicator = connected()
     floor, extra = _overhead(_models(*SIZES[0], "float32"))
@@ -114,7 +114,7 @@ def _timed(run: Callable[[], None]) -> list[Sample]:
 
 
 def _overhead(run: Callable[[], None], repeats: int = 20) -> tuple[float, float]:
-    """Return the seconds of a kernel without work, with Python and autograd around it, and how much more was noted."""
+    """Return the seconds of a kernel without work, with Python and autograd around it, and the timer's own seconds."""
     run()
     times = []
     for _ in range(repeats):
@@ -131,7 +131,7 @@ def _faults() -> int:
 
 
 def _fresh() -> float:
-    """Return the bytes per second of memory from the system beside those of memory that is there."""
+    """Return the bytes per second at which the system gives new memory, without the time to write to it."""
 
     def fill(make: Callable[[], Tensor]) -> float:
         start = time.thread_time()
@@ -211,7 +211,7 @@ def _llama(x: Tensor, w: Sequence[Tensor], heads: int, turns: Tensor) -> Tensor:
 
 
 def _others(x: Tensor, w: Sequence[Tensor], heads: int, turns: Tensor) -> Tensor:
-    """Return operators of other models in a row, with attention that is not fused."""
+    """Return a sequence of operators of other models, with attention that is not fused."""
     q = _split(x, heads)
     x = x + torch.matmul(torch.matmul(q, q.transpose(2, 3)).softmax(-1), q).transpose(1, 2).reshape(x.shape)
     x = x + torch.exp(-torch.relu(x)) + torch.sigmoid(x) + torch.tanh(x)
@@ -233,7 +233,7 @@ def _root_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def speeds(samples: Iterable[Sample], floor: float, fresh: float) -> Speeds:
-    """Return the speeds of a core for which the seconds of the samples are nearest to the measured ones."""
+    """Return the speeds of a core that fit the measured seconds of the samples best."""
     products, attention, others = list[Sample](), list[Sample](), list[Sample]()
     for sample in samples:
         is_product = bool([*rates.products_of(sample.kernel)])
@@ -255,13 +255,13 @@ def speeds(samples: Iterable[Sample], floor: float, fresh: float) -> Speeds:
 
 
 def errors(samples: Iterable[Sample], kind: DeviceKind) -> float:
-    """Return the sum of the errors of all samples beside that of their seconds."""
+    """Return the sum of the errors of all samples, divided by the sum of their seconds."""
     pairs = [(rates.seconds(s.kernel, kind), s.seconds) for s in samples if rates.class_of(s.kernel) != "free"]
     return sum(abs(fitted - seconds) for fitted, seconds in pairs) / sum(seconds for _, seconds in pairs)
 
 
 def widened(speeds: Speeds, error: float) -> Speeds:
-    """Return speeds that are an error lower and higher than the fitted ones."""
+    """Return the fitted speeds, made lower and higher by an error."""
 
     def wide(pair: Pair) -> Pair:
         return rounded(pair[0] * (1 - error)), rounded(pair[1] * (1 + error))
@@ -302,7 +302,7 @@ def _direction(kernel: Kernel) -> str:
 
 
 def _attention(samples: Sequence[Sample]) -> Attention:
-    """Return the rates of attention: its seconds are those of the operations and those of each score."""
+    """Return the rates of attention: seconds of its operations plus seconds of its scores."""
     found = [rates.scores_of(s.kernel, _TILE) for s in samples]
     operations = rates.operations_of(samples[0].kernel)
     scores = np.array([rows * keys for rows, keys, _ in found])

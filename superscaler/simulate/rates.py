@@ -1,6 +1,6 @@
 """The seconds of kernels on a kind of device: products by their tiles, attention by its scores, the others by bytes.
 
-`share` is between 0 and 1: how near to the fastest devices of its kind one is (see `Speeds`).
+`share` is between 0 (a slow device of its kind) and 1 (a fast one); see `Speeds`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _BYTES = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int16"
 
 @lru_cache(maxsize=1 << 16)
 def seconds(kernel: Kernel, kind: DeviceKind, share: float = 0.5) -> float:
-    """Return the seconds in which a device runs a kernel. Raises InputError if the speeds of the kind are unknown."""
+    """Return the seconds of a kernel on a device. Raises InputError if the speeds of the kind are unknown."""
     speeds = _speeds(kind)
     if class_of(kernel) == "free":
         return 0.0
@@ -126,7 +126,7 @@ def key_of(kernel: Kernel) -> str:
 
 
 def dtype_of(kernel: Kernel) -> str:
-    """Return the dtype in which a kernel computes: that of its first result."""
+    """Return the dtype that a kernel computes in: that of its first result."""
     return (*kernel.outputs, *kernel.inputs, ((), _PLAIN))[0][1]
 
 
@@ -219,7 +219,7 @@ def _is_in_place(kernel: Kernel) -> bool:
 
 
 def _rate(speeds: Speeds, dtype: str, share: float) -> float:
-    """Return the speed of products of a dtype; of an unknown one, that of the slowest."""
+    """Return the speed of products of a dtype; an unknown dtype has the slowest speed."""
     known = speeds.products.get(dtype) or min(speeds.products.values())
     return _at(known, share)
 
@@ -280,7 +280,7 @@ def _attend(kernel: Kernel, speeds: Speeds, share: float) -> float:
 
 
 def _score(table: Attention, channels: int, is_padded: bool, operations: int, share: float) -> float:
-    """Return the seconds of a score: between known numbers of channels on a line, above in proportion."""
+    """Return the seconds of a score: interpolated between known numbers of channels, proportional above them."""
     wide = ceil(channels / _CHANNELS) * _CHANNELS if is_padded else channels
     points = sorted((n, operations * n / _at(rate, share)) for n, rate in table.rates.items())
     last, most = points[-1]

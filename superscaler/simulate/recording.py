@@ -1,7 +1,7 @@
 """The recorder of segments: the executor runs each once on fake tensors, forward and backward.
 
-A fake tensor has a shape, a dtype and a storage, but no data. So what is recorded is what torch itself does: the casts
-of autocast, the tensors that autograd keeps, the kernels of the backward.
+A fake tensor has a shape, a dtype and a storage, but no data. So the recorder sees torch's own work: the casts of
+autocast, the tensors that autograd keeps, the kernels of the backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDE = 4
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each kernel, and counts the bytes of the storages that are alive."""
+    """A recorder of kernels, which also counts the bytes of live storages."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
-        """Return the segment of a function that is called so."""
+        """Return the segment of a function under a call."""
         rank = Rank(
             cast(Any, SimpleNamespace(device=torch.device("cpu"))),
             {"weights": []},
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _narrowed(self, rank: Rank, call: Call) -> set[int]:
-        """Return the aliases whose gradients are added to wider sums, and let the backward not widen these before."""
+        """Return the aliases whose gradients are added to wider sums; the backward then does not widen them itself."""
         wide = rank._tapes[_TASK][2] if call.tape else []
         found = {n for n in call.added if wide[n]}
         for n in found:
@@ -134,18 +134,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def _work(self, kernels: int, levels: int, alive: int) -> Work:
-        """Return the work since some kernels and levels were recorded."""
+        """Return the work since the given numbers of kernels and levels."""
         ended = {n: at - levels for n, at in self.ended.items()}
         self.ended.clear()
         return Work(tuple(self.kernels[kernels:]), tuple(x - alive for x in self.levels[levels:]), ended)
 
     def _tape(self, own: set[int]) -> Tape:
-        """Return what is alive, less the recorder's own tensors."""
+        """Return the live storages, without the recorder's own tensors."""
         self.ended.clear()
         return Tape(frozenset(self.numbers.values()) - own, tuple(x for x in self.others.values() if x[0]))
 
     def _number(self, x: Tensor) -> int:
-        """Return the number of the storage of a tensor; from now on it counts no more among the others."""
+        """Return the number of a tensor's storage, which no longer counts among the others."""
         key = storage_of(x)
         if key not in self.numbers:
             self.numbers[key] = len(self.sizes)
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _op(frame: FrameType | None) -> int:
-    """Return the number, among the ops of a segment as they run, of the one that is running; -1 outside of them."""
+    """Return the number of the running op among the ops of a segment; -1 outside of them."""
     while frame is not None and frame.f_code.co_filename != "segments.py":
         frame = frame.f_back
     number = None if frame is None else op_at(frame, frame.f_globals["__source__"])
@@ -180,7 +180,7 @@ def _op(frame: FrameType | None) -> int:
 
 
 def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
-    """Return the kernel of a call of an operator, and what it made."""
+    """Return the kernel of an operator's call, and its results."""
     names = (a.name for a in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
     name, causal = func.name().partition("::")[2], bool(given.get("is_causal"))

@@ -28,7 +28,7 @@ _KEPT = (VALUES, COMMUNICATION)
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """Memory that names, tapes or operations hold. `born`, `died`: numbers of instructions; -1: before the step."""
+    """Memory held by names, tapes or operations. `born`, `died`: numbers of instructions; -1: before the step."""
 
     bytes: int
     category: int
@@ -42,7 +42,7 @@ class Storage:
 
 
 class Storages:
-    """The storages of a device. `at`: the number of the instruction that runs; `during`: the most bytes in each."""
+    """The storages of a device. `at`: the number of the current instruction; `during`: the most bytes in each."""
 
     def __init__(self) -> None:
         self.at = -1
@@ -62,7 +62,7 @@ class Storages:
         self.rows.append(tuple(self.alive))
 
     def reach(self, more: int) -> None:
-        """Note that so many bytes are alive beside the storages."""
+        """Record so many live bytes beside the storages."""
         self.during[-1] = max(self.during[-1], self.total + more)
 
     def hold(self, storage: Storage) -> Storage:
@@ -80,7 +80,7 @@ class Storages:
             self._add(storage, -storage.bytes)
 
     def keep(self, storage: Storage) -> None:
-        """Hold a storage by a tape."""
+        """Let a tape hold a storage."""
         self.hold(storage)
         storage.tapes += 1
         if storage.tapes == 1 and storage.category in _KEPT and not storage.is_on_host:
@@ -143,9 +143,9 @@ def elements(box: Iterable[tuple[int, int]]) -> int:
 class Buffers:
     """The buffers of a collective on one device, in bytes.
 
-    inside   the most while it starts, besides those that stay
+    inside   the most while it starts, besides the remaining ones
     shared   bytes that its handles hold until the wait of the first handle, or (`last`) of the last one
-    result   the storage of the results, 0 where each wait makes its own
+    result   the storage of the results, 0 if each wait makes its own
     made     the bytes that each wait makes
     sources  whether the sources are read until then; `source`: the result is the source itself
     """

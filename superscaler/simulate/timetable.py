@@ -1,4 +1,4 @@
-"""The times of a program on a cluster: what each device does when, and where its time goes."""
+"""The times of a program on a cluster: when each device runs each instruction, and the causes of its time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Lane:
 
     @property
     def segment(self) -> Ints:
-        """Return the segment that each event runs, -1 where it runs none."""
+        """Return the segment of each event, -1 for an event of none."""
         return self._places[:, 2]
 
     @cached_property
@@ -68,8 +68,8 @@ def place(i: Instruction) -> tuple[int, int, int]:
 
 
 class Link(NamedTuple):
-    """A piece of the critical path: work of a device, or a transfer that a device started last. `instruction`: that of
-    the work, or of the start.
+    """A piece of the critical path: work of a device, or a transfer, with the device that started it last.
+    `instruction`: that of the work, or of the start.
     """
 
     device: int

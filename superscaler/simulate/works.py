@@ -1,7 +1,7 @@
-"""The kernels and the memory of a segment: what the recorder writes down.
+"""The kernels and the memory of a segment, as the recorder returns them.
 
-Memory is counted by storages, in blocks of the size that torch's allocator gives out. A storage that names of a program
-may hold has a number in its call: inputs come first, then results, given gradients, and gradients that are made.
+Memory is counted by storages, in blocks of the sizes of torch's allocator. A storage that names of a program may hold
+has a number in its call: inputs come first, then results, given gradients, and made gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 512
 
 
 def block(size: int) -> int:
-    """Return the bytes that torch's allocator gives out for a tensor of so many.
+    """Return the bytes of the allocator's block for a tensor of so many bytes.
 
     >>> block(0), block(1), block(512), block(513)
     (0, 512, 512, 1024)
@@ -28,7 +28,7 @@ def block(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that runs: the name of the aten operator (`mm`, `add.Tensor`), the tensors that it reads and makes.
+    """A kernel: the name of its aten operator (`mm`, `add.Tensor`), the tensors that it reads and makes.
 
     `causal`: attention in which a query sees no later key.
     """
@@ -41,10 +41,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Kernels in the order in which they run, and the memory that they take.
+    """Kernels in their order, and the memory that they take.
 
     `levels`: the bytes after each allocation, less those before the work; storages with a number count only in the work
-    that makes them. `ended`: for storages that the work lets go of, the number of allocations before.
+    that makes them. `ended`: for each released storage, the number of allocations before its release.
     """
 
     kernels: tuple[Kernel, ...]
@@ -54,11 +54,11 @@ class Work:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes beside those before, if others hold all storages that the work lets go of."""
+        """Return the most bytes beside those before the work, if others hold all storages that the work releases."""
         return max(self.levels, default=0)
 
     def peak_of(self, sizes: Mapping[int, int]) -> int:
-        """Return the most bytes beside those before, if nothing else holds the storages of these sizes."""
+        """Return the most bytes beside those before the work, if nothing else holds the storages of these sizes."""
         key = frozenset(sizes.items())
         if key not in self._peaks:
             freed = sorted((self.ended[n], size) for n, size in sizes.items() if n in self.ended)
@@ -73,8 +73,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """What autograd keeps: storages with a number, and others with the bytes and the op of each, by its number in the
-    segment.
+    """Storages that autograd keeps: those with a number, and others with their bytes and op (its number in the
+    segment).
     """
 
     held: frozenset[int] = frozenset()
@@ -88,14 +88,14 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The work of a function as a Forward and its Backward call it.
+    """The work of a function, as a Forward and its Backward call it.
 
-    backward   no work without a tape, one, or two where the backward is split
+    backward   empty without a tape; one work, or two for a split backward
     tapes      after the forward, and between two halves
     sizes      the bytes of each storage with a number
     results    the number of the storage of each result; `bytes`: of its elements; `strides`: () if it is contiguous
     given      the number of the storage of each given gradient
-    gradients  for each work of the backward, the storage of each gradient that it makes, by the number of the alias
+    gradients  for each work of the backward, the storages of the gradients that it makes, by the number of the alias
     elements   the bytes of the elements of these gradients, by the number of the alias
     """
 
@@ -113,8 +113,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a function is called: with a tape or without, which gradients are given, which aliases have theirs from the
-    first of two halves (none: there is one), and which are `added` to sums.
+    """The way in which a function is called: with a tape or without, the given gradients, the aliases with gradients
+    from the first of two halves (empty without halves), and the aliases `added` to sums.
     """
 
     tape: bool

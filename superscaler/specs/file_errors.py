@@ -18,7 +18,7 @@ def refuse(file: object, fault: str, hint: str) -> NoReturn:
 
 
 def require_file(file: Path, hint: str, may_link: bool = True) -> None:
-    """Raise InputError for a missing file, and for a folder or pipe: reading a pipe would wait for ever."""
+    """Raise InputError for a missing file, and for a folder or pipe: reading a pipe would block for ever."""
     with reading(file, hint):
         if not may_link and file.is_symlink():
             refuse(file, "is a link, not a file of its own", hint)

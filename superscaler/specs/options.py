@@ -58,7 +58,7 @@ def read_pairs(spec: str, text: str) -> dict[str, str]:
 
 
 def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
-    """Return the value of a key as its expected type. For a type that text cannot have, guess from the text.
+    """Return the value of a key as its expected type; a type without a form in text is guessed from the text.
 
     Raises InputError that names the text and the type.
     """
@@ -87,7 +87,7 @@ def by_looks(text: str) -> Any:
 
 
 def options_of(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options], default: str) -> Options:
-    """Return the options of the size that was asked for, with those that were given in place of its own.
+    """Return the options of the requested size, overridden by the given ones.
 
     A model of one size only, called "", has no key `size`.
     """
@@ -149,7 +149,7 @@ def for_function(spec: str, text: str, function: Callable[..., Any], skip: int =
 
 
 def _type_of(parameter: inspect.Parameter) -> Any:
-    """Return the annotation of a parameter, else the type of its default; a name that means nothing without both."""
+    """Return the annotation of a parameter, else the type of its default; "?" for a parameter without both."""
     if parameter.annotation is not parameter.empty:
         return parameter.annotation
     return "?" if parameter.default in (parameter.empty, None) else type(parameter.default)

@@ -34,8 +34,8 @@ _FRAMEWORK = (os.sep + "torch" + os.sep, "importlib", _OURS)
 
 @dataclass(slots=True)
 class Reads:
-    """Reads with their contents at that time: (file or variable, content). `own`: those by the user's code, or by
-    a library that it called. `unknown`: a read that cannot be compared, in words.
+    """Reads with their contents at that time: (file or variable, content). `own`: those by the user's code, or by a
+    library that it called. `unknown`: a read whose result cannot be compared, in words.
     """
 
     found: set[tuple[str, str]] = field(default_factory=set)
@@ -56,7 +56,7 @@ _ALL = Reads()
 
 @contextmanager
 def watched(is_import: bool = True) -> Iterator[Reads]:
-    """Note all reads inside. With `is_import`, `found` also has the reads of earlier imports."""
+    """Record all reads in the block. With `is_import`, `found` also has the reads of earlier imports."""
     _listen()
     reads = Reads(_ALL.found, unknown=_ALL.unknown) if is_import else Reads()
     variables, modules = type(os.environ), dict(sys.modules)
@@ -110,7 +110,7 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _opened(reads: Reads, is_own: bool, path: Any, mode: Any, flags: int) -> None:
-    """Note a file that is opened for reading, unless all of Python, a package or this library has it."""
+    """Record a file that is opened for reading, unless it belongs to Python, a package or this library."""
     writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     with suppress(OSError, ValueError, TypeError):
         file = os.path.abspath(os.fsdecode(path))
@@ -142,7 +142,7 @@ def _is_own(frame: FrameType | None) -> bool:
 
 
 def _look_for_clocks(reads: Reads, before: dict[str, Any]) -> None:
-    """Note files of the user's that were imported and name a clock: no hook sees a clock that is read."""
+    """Mark as unknown the reads of imported user files that name a clock: no hook sees the reading of a clock."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__") or ""
         if before.get(name) is not module and file and not is_installed(file) and not file.startswith(_OURS):

@@ -1,4 +1,4 @@
-"""The operators that users registered in this process, and where."""
+"""Operators that users registered in this process, with the places where they did."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
+    """A user's operator: its notation, the `sizes` of letters that occur in products only, the place of its definition.
 
     `module` is empty for a file that is run but not imported by name, `file` for code that was typed in; `source`: the
-    bytes of the file when the operator was registered. `code` is that of a function. `check` tries the operator with
-    other values of plain arguments, and with the sizes of a call; `checked` are the calls for which it was.
+    bytes of the file when the operator was registered. `code`: that of a function. `check` tries the operator with
+    other values of plain arguments, and with the sizes of a call; `checked`: the calls that it has tried.
     """
 
     notation: str

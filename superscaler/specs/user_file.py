@@ -34,12 +34,11 @@ def load_file(file: Path) -> ModuleType:
 
 
 def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -> Callable[..., Any]:
-    """Return the function that `path/to/file.py:function[:key=value,...]` names, with its keys as keyword arguments.
+    """Return the function in `path/to/file.py:function[:key=value,...]`, with its keys as keyword arguments.
 
-    `kind` is what it is called in errors, `given` the arguments that it will get, `mark` the attribute of a function
-    that needs no name where it is the only one with it. Raises InputError for a missing file or function, a file that
-    cannot be run, a function that does not take what is given, and a bad key; so does the function for what it raises,
-    with the line.
+    `kind`: its name in errors. `given`: the arguments that it will get. `mark`: an attribute; the only function with it
+    needs no name. Raises InputError for a missing file or function, a file that cannot be run, a function with other
+    arguments, and a bad key. The function raises InputError with the line, too, for any error of its own.
     """
     path, _, rest = spec.partition(":")
     name, _, keys = rest.partition(":")
@@ -86,7 +85,7 @@ def is_installed(file: str) -> bool:
 
 
 def root_of(module: str, file: Path) -> Path | None:
-    """Return the folder from which this file is imported as this module, or None where it is not.
+    """Return the folder that contains this module under its dotted name, None if the file has another path.
 
     >>> root_of("package.ops", Path("/code/package/ops.py")).as_posix()
     '/code'
@@ -100,7 +99,7 @@ def root_of(module: str, file: Path) -> Path | None:
 
 @contextmanager
 def running(file: Path, trouble: str) -> Iterator[None]:
-    """Run code of the user's file, whose folder can be imported from, as when Python runs the file; see `locating`."""
+    """Run code of the user's file with its folder on `sys.path`, as Python does for a script; see `locating`."""
     folder = str(file.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -112,7 +111,7 @@ def running(file: Path, trouble: str) -> Iterator[None]:
 
 @contextmanager
 def locating(file: Path, trouble: str) -> Iterator[None]:
-    """Turn an error of a file's code into an InputError with `trouble` and the line; a PlanError stays."""
+    """Turn an error of a file's code into an InputError with `trouble` and the line; a PlanError passes unchanged."""
     try:
         yield
     except (PlanError, KeyboardInterrupt):

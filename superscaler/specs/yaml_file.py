@@ -1,4 +1,4 @@
-"""Tables that users write, in files as YAML: read and checked, with errors of one line."""
+"""Tables that users write, in YAML files: read and checked, with errors of one line."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +34,8 @@ def parse(text: str, where: str) -> Any:
 
 
 def read(given: Any, where: str) -> Any:
-    """Return the data of a YAML file, or data given in the place of its name. Raises InputError for a file that cannot
-    be read, or is not YAML.
+    """Return the data of a YAML file; data given instead of a file name are returned unchanged. Raises InputError for a
+    file that cannot be read, or is not YAML.
     """
     if not isinstance(given, str):
         return given
@@ -45,8 +45,8 @@ def read(given: Any, where: str) -> Any:
 
 
 def table(given: Any, where: str, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a table of names, where some are `known` with their defaults in its place. Raises InputError for anything
-    else, then also for other names, and for values of another kind than their default.
+    """Return a table of names. With `known`, missing names get these defaults. Raises InputError for other data; with
+    `known` also for other names, and for values of another kind than their default.
     """
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise InputError(f"{where} is {given!r}, but it must be a table of names.")

@@ -1,4 +1,4 @@
-"""Batches that depend on the seed and the step number only, so that every rank and every plan sees the same ones."""
+"""Batches that depend on the seed and the step number only, so that all ranks and plans read the same batches."""
 
 import os
 import sysconfig
@@ -61,7 +61,7 @@ class TextBatches:
 
 
 def check_text(path: Path | None, sequence: int) -> None:
-    """Raise InputError unless the file can be read and has at least `sequence` bytes, and one; or is Python's."""
+    """Raise InputError unless the file can be read and has more than `sequence` bytes. Python's own text always has."""
     if path is None or (is_function(path) and file_of(path).is_file()):
         return
     if not path.is_file():

@@ -42,10 +42,10 @@ def file_of(data: Path) -> Path:
 
 
 def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = print) -> Callable[[int], Batch]:
-    """Return a function from step number to batch. `data`: `FILE.py:function`, or what that gives; see `batches`.
+    """Return a function from step number to batch. `data`: `FILE.py:function`, or the function's result; see `batches`.
 
-    Numbers are asked for in rising order. `say` gets a line for each sort of batch that is left out. The function of
-    the file may draw numbers: all ranks, and the ranks that resume, draw the same ones.
+    Step numbers must rise. `say` gets a line for each sort of batch that is left out. The function of the file may draw
+    numbers: all ranks, and the ranks that resume, draw the same ones.
     """
     make = from_file(str(data), "data") if isinstance(data, Path) else lambda: data
     if isinstance(data, Path):
@@ -58,11 +58,10 @@ def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = p
 
 
 def batches(step: Step, data: Any, seed: int = 0) -> Iterator[Batch]:
-    """Yield the batches of a step from its next one on, without end: after `step.restore` training goes on with the
-    batch that it had not seen.
+    """Yield the batches of a step from its next one on, without end; after `step.restore`, from the first unseen one.
 
-    `data`: a data set (samples by number, each a dict by the names of the inputs), of which each rank reads the rows
-    that its plan reads, in an order of its own for each epoch and seed; or any iterable of batches, as a DataLoader.
+    `data`: a data set (samples by number, each a dict by the names of the inputs), or any iterable of batches, as a
+    DataLoader. Each rank reads the rows of a data set that its plan reads, in an order by epoch and seed.
     """
     at, number = feed(step, data, seed), step.state.steps
     while True:
@@ -111,7 +110,7 @@ class Samples:
 
 
 class Stream:
-    """Batches as they come; again from the first after the last one, made anew where they can be read once."""
+    """Batches in their own order, again and again; an iterator that can be read once is made anew."""
 
     def __init__(self, step: Step, made: Any, make: Callable[[], Any], seed: int, say: Callable[[str], None]) -> None:
         if not isinstance(made, Iterable):
@@ -123,7 +122,7 @@ class Stream:
         self._batches = self._start()
 
     def at(self, number: int) -> Batch:
-        """Return the batch of a step; those before it are read, too."""
+        """Return the batch of a step; earlier batches are read, too."""
         while True:
             batch = self._next()
             self._number += 1
@@ -151,8 +150,8 @@ class Stream:
 def fitting(
     given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Mapping[str, int]
 ) -> Iterator[Batch]:
-    """Yield the inputs of each batch in the plan's dtypes, without batches of other shapes. One with fewer rows is
-    filled where there is `padding`: the label to ignore of each input of labels.
+    """Yield the inputs of each batch in the plan's dtypes, without batches of other shapes. A batch with fewer rows is
+    filled if there is `padding`: the label to ignore of each input of labels.
     """
     left_out: dict[str, int] = {}
     count = 0
@@ -172,7 +171,7 @@ def fitting(
 
 
 def filled(batch: Batch, inputs: Mapping[str, Any], padding: Mapping[str, int]) -> Batch:
-    """Return a batch that has fewer rows than the plan with copies of its last row, whose labels are ignored."""
+    """Return a batch with fewer rows than the plan, filled with copies of its last row with ignored labels."""
     counts = {(len(batch[name]), shape[0]) for name, (shape, _) in inputs.items() if shape and batch[name].dim()}
     if not padding or len(counts) != 1 or not 0 < (count := min(counts)[0]) < (rows := min(counts)[1]):
         return batch
@@ -185,13 +184,13 @@ def filled(batch: Batch, inputs: Mapping[str, Any], padding: Mapping[str, int]) 
 
 
 def _odd(batch: Batch, inputs: Mapping[str, Any]) -> str:
-    """Return which input of a batch has another shape than the plan's, if any."""
+    """Return the input of a batch whose shape differs from the plan's, if any."""
     pairs = ((name, tuple(batch[name].shape), tuple(shape)) for name, (shape, _) in inputs.items())
     return next((f"{name} of shape {found}, not {wanted}" for name, found, wanted in pairs if found != wanted), "")
 
 
 def rows_read(step: Step) -> dict[str, set[int]]:
-    """Return the rows of each input that the plan reads on this rank; all where it runs several iterations a step."""
+    """Return the rows of each input that this rank reads under the plan; all if it runs several iterations a step."""
     every = {name: set(range(shape[0])) for name, (shape, _) in step.inputs.items()}
     if step.iterations > 1:
         return every

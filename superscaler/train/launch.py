@@ -30,7 +30,7 @@ from superscaler.train.schedule import check_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a run, as a rank takes them; None, or False, for those that were not given."""
+    """The options of a run, as a rank takes them; None, or False, for options that were not given."""
 
     steps: int
     data: Path | None = None
@@ -72,7 +72,7 @@ class Options:
             check_folder(folder)
 
     def words(self) -> list[str]:
-        """Return the same as words of a command, files by their absolute paths."""
+        """Return the options as words of a command, with absolute paths of files."""
         found: list[str] = []
         for name, value in vars(self).items():
             text = [] if value is True else [str(value.resolve() if isinstance(value, Path) else value)]
@@ -81,13 +81,12 @@ class Options:
 
 
 def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: Any) -> dict[str, Any]:
-    """Train a plan directory with `world` processes on this machine. `given`: see `Options`; `python`: see
-    `launch`.
+    """Train a plan directory with `world` processes on this machine. `given`: see `Options`; `python`: see `launch`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
     up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; with checkpoints also `saved` (the last
     one), `failed_saves` (the reasons), `stopped` (the cause, if it was), `start` and `steps` (of all runs). Raises
-    RuntimeFailure naming the first rank that failed; all others have ended by then.
+    RuntimeFailure with the first rank that failed; all others have ended by then.
     """
     program, options = directory / "run.py", Options(**given)
     if not program.is_file():

@@ -1,4 +1,4 @@
-"""What a run logs, on rank 0: a line on standard error, a JSON object a step, and scalars for TensorBoard."""
+"""The log of a run, on rank 0: a line on standard error, a JSON object a step, and scalars for TensorBoard."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def peak_memory() -> int:
 
 
 class Log(Protocol):
-    """What takes an entry of numbers a step."""
+    """A receiver of one entry of numbers a step."""
 
     def add(self, entry: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -79,7 +79,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Add the numbers of an entry, those of an evaluation by their own names."""
+        """Add the numbers of an entry; those of an evaluation keep their own names."""
         numbers = {**entry, **{f"evaluation/{name}": x for name, x in entry.get("evaluation", {}).items()}}
         for name, value in numbers.items():
             if name != "step" and isinstance(value, int | float):
@@ -106,9 +106,10 @@ class WeightsAndBiases:
 
 
 def logs_of(options: Any, start: int, saved: Path | None) -> list[Log]:
-    """Return where the entries of a run go: the file of --metrics, and into the folder of --run, for TensorBoard where
-    that is installed, to Weights & Biases where that is installed and WANDB_PROJECT is set. Without --run they go into
-    the folder of checkpoints, if there is one.
+    """Return the logs of a run: the file of --metrics, and a folder for TensorBoard and Weights & Biases.
+
+    The folder is that of --run, else that of checkpoints. TensorBoard needs to be installed, Weights & Biases also
+    needs WANDB_PROJECT.
     """
     files = [options.metrics] if options.metrics else []
     if options.run is None:

@@ -138,12 +138,12 @@ def _schedule(step: Step, options: argparse.Namespace, start: int) -> LRSchedule
 
 
 def _is_due(done: int, several: int, every: int | None, steps: int) -> bool:
-    """Return whether something is to be done after so many steps, `several` of which run at once."""
+    """Return whether a periodic action is due after so many steps, `several` of which run together."""
     return done == steps or (every is not None and done % every < min(several, every))
 
 
 def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float]] | None:
-    """Return what evaluates the batches of `FILE.py:function`, which gives them alone, or (batches, metrics)."""
+    """Return the evaluator of the batches of `FILE.py:function`, which returns batches, or (batches, metrics)."""
     if spec is None:
         return None
     make = from_file(str(spec), "evaluation")
@@ -161,7 +161,7 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
 
 
 def _turns(step: Step, start: int, steps: int) -> range:
-    """Return the number of the first step of each group of steps that run together."""
+    """Return the first step of each group of steps that run together."""
     if left := (steps - start) % step.iterations:
         raise InputError(
             f"--steps {steps} leaves {steps - start} to train from step {start} on, but this plan runs "
@@ -181,7 +181,7 @@ def check_options(steps: int, clip: float | None, ema: float | None = None) -> N
 
 
 def check_profile(options: Any) -> None:
-    """Raise InputError for a profile without a folder, or of more steps than there are after the first."""
+    """Raise InputError for a profile without a folder, or of more steps than follow the first."""
     if options.profile is not None and options.run is None:
         raise InputError("--profile N records N steps into the folder of --run DIR; give that, too.")
     if options.profile is not None and not 1 <= options.profile < options.steps:
@@ -214,7 +214,7 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
 
 
 def _count_tokens(batch: Batch) -> int:
-    """Return the tokens of a batch of token ids, or the samples of another."""
+    """Return the tokens of a batch of token ids, or the samples of another batch."""
     if "input_ids" in batch:
         return batch["input_ids"].numel()
     return max((x.shape[0] for x in batch.values() if x.dim()), default=1)

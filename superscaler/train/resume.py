@@ -84,7 +84,7 @@ def check_saving(options: Any, folder: Path | None) -> None:
 
 
 def is_first(save: Path | None, resume: Path | None) -> bool:
-    """Return whether a run resumes from the folder that it saves into while that is empty, so that it starts anew."""
+    """Return whether a run resumes from its own, still empty, folder of checkpoints: then it starts anew."""
     return save is not None and resume == save and not is_there(save / POINTER_FILE)
 
 
@@ -131,7 +131,7 @@ def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
 
 
 def data_of(data: Path | None) -> dict[str, Any] | None:
-    """Return the identity of a text file; of a function of data its name, keys and file."""
+    """Return the identity of training data: of a text file; or the name, keys and file of a function."""
     return None if data is None else {"name": data.name, "bytes": 0 if is_function(data) else data.stat().st_size}
 
 
@@ -162,7 +162,7 @@ def _some(things: list[Any]) -> str:
 
 @contextmanager
 def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
-    """Give a function that returns whether SIGTERM, or a file in the launcher's folder, asked this rank to stop."""
+    """Yield a function that returns whether SIGTERM, or a file in the launcher's folder, asked this rank to stop."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -172,7 +172,7 @@ def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
 
 
 def signs(saver: Saver, asked: Callable[[], bool]) -> tuple[bool, bool]:
-    """Return on all ranks whether any was asked to stop, and whether any rank's part of a save has failed."""
+    """Return, equal on all ranks, whether any was asked to stop, and whether any rank's part of a save has failed."""
     communicator = saver.step.state.communicator
     here = torch.tensor([float(asked()), float(saver.has_failed)], device=communicator.device)
     found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()
@@ -186,13 +186,13 @@ def warn(text: str) -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print to standard error; training does not end where that cannot be written, as a file on a full disk."""
+    """Print to standard error. Training goes on if that cannot be written, as a file on a full disk."""
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 
 
 def report_times(times: list[float], launched: Path | None) -> None:
-    """Report to the launcher after the first step when rank 0 began, was loaded, and had made that step."""
+    """Report to the launcher, after the first step, when rank 0 began, was loaded, and had made that step."""
     if len(times) == 2:
         times.append(time.time())
         if launched is not None:

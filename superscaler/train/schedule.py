@@ -27,7 +27,7 @@ _LENGTHS = ("T_max", "total_iters")
 def schedule_of(optimizer: Optimizer, spec: str | None, warmup: int, steps: int) -> LRScheduler | None:
     """Return the schedule `NAME[:key=value,...]`, with the arguments of torch's class, after a warm-up of some steps.
 
-    A length that is not given is that of training. Raises InputError for an unknown name or key, and a bad value.
+    The default length is that of training. Raises InputError for an unknown name or key, and a bad value.
     """
     if not 0 <= warmup < steps:
         raise InputError(f"--warmup is {warmup}, but it must be 0 or more, and less than the {steps} steps.")
@@ -52,7 +52,7 @@ def _named(optimizer: Optimizer, spec: str, length: int) -> LRScheduler:
 
 
 def advance(schedule: LRScheduler | None, steps: int) -> None:
-    """Go on by some steps."""
+    """Advance the schedule by some steps."""
     with warnings.catch_warnings():
         # SequentialLR gives its schedules a number of a step, which torch deprecates.
         warnings.simplefilter("ignore", UserWarning)

@@ -1,8 +1,8 @@
-"""Ranks that start at once: forks of a process that has imported torch, and has computed nothing.
+"""Fast starts of ranks: forks of a process that has imported torch, and has computed nothing.
 
-`warm_python` forks this process after the imports of a rank, while it has one thread. It gives the words of a command
-that takes the place of Python: that hands its arguments and environment to a fork, passes signals on, and ends as the
-fork does. Where the command is killed, the fork is, too.
+`warm_python` forks this process after the imports of a rank, while it has one thread. It yields the words of a command
+that replaces Python. That command hands its arguments and environment to a fork, passes signals on, and ends as the
+fork does. If the command is killed, so is the fork.
 """
 
 import gc
@@ -46,7 +46,7 @@ _LOOK = 0.05
 
 @contextmanager
 def warm_python() -> Iterator[Sequence[str]]:
-    """Give the words that start a program as a rank: as a fork where that is safe, else in a Python of its own."""
+    """Yield the words that start a program as a rank: as a fork if that is safe, else in a new Python."""
     with tempfile.TemporaryDirectory(prefix="superscaler-") as folder, socket.socket(socket.AF_UNIX) as server:
         if not _may_fork() or not _listens(server, f"{folder}/socket"):
             yield (sys.executable,)
@@ -81,7 +81,7 @@ def _listens(server: socket.socket, address: str) -> bool:
 
 
 def _serve(server: socket.socket) -> NoReturn:
-    """Fork for each client, and send it how its fork ended, until this process is killed."""
+    """Fork for each client, and send it the exit code of its fork, until this process is killed."""
     # The launcher, or its terminal, gives signals to the ranks; what it ignores (nohup) they ignore, too.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
@@ -131,7 +131,7 @@ def _read(client: socket.socket) -> tuple[list[str], dict[str, str]]:
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], taken: Iterable[signal.Signals]) -> NoReturn:
-    """Run a program as a Python of its own does, and end."""
+    """Run a program as a new Python would, and end."""
     code = 1
     try:
         os.setsid()

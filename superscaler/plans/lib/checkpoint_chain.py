@@ -1,9 +1,8 @@
 """Recomputed runs of a chain of units, chosen so that a step takes the least time under a memory limit.
 
-The choice is the optimal *persistent* one. A unit's tape is kept from its forward to its backward; or the unit is in a
-run of units, of which only the first one's input is kept, and which are recomputed once, together, when the backward
-reaches the last one. (Herrmann et al., "Optimal checkpointing for heterogeneous chains", may recompute a unit several
-times.)
+The choice is the optimal *persistent* one: a unit keeps its tape from its forward to its backward, or it is in a run
+that keeps its first input only. A run is recomputed once, when the backward reaches its last unit. (Herrmann et al.,
+"Optimal checkpointing for heterogeneous chains", may recompute a unit several times.)
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _Choice = tuple[int, float, tuple[Run, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Bytes that a unit's backward needs (`tape`), that it reads, and that its backward makes meanwhile (`most`);
-    `seconds` of its forward, in any unit. A fixed one is never computed again.
+    """A unit of a chain: bytes that its backward reads (`tape`), bytes of its inputs (`read`), the most bytes that its
+    backward makes meanwhile; `seconds` of its forward, in any unit. A fixed one is never recomputed.
     """
 
     seconds: float
@@ -40,7 +39,7 @@ class Unit:
 
 
 def choose(units: Sequence[Unit], limit: int) -> list[Run] | None:
-    """Return the cheapest runs (first unit, unit after the last) within `limit` bytes at once, None if none is."""
+    """Return the cheapest runs (first unit, unit after the last) that need at most `limit` bytes, None if none do."""
     at: list[list[_Choice]] = [[(0, 0.0, ())], *([] for _ in units)]
     for first, unit in enumerate(units):
         choices = at[first] = _best(at[first], limit)
@@ -58,7 +57,7 @@ def choose(units: Sequence[Unit], limit: int) -> list[Run] | None:
 
 
 def _best(choices: list[_Choice], limit: int) -> list[_Choice]:
-    """Return the choices than which none keeps less and takes no longer."""
+    """Return the Pareto-optimal choices: none keeps less bytes and takes no longer."""
     found: list[_Choice] = []
     for choice in sorted(choices):
         if not found or choice[1] < found[-1][1]:
@@ -76,8 +75,8 @@ def least(units: Sequence[Unit]) -> int:
 
 
 def cheapest(graph: Graph, limit: float, times: str, parts: int) -> list[Run]:
-    """Return the runs of `stretches` that take the least time under a limit of all that a device holds, where the batch
-    is in so many parts. Raises InputError for a limit that cannot be met, and for a file of times that does not hold.
+    """Return the runs of `stretches` that take the least time under a limit of all memory of a device, for a batch in
+    so many parts. Raises InputError for a limit that cannot be met, and for a bad file of times.
     """
     seconds = _seconds(times) if times else {}
     lacking = [layer.path for layer in layers(graph) if times and not seconds.get(layer.path, -1.0) >= 0]
@@ -103,8 +102,8 @@ def _seconds(times: str) -> dict[str, float]:
 
 
 def _unit(graph: Graph, path: str, ops: Sequence[Op], seconds: dict[str, float], parts: int) -> Unit:
-    """Return an upper bound of the bytes that a stretch of ops keeps: all inputs and outputs of ops whose mirrors may
-    read them.
+    """Return an upper bound of the bytes that a stretch of ops keeps: all inputs and outputs of ops with mirrors that
+    may read them.
     """
     tensors, made = graph.model.tensors, {o.tensor for op in ops for o in op.outputs}
 

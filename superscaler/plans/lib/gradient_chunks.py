@@ -1,4 +1,4 @@
-"""Gradients in pieces, and the order in which links take them that carry one at a time."""
+"""Gradients in pieces, and the order in which links carry them, one at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pieces_of(graph: Graph, updates: Sequence[Op], urgency: int, size: int, made
 
 
 def made(graph: Graph) -> dict[str, float]:
-    """Return for what ops read after which share of the first iteration's backward, by FLOPs, its gradient is there."""
+    """Return, by tensor, the share of the first iteration's backward (by FLOPs) that ends with its gradient."""
     found, run = dict[str, int](), 0
     for op in graph.forward_ops:
         if not op.iteration and (op.has_mirror or op.name in graph.twins):
@@ -49,8 +49,8 @@ def made(graph: Graph) -> dict[str, float]:
 
 
 def sent(pieces: Sequence[Piece], ahead: float) -> Iterator[Piece]:
-    """Yield pieces in the order of their links, that carry a share `ahead` of all during the backward, and after it the
-    others: whenever they are free the most urgent that is there.
+    """Yield pieces in the order of the links, which carry a share `ahead` of all during the backward and the rest after
+    it. A free link takes the most urgent piece that exists.
 
     >>> late, early = (Piece(made, urgency, 1.0, Group("C", ())) for made, urgency in ((0.1, 1), (0.5, 0)))
     >>> [[piece.urgency for piece in sent([late, late, early], ahead)] for ahead in (0.0, 0.5, 1.0)]

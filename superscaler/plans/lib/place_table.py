@@ -24,7 +24,7 @@ from superscaler.verbs import (
 
 
 def count_microbatches(graph: Graph, n: int, microbatches: int | None) -> int:
-    """Return how many microbatches a pipeline on `n` devices has, by default two for each device.
+    """Return the number of microbatches of a pipeline on `n` devices, by default two for each device.
 
     Raises InputError for more than the batch has rows, and for a second pipeline.
     """

@@ -15,8 +15,8 @@ SProgram = Callable[..., None]
 
 
 class MeshAxis(NamedTuple):
-    """The mesh axis of a factor of a product, given to it in the place of a cluster: its name, and its size, cut by
-    server and then inside of each.
+    """The mesh axis of a factor of a product, passed to it instead of a cluster. Its size is divided over servers
+    first, then over the devices of a server.
     """
 
     name: str
@@ -24,7 +24,7 @@ class MeshAxis(NamedTuple):
 
 
 class AlongAxis(Protocol):
-    """A plan along one axis: a whole one, given a cluster; a factor of a product, given a `MeshAxis`."""
+    """A plan along one axis: with a cluster it is a whole plan, with a `MeshAxis` a factor of a product."""
 
     cut: SProgram
     turn: tuple[int, bool]
@@ -38,12 +38,11 @@ def along_axis(
 ) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
-    It assigns nothing: alone it gets all devices as one axis, in a product its share of them. Ops that no plan of a
-    product cuts are replicated; updates that none cuts follow the readers of their weight. The order in a product does
-    not depend on where a plan is written: `first` is for plans that replace ops, `batches` for plans that make
-    microbatches, which others cut further, `recomputes` for recomputation, `last` for plans that follow the cuts of
-    others (`graph.follow`). `nests`: cutting into a and then into b equals cutting into a * b, and is done so on
-    several servers. `.cut` is the function itself.
+    It assigns nothing: alone it gets all devices as one axis, in a product its share of them. Ops without any cut in a
+    product are replicated; uncut updates follow the readers of their weight. The order in a product does not depend on
+    the order in the text. `first`: the plan replaces ops. `batches`: it makes microbatches, which others cut further.
+    `recomputes`: it recomputes. `last`: it follows the cuts of others (`graph.follow`). `nests`: cutting into a and
+    then into b equals cutting into a * b, and is done so on several servers. `.cut` is the function itself.
 
     @ss.along_axis(nests=True)
     def data_parallel(graph, n, axis):
@@ -71,7 +70,7 @@ def along_axis(
 def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     """Return the sProgram that cuts along several axes, the outer first: per name the size and the plan along it.
 
-    One size may be -1: what the others leave. Where several are, those of plans that recompute are 1. Raises InputError
+    One size may be -1: the devices that the others leave. If several are, plans that recompute get 1. Raises InputError
     for a plan that is not along one axis.
     """
     whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]

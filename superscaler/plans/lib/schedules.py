@@ -1,7 +1,7 @@
 """Schedules of pipelines as tables: per device the work of its stages, in order (`0F0 0F1 0B0 0B1`).
 
-A table is made by a rule below, or parsed from text; `tables.check` refuses one that cannot run.
-Stage s runs on device s % devices where stages go round, and the second half backwards where they make a V. F is a
+A table is made by a rule below, or parsed from text; `tables.check` refuses one that cannot run. Stage s runs on device
+s % devices in round-robin schedules; in a V, the second half of the stages runs on the devices in reverse. F is a
 forward, B a backward; I and W are its halves, for the gradients of activations and of weights. The idle time and the
 activations that each rule keeps are in docs/pipelines.md.
 """
@@ -29,9 +29,9 @@ def gpipe(devices: int, microbatches: int) -> Table:
 
 
 def terapipe(devices: int, microbatches: int, slices: int = 2) -> Table:
-    """GPipe of slices of the sequence, which are as many shorter microbatches: the bubble too (Li et al., 2021).
+    """GPipe of slices of the sequence, each a shorter microbatch: the bubble is shorter too (Li et al., 2021).
 
-    The backward of a slice needs those of all later ones, so that they come in reverse.
+    The backward of a slice needs those of all later slices, so backwards run in reverse.
     """
     _check_counts(devices=devices, microbatches=microbatches, slices=slices)
     order = _slices_back(microbatches, slices)
@@ -78,7 +78,7 @@ def schedule_1f1b(devices: int, microbatches: int) -> Table:
 
 
 def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Table:
-    """1F1B where a device has several chunks, which as many microbatches as devices pass in turn (Megatron-LM)."""
+    """1F1B with several chunks on a device; groups of `devices` microbatches pass a chunk in turn (Megatron-LM)."""
     _check_counts(devices=devices, microbatches=microbatches, chunks=chunks)
     if microbatches % devices:
         rounds = microbatches // devices
@@ -129,9 +129,9 @@ def _zero_bubble(devices: int, microbatches: int, depth: int) -> Table:
 
 
 class _Writer:
-    """A writer of the row of a device with two stages of a V: aF is a forward of its first, bI a half of its second.
+    """A writer of the row of a device with two stages of a V: aF is a forward of the first, bI a half of the second.
 
-    W is the other half of the oldest I without one. Actions beyond the last microbatch are left out.
+    W is the other half of the oldest I that lacks one. Actions beyond the last microbatch are left out.
     """
 
     def __init__(self, device: int, devices: int, microbatches: int) -> None:
@@ -216,9 +216,9 @@ def chimera(devices: int, microbatches: int) -> Table:
 
 
 def three_f_one_b(devices: int, microbatches: int, passes: int = 3) -> Table:
-    """Several forward passes through the same stages, of which the last one alone has a backward (as in AlphaFold2).
+    """Several forward passes through the same stages; only the last one has a backward (as in AlphaFold2).
 
-    Backwards go first, then the earliest pass: the idle time is that of 1F1B, which is the least that there can be.
+    Backwards go first, then the earliest pass: the idle time is that of 1F1B, the least possible.
     """
     _check_counts(devices=devices, microbatches=microbatches, passes=passes)
     stages = range(passes * devices)
@@ -232,11 +232,11 @@ def three_f_one_b(devices: int, microbatches: int, passes: int = 3) -> Table:
 
 
 def interlaced(devices: int, microbatches: int) -> Table:
-    """A pipeline of stages 1 to `devices`, whose devices meet once a round: for the first stage and the last one, which
-    they compute together.
+    """A pipeline of stages 1 to `devices`, whose devices meet once a round to compute the first and the last stage
+    together.
 
-    Between two meetings a device does a forward and a backward, those at even places from the end the backward first:
-    so forwards pass two stages a round, backwards one, and none waits for a neighbour while there is work for all.
+    Between two meetings a device does a forward and a backward; at even places from the end the backward is first. So
+    forwards pass two stages a round, backwards one, and no device waits for a neighbour while all have work.
     """
     _check_counts(devices=devices, microbatches=microbatches)
     forward = [(d + devices % 2) // 2 for d in range(devices)]
@@ -287,7 +287,7 @@ RULES: Mapping[str, Callable[..., Table]] = {
 
 
 def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, int]:
-    """Return the table of a rule, or of a file, on `n` devices, and how many of its microbatches are slices of one.
+    """Return the table of a rule, or of a file, on `n` devices, and the number of slices in one of its microbatches.
 
     Raises InputError for an option that a rule does not have, and for a file of another number of devices.
     """

@@ -16,8 +16,8 @@ from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate
 
 
 def layers(graph: Graph) -> list[Block]:
-    """Return the blocks that are trained; where the modules that repeat inside one have most of its FLOPs, and several
-    products each, those instead (the layers of a stage of layers).
+    """Return the trained blocks. If modules that repeat inside one have most of its FLOPs and several products each,
+    return those instead (the layers of a stage).
     """
     found: list[Block] = []
     for block in graph.blocks:
@@ -42,7 +42,7 @@ def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
 
 
 def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[Op]:
-    """Return ops, and those `among` others whose results only these read, and so on back to what more ops read."""
+    """Return ops, and those `among` others whose results only these ops read, directly or through each other."""
     uses, inside = graph.model.uses, {op.name for op in core}
     for op in reversed(graph.forward_ops):
         readers = [reader.name for o in op.outputs for reader, _ in uses[o.tensor]]
@@ -52,7 +52,7 @@ def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[O
 
 
 def attentions(graph: Graph, plan: str) -> list[Op]:
-    """Return the ops that are a whole attention. Raises InputError where there is none."""
+    """Return the ops that compute a whole attention. Raises InputError if there are none."""
     found = [op for op in graph.forward_ops if "attention" in op.target]
     if not found:
         raise InputError(
@@ -68,15 +68,15 @@ def is_staged(graph: Graph) -> bool:
 
 
 def keys_of(graph: Graph, attention: Op) -> tuple[str, ...]:
-    """Return the factors along which the keys of an attention are."""
+    """Return the factors of the positions of an attention's keys."""
     return graph.model.tensors[attention.inputs[1].tensor].slots[-2]
 
 
 def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> list[str]:
-    """Return the factors along which the blocks carry tokens from one to the next.
+    """Return the factors of the tokens that the blocks pass to each other.
 
-    For each block, this is the first factor of its result that is not the batch, that no weight of the block has, and
-    that `count` divides. `parts`: the name of the counted things, for errors.
+    For each block, this is the first factor of its result that is not the batch, is in no weight of the block, and is
+    divided by `count`. `parts`: the name of the counted things, for errors.
     """
     found, weights = dict[str, None](), graph.model.weights
     for block in graph.blocks:
@@ -100,10 +100,10 @@ def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> li
 
 
 def reads_ahead(graph: Graph, op: Op, factors: Sequence[str]) -> str:
-    """Return the tensor that an op reads of all tokens although its part needs only some; '' if there is none.
+    """Return the tensor that an op reads for all tokens although its part needs only some; '' if there is none.
 
-    Cut along the first of the factors that it has, an op reads all of the others, and all of that factor at another
-    index, unless it reads no further than it is cut itself.
+    Cut along its first factor, an op reads the others whole. It also reads that factor whole at another index, unless
+    the rows of its notation end where its own cut ends.
     """
     first = next((i for f in factors if (i := op.find(f)) is not None), None)
     for operand in op.inputs:
@@ -114,14 +114,14 @@ def reads_ahead(graph: Graph, op: Op, factors: Sequence[str]) -> str:
 
 
 def along(op: Op, factors: Iterable[str]) -> str:
-    """Return the first factor along which an op gives its result, else over which it sums; '' if there is none."""
+    """Return the first factor of an op's output, else the first that it sums over; '' if it has none."""
     given = {op.indices[i].factor for o in op.outputs for i in o.slots if i is not None}
     own = [f for f in factors if op.find(f) is not None or f in dict(op.passes)]
     return next((f for f in own if f in given), next(iter(own), ""))
 
 
 def joined(ops: Iterable[Op]) -> list[list[Op]]:
-    """Return ops in groups: those that read what another one makes are in one."""
+    """Return ops in groups: ops that read each other's results are in one group."""
     found: dict[int, list[Op]] = {}
     for number, op in enumerate(ops):
         read = {o.tensor for o in op.inputs}
@@ -132,8 +132,8 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
 
 @checked
 def decompose_losses(graph: Graph, parts: int) -> None:
-    """Put steps in the place of losses over the classes that `tensor_splits` cuts a head on, where nothing else needs
-    these whole: then it cuts what is between head and loss, too, and what looks up the head's weight. Call it before
+    """Replace losses over classes by steps, if `tensor_splits` cuts a head on these and no other op needs them whole.
+    Then the cut goes on from the head to the loss, and to the look-ups in the head's weight. Call it before
     `tensor_splits`, with the same number of parts.
     """
     for factor in dict.fromkeys(_outer_factors(graph, parts).values()) if parts > 1 else ():
@@ -146,18 +146,18 @@ def decompose_losses(graph: Graph, parts: int) -> None:
 def tensor_splits(
     graph: Graph, parts: int, axis: str = "", in_blocks: bool = True, lookups: bool = False
 ) -> dict[str, list[Split | Replicate]]:
-    """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors; or
-    of those outside the blocks only.
+    """Return the splits of each op, or of those outside the blocks only, under tensor parallelism into `parts` along a
+    mesh axis. They are found from the factors.
 
-    A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
-    sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
-    result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
-    blocks, products with a weight are cut on the weight's own dim, and `lookups` in one on its rows; where nothing
-    needs these whole (`decompose_losses`), so are all ops that have them.
+    A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block sums
+    over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's result
+    does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the blocks,
+    products with a weight are cut on the weight's own dim, and `lookups` in one on its rows; if no op needs these whole
+    (`decompose_losses`), all ops with them are cut.
 
     Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
-    others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
-    values read are all of one kind, and are summed together.
+    others, and the mirror of each replica reads only the gradients of its own queries. Then the gradients for the
+    readers of queries, keys and values are of one kind, and are summed together.
     """
     splits = _inner_splits(graph, parts) if in_blocks else {}
     outer = {name: factor for name, factor in _outer_factors(graph, parts, lookups).items() if name not in splits}
@@ -196,7 +196,7 @@ def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
 
 
 def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
-    """Return the splits of the ops of each block, of those of a model without any as if it were one."""
+    """Return the splits of the ops of each block. A model without blocks counts as one block."""
     splits: dict[str, list[Split]] = {}
     weights, scopes = _weights_of(graph), _scopes(graph)
     for ops in scopes:
@@ -212,8 +212,8 @@ def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
 
 
 def _outer_factors(graph: Graph, parts: int, lookups: bool = False) -> dict[str, str]:
-    """Return the factor of each product with a weight outside the blocks that `parts` divides, the weight's own; and
-    of each look-up in one the factor of its rows.
+    """Return the factor of each product with a weight outside the blocks: the weight's own, if `parts` divides it. A
+    look-up has the factor of its rows.
     """
     weights, inside = _weights_of(graph), {op.name for block in graph.blocks for op in block.ops}
     outside = (op for op in graph.forward_ops if op.name not in inside)
@@ -221,14 +221,14 @@ def _outer_factors(graph: Graph, parts: int, lookups: bool = False) -> dict[str,
 
 
 def _with(graph: Graph, factor: str) -> tuple[list[Op], list[Op]]:
-    """Return the ops that have a factor: those that can be cut on it, and those that need it whole."""
+    """Return the ops that have a factor, as two groups: those that can be cut on it, and those that need it whole."""
     own = [op for op in graph.forward_ops if any(i.factor == factor for i in op.indices)]
     return [op for op in own if op.find(factor) is not None], [op for op in own if op.find(factor) is None]
 
 
 def splits_within(graph: Graph, parts: int) -> dict[str, list[Split]]:
-    """Return the splits of each op of a block by which tensor parallelism, as far as ops are cut by it so far, becomes
-    one of `parts` times as many parts.
+    """Return the splits of each op of a block by which the present cuts of tensor parallelism become `parts` times as
+    many.
     """
     factors = {f for some in _inner_splits(graph, parts).values() for s in some for f in s.factors}
     outer = 1
@@ -277,7 +277,7 @@ def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:
 
 
 def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list[Split]]:
-    """Return splits that make `parts` parts together; factors that share an op are cut one inside the other."""
+    """Return splits that make `parts` parts together; factors of one op are cut one inside the other."""
     where = {f: {op.name for op in ops if op.find(f) is not None} for f in candidates}
     size = {i.factor: i.size for op in ops for i in op.indices}
     chains: list[tuple[list[Split], set[str], int]] = []
@@ -310,9 +310,9 @@ def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bo
 def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:
     """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
 
-    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` says how many
-    blocks each stage has instead, as 3+5+4: what is before the first is with it, what follows a block with that. Raises
-    InputError for more stages than there are units.
+    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` gives the
+    number of blocks of each stage instead, as 3+5+4: ops before the first block are with it, ops after a block with
+    that block. Raises InputError for more stages than there are units.
     """
     block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
     units: list[list[Op]] = []
@@ -336,7 +336,7 @@ def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -
 
 
 def _bounds(blocks: str, count: int, at: list[int]) -> list[int]:
-    """Return the unit with which each stage begins, where the blocks are the units `at`."""
+    """Return the first unit of each stage; the blocks are the units `at`."""
     sizes = [int(size) if size.isdecimal() else 0 for size in blocks.split("+")]
     if len(sizes) != count or min(sizes) < 1 or sum(sizes) != len(at):
         raise InputError(

@@ -17,7 +17,7 @@ KEEPS: Mapping[str, int] = {"F": 1, "B": -1, "W": -1}
 
 
 def fill(works: Iterable[Action], place: Callable[[Action], int], rank: Rank, most: int) -> Table:
-    """Return the table in which each device always takes, of its ready actions, the one that `rank` puts first.
+    """Return the table in which each device always takes its ready action of the lowest `rank`.
 
     A device keeps the activations of at most `most` forwards; a backward takes two units of time, all else one.
     """
@@ -45,7 +45,7 @@ def fill(works: Iterable[Action], place: Callable[[Action], int], rank: Rank, mo
 
 
 def computed_again(table: Table) -> Table:
-    """Return the table where what a backward needs is computed again before it, as soon as its device is free."""
+    """Return the table with a recomputation before each backward, as soon as its device is free."""
     return [
         [some for work in row for some in ((replace(work, kind="R"), work) if work.kind in "BI" else (work,))]
         for row in table
@@ -53,7 +53,7 @@ def computed_again(table: Table) -> Table:
 
 
 def finish(table: Table, seconds: Mapping[str, float] = SECONDS) -> dict[Action, float]:
-    """Return when each work ends if its kind takes so many seconds and messages none; where it is stuck, no more."""
+    """Return when each work ends, from the seconds of its kind; messages take none. Stuck works are missing."""
     rows = devices_of(table)
     needs = _needs(rows)
     ends: dict[Action, float] = {}
@@ -98,8 +98,8 @@ def check(table: Table) -> None:
     """Raise InputError, with the grid and the step, for a table that misses work, repeats it, or cannot run.
 
     Every stage needs the forward of each microbatch and its backward (B, or I and W) on the same device, or on the same
-    devices together, and neighbours must take microbatches in the same order, so that no messages cross. The first
-    stages may have forwards only.
+    devices together. Neighbours must take microbatches in the same order, so that no messages cross. The first stages
+    may have forwards only.
     """
     if not any(table):
         raise InputError("a schedule without work; write a row for each device, as 0F0 0B0.")
@@ -158,7 +158,7 @@ def _crossing(table: Table, place: Mapping[Action, Step]) -> Faults:
 
 
 def _stuck(table: Table, place: Mapping[Action, Step]) -> Faults:
-    """Return the stuck actions, those first that wait for an action behind them in their own row."""
+    """Return the stuck actions; those that wait for an action behind them in their own row come first."""
     ends, needs = finish(table), _needs(place)
     firsts = [next((work for work in row if work not in ends), None) for row in table]
     waits = [(work, need) for work in firsts if work for need in needs[work] if need not in ends]
@@ -171,7 +171,7 @@ def _stuck(table: Table, place: Mapping[Action, Step]) -> Faults:
 
 
 def devices_of(table: Table) -> dict[Action, tuple[int, ...]]:
-    """Return the devices of each work: several that do it together, or one."""
+    """Return the devices of each work: one, or several that do it together."""
     found: dict[Action, tuple[int, ...]] = {}
     for device, row in enumerate(table):
         for work in row:

@@ -1,4 +1,4 @@
-"""The answer of a report: whether a plan fits, how long its step is, what limits it, and what would help most."""
+"""The answer of a report: whether a plan fits, how long its step is, its limit, and the remedy that would help most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNEVEN = 1.2
 
 
 class Part(NamedTuple):
-    """A part of a step in the mean over all devices: its name, its colour, its seconds, what makes it shorter."""
+    """A part of a step in the mean over all devices: its name, its colour, its seconds, its remedy."""
 
     name: str
     color: str
@@ -44,7 +44,7 @@ def parts(p: Prediction) -> list[Part]:
 
 
 def _even(p: Prediction) -> str:
-    """Return what makes waits for other devices shorter: even work, else less waiting for it."""
+    """Return the remedy for waits for other devices: even work, else less waiting for it."""
     busiest = max(p.devices, key=lambda d: d.compute)
     if busiest.compute > _UNEVEN * p.mean("compute"):
         where = devices_text(busiest.devices, p.world)
@@ -98,7 +98,7 @@ def _said(part: Part, whole: float) -> str:
 
 
 def _limits(p: Prediction) -> list[Markup]:
-    """Return what limits a step, and what would help most, each as a line."""
+    """Return the limit of a step and the remedies that would help most, each as a line."""
     losses = sorted(parts(p)[1:], key=lambda part: -part.seconds)
     most = losses[0]
     times = (

@@ -1,4 +1,4 @@
-"""The memory of a report: a curve over time for each distinct program, and what is alive at the peak."""
+"""The memory of a report: a curve over time for each distinct program, and the live tensors at the peak."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST = 2000
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The bytes of a device over time. `times` [points]: when `values` [points, categories] begin; `during`: the most
-    bytes at each point, with what instructions make and free again.
+    """The bytes of a device over time. `times` [points]: the starts of `values` [points, categories]; `during`: the
+    most bytes at each point, with temporary tensors of instructions.
     """
 
     memory: DeviceMemory
@@ -45,7 +45,7 @@ def curves(subject: Subject) -> list[Curve]:
 
 
 def _times(lane: Lane, memory: DeviceMemory) -> Floats:
-    """Return when each instruction ends; one without time ends with the one before."""
+    """Return when each instruction ends; an instruction without time ends with the one before."""
     row = int(np.flatnonzero(lane.devices == memory.rank)[0])
     found, own = np.zeros(len(memory.during)), lane.stream == COMPUTE
     np.maximum.at(found, lane.instruction[own], lane.end[own, row])
@@ -53,7 +53,7 @@ def _times(lane: Lane, memory: DeviceMemory) -> Floats:
 
 
 def _kept(during: Ints, curve: Ints) -> Ints:
-    """Return the points that stay: those where something changes, or the highest of each run of these."""
+    """Return the points to draw: those of a change, or the highest of each run of these."""
     changes = np.flatnonzero(np.append(True, (np.diff(curve, axis=0) != 0).any(axis=1) | (np.diff(during) != 0)))
     if len(changes) <= _MOST:
         return changes
@@ -62,7 +62,7 @@ def _kept(during: Ints, curve: Ints) -> Ints:
 
 
 def alive(subject: Subject) -> Markup:
-    """Return what is alive at the peak of the fullest device."""
+    """Return the live tensors at the peak of the fullest device."""
     fullest = max(subject.simulation.memories, key=lambda m: m.total)
     lane = next(lane for lane in subject.simulation.table.lanes if fullest.rank in lane.devices)
     where = describe(subject.simulation.program, lane.code[fullest.at]) if len(lane.code) else "nothing"

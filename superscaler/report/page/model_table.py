@@ -1,4 +1,4 @@
-"""The model of a report: its blocks, what is cut and where, and the bytes that each puts on links."""
+"""The model of a report: its blocks, their cuts and devices, and the bytes that each puts on links."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _amount(count: int, most: int) -> Markup:
 
 
 def _strip(devices: str, world: int) -> Markup:
-    """Return all devices as a bar, with those of a text filled."""
+    """Return a bar of all devices, in which the devices of a text are filled."""
     each, shapes = _WIDTH / world, [tag("rect", width=_WIDTH, height=10, fill="var(--line)")]
     for first, last, step in _RANGE.findall(devices):
         ends = range(int(first), int(last or first) + 1, int(step or 1))

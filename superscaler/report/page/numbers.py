@@ -19,7 +19,7 @@ _NAMES = ("devices", "what", "", "microbatches", "events", "seconds", "each")
 
 
 def numbers(subject: Subject) -> Markup:
-    """Return where the time of devices goes, and the work and waits that take most of it."""
+    """Return tables of the time of devices by cause, and of the longest work and waits."""
     tables = (
         tag(
             "details",

@@ -1,4 +1,4 @@
-"""The table of works of a pipeline: the order of each device, which the page lets people edit, and seconds of works."""
+"""The table of works of a pipeline: the order of each device, which people can edit, and seconds of works."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _KEYS = (
 
 
 def save(subjects: Sequence[Subject], file: Path) -> None:
-    """Write a report. Raises InputError where the file cannot be written, or is one that is no report."""
+    """Write a report. Raises InputError for a file that cannot be written, or is no report."""
     text = page(subjects)
     with writing(file, "name a file in a folder that exists"):
         if file.is_file() and not file.read_bytes().startswith(HEAD.encode()):
