@@ -21,8 +21,8 @@ from superscaler.timing import timed
 
 
 def check_program(program: Program) -> None:
-    """Raise ScheduleError at the first instruction that does something other than the model, naming the device, the
-    tensor, and the missing or repeated elements or addends.
+    """Raise ScheduleError at the first instruction that differs from the model, naming the device, the tensor, and the
+    missing or repeated elements or addends.
 
     All devices are checked, each with its own data; devices that run one program are checked together.
     """
@@ -39,7 +39,7 @@ def check_program(program: Program) -> None:
 
 
 def _check_twins(model: Model) -> None:
-    """Check that each recomputed op equals its original and that no op has two mirrors."""
+    """Check that each recomputed op equals its original and that each op has at most one mirror."""
     ops, seen, makers, versions = {op.name: op for op in model.ops}, set[str](), model.producers, model.versions
 
     def plain(side: Sequence[Operand]) -> tuple[Operand, ...]:
@@ -83,7 +83,7 @@ def _is_gradient(model: Model, op: Op) -> bool:
 
 
 def _check_weights(program: Program, masks: Masks) -> None:
-    """Check that every weight is at rest somewhere, with each element counted once, and is updated wherever it is."""
+    """Check that every weight is at rest somewhere, each element counted once, and updated at all of its places."""
     model = program.model
     counted: dict[str, list[np.ndarray]] = {tensor: [] for tensor in masks.homes}
     held: dict[str, list[np.ndarray]] = {tensor: [] for tensor in masks.homes}

@@ -34,7 +34,7 @@ class Content:
     """The content of a value on each device of a cohort: a `box` [devices, slots, 2] of a tensor or of its gradient,
     and the addends in it. `addends` is None if the value is whole, each addend once. Zeros of no place have no tensor.
 
-    `memory`: the memories that the value may be in, with its views. `shape`: that of zeros without a tensor.
+    `memory`: the memories that the value and its views may be in. `shape`: that of zeros without a tensor.
     """
 
     tensor: str

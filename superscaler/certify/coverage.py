@@ -1,9 +1,9 @@
-"""Coverage: the elements and addends in a value, and whether each of them is there exactly once.
+"""Coverage: the elements and addends in a value, and whether each of them occurs exactly once.
 
-An *addend* of a value is one point of the indices that are summed to make it; an addend of a gradient is one point of
-the iteration space of a use. Addends are given as boxes in the slots of the tensor and in these indices. A part that
-reads only some addends of an input, or of a gradient, passes them on: its own addends then include them. So a kind of
-addends is a tree of links, a *chain*:
+An *addend* of a value is one point of its summed indices; an addend of a gradient is one point of the iteration space
+of a use. Addends are given as boxes in the slots of the tensor and in these indices. A part that reads only some
+addends of an input, or of a gradient, passes them on: its own addends then include them. So a kind of addends is a tree
+of links, a *chain*:
 
     made f sides            summed by op f
     use f k mirror sides    the gradient by input k of op f
@@ -105,7 +105,7 @@ class Kinds:
                 yield from (((op.name, side, number, *c), n) for c, n in self.columns(sub, other.tensor).items())
 
     def complete(self, tensor: str, is_gradient: bool, chains: Sequence[Chain]) -> tuple[Chain, ...]:
-        """Return the chains that together, each once, are the whole value, as finely divided as `chains`."""
+        """Return the chains whose sum, each once, is the whole value, as finely divided as `chains`."""
         tensor = self.model.origin(tensor) if is_gradient else tensor
         if not chains or set(chains) <= set(self.heads(tensor, is_gradient)):
             return self.heads(tensor, is_gradient)
@@ -279,8 +279,8 @@ def _without_empty(boxes: Ints) -> Ints:
 
 
 def clipped(boxes: Boxes, box: Ints) -> Boxes:
-    """Return the boxes inside a box [devices, columns, 2] of their first columns, without those that are empty on all
-    devices.
+    """Return the boxes inside a box [devices, columns, 2] of their first columns, without boxes that are empty
+    everywhere.
     """
     shapes, region = _with_equal_rows([boxes.shapes, boxes.near(box)[:, None]])
     found, count = shapes.copy(), region.shape[2]

@@ -28,8 +28,8 @@ _ANYWHERE = frozenset({"Slice", "Combine", "Accumulate", "Wait", "Copy"})
 
 
 def on_host(program: Program, device: Device) -> set[Value]:
-    """Return the values of a device that are in its host's memory. Raises ScheduleError for an instruction that reads a
-    value from the memory that it does not work in.
+    """Return the values of a device in its host's memory. Raises ScheduleError for an instruction that reads a value
+    from the wrong memory.
     """
     found, hosted = set[Value](), {weight.name for weight in device.weights if weight.host}
     if not hosted and Copy not in kinds_of(device.instructions):
@@ -78,7 +78,7 @@ class Memories:
         self.works: dict[tuple[int, Value], tuple[Flight, tuple[Memory, ...]]] = {}
 
     def hold(self, i: Instruction, read: Sequence[Content | None]) -> None:
-        """Raise Refusal for an instruction that reads a value whose memory was overwritten."""
+        """Raise Refusal for an instruction that reads an overwritten value."""
         for content in read:
             if content is None:
                 continue
@@ -94,7 +94,7 @@ class Memories:
     def start(self, cohort: int, i: Instruction, read: Sequence[Content | None]) -> None:
         """Record the memory of the results of a communication.
 
-        Over one device, and at the source of a broadcast, a result is in the memory of its source.
+        A collective over one device returns its source itself, and so does a broadcast on its source device.
         """
         flight = Flight(i, frozenset(memory for content in read if content for memory in content.memory))
         for name in writes(i):
@@ -113,8 +113,8 @@ class Memories:
         return memory
 
     def change(self, i: Instruction, content: Content, cohort: int | None = None) -> None:
-        """Mark the memory of a value as overwritten. Raises Refusal if a collective of the cohort that no Wait has
-        completed may still read it.
+        """Mark the memory of a value as overwritten. Raises Refusal if an unfinished collective of the cohort may still
+        read it.
         """
         if cohort is not None:
             self._flights[cohort] = [flight for flight in self._flights.get(cohort, ()) if not flight.is_awaited]

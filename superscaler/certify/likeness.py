@@ -1,4 +1,4 @@
-"""Likeness: whether the state of a cohort after some rounds is its state before them, shifted."""
+"""Likeness: whether the state of a cohort after some rounds equals its state before them, shifted."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +17,7 @@ Flags = Mapping[int, tuple[bool, bool]]
 class Likeness:
     """A comparison of states. `posted`: the number of collectives of a round, by group.
 
-    `moved`: the memories that have taken the place of others, and these; `kept`: those that are where they were.
+    `moved`: the replaced memories and their replacements; `kept`: memories that stayed in place.
     """
 
     def __init__(self, shift: Shift, posted: Mapping[bytes, int]) -> None:
@@ -29,7 +29,7 @@ class Likeness:
         self._flags: Flags = {}
 
     def follows(self, before: Status, now: Status, count: int, flags: Flags) -> bool:
-        """Return whether a status is another one, `count` rounds later. `flags`: of the memories of that one."""
+        """Return whether a status is another one, `count` rounds later. `flags`: of the memories of the other one."""
         self._count, self._flags = count, flags
         one, two = (status.works and status.works[1] for status in (before, now))
         return (
@@ -41,7 +41,7 @@ class Likeness:
         )
 
     def follow(self, before: Sequence[Post[Content]], now: Sequence[Post[Content]], flags: Flags) -> bool:
-        """Return whether messages are other ones, a round later."""
+        """Return whether messages equal others, a round later."""
         self._count, self._flags = 1, flags
         return len(before) == len(now) and all(map(self._same_post, before, now))
 
@@ -85,7 +85,7 @@ class Likeness:
         return a is None and b is None
 
     def _in_place(self, before: Sequence[Memory], now: Sequence[Memory]) -> bool:
-        """Return whether memories take the places of others, the same ones for all values."""
+        """Return whether memories replace others, the same ones for all values."""
         return len(before) == len(now) and all(map(self._is_in_place, before, now))
 
     def _is_in_place(self, before: Memory, now: Memory) -> bool:

@@ -300,6 +300,6 @@ class Passes:
 
 
 def made_by(i: Backward) -> list[bool]:
-    """Return which gradients a backward makes: its outputs, and what it adds to sums."""
+    """Return the gradients that a backward makes: its outputs, and those that it adds to sums."""
     sums = i.sums or (None,) * len(i.outputs)
     return [(out or total) is not None for out, total in zip(i.outputs, sums, strict=True)]

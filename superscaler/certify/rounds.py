@@ -1,9 +1,9 @@
-"""Rounds: in one, each cohort runs one repetition of its loop. Rounds that are the same up to a shift run once for all.
+"""Rounds: in one round, each cohort runs one repetition of its loop. Equal rounds, up to a shift, run once for all.
 
-Two rounds run, and the state before the second is that before the first, shifted (`Shift`). The same instructions, also
-shifted, do the same to a shifted state, so by induction all later rounds do. Limits of indices are the only numbers
-that do not move. The rounds before and after the left out ones are within these, and so are all between. The state
-after them is the present one shifted; only sums over microbatches get the addends of each.
+Two rounds run, and the state before the second is the state before the first, shifted (`Shift`). The same instructions,
+also shifted, do the same to a shifted state, so by induction all later rounds do. Limits of indices are the only
+numbers that do not move. The rounds before and after the omitted ones are within these, and so are all between. The
+state after them is the present one shifted; only sums over microbatches get the addends of each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class _Seen:
     """The state of a cohort before repetition `turn` of a loop, as far as the loop reads or changes it.
 
     `held`: the statuses of all names and tasks in that repetition. `has_sums`: whether all sums are made. `posted`: the
-    number of collectives by group. `sent`: the messages on their way. `flags`: of each memory, whether it is held and
-    changed.
+    number of collectives by group. `sent`: messages under way. `flags`: of each memory, whether it is held and changed.
     """
 
     run: Run[Content]
@@ -45,7 +44,7 @@ class _Seen:
 
 
 class Rounds(Interpreter[Content]):
-    """An interpreter on masks that leaves out rounds."""
+    """An interpreter on masks that omits rounds."""
 
     def __init__(self, program: Program, masks: Masks) -> None:
         super().__init__(program, masks)
@@ -77,7 +76,7 @@ class Rounds(Interpreter[Content]):
         return bool(held)
 
     def _meet(self, left: Sequence[Run[Content]]) -> None:
-        """Leave out the next rounds, if the last one shifted all that they work on."""
+        """Omit the next rounds, if the last one shifted all state that they use."""
         now = [self._seen(run, body) for run in left if (body := self._body(run))]
         before, self.before = self.before, now if len(now) == len(left) else []
         added, self.masks.added = self.masks.added, {}
@@ -127,7 +126,7 @@ class Rounds(Interpreter[Content]):
     # Whether the last round shifted the state.
 
     def _is_steady(self, before: _Seen, now: _Seen, count: int) -> bool:
-        """Return whether the last round shifted what it worked on, and all that `count` more rounds meet is shifted."""
+        """Return whether the last round shifted its state, and the state that `count` more rounds meet is shifted."""
         fixed = set(now.body.fixed)
         like = Likeness(self.shift, {key: now.posted[key] - n for key, n in before.posted.items()})
         later = {key: self.shift.key(key, 0 if key in fixed else 1) for key in before.held}
@@ -142,8 +141,8 @@ class Rounds(Interpreter[Content]):
         )
 
     def _go_on(self, like: Likeness, now: _Seen, key: Key, count: int) -> bool:
-        """Return whether the names of a kind that the next rounds come to follow the last one that the loop meets now,
-        and whether those that it leaves behind have ended.
+        """Return whether the names of a kind follow each other: the next rounds reach names like the present ones, and
+        the names that they leave behind have ended.
         """
         lo, hi = now.body.moving[key]
         left, last = (self.shift.key(key, now.turn + n) for n in (lo - 1, hi))
@@ -153,7 +152,7 @@ class Rounds(Interpreter[Content]):
         return goes_on and self._status(now.run, left).post is None
 
     def _is_apart(self, now: _Seen, like: Likeness, count: int) -> bool:
-        """Return whether memory that moves is that of moving names alone, and each sum has memory of its own."""
+        """Return whether memory that moves belongs to moving names alone, and each sum has memory of its own."""
         run, body = now.run, now.body
         moving = set(self._window(body, now.turn))
         for key, (lo, hi) in body.moving.items():
@@ -170,7 +169,7 @@ class Rounds(Interpreter[Content]):
         return is_own and like.moved.isdisjoint(still | like.kept)
 
     def _is_own(self, now: _Seen, group: bytes) -> bool:
-        """Return whether collectives are between devices of this cohort, and the unfinished ones are of the loop."""
+        """Return whether collectives are between devices of this cohort, and unfinished ones belong to the loop."""
         run = now.run
         waiting = {name for name, (post, _) in run.handles.items() if post.peers.tobytes() == group}
         known = run.groups.get(group)
@@ -201,7 +200,7 @@ class Rounds(Interpreter[Content]):
         run.at += count * body.length
 
     def _later(self, now: _Seen, count: int) -> Iterator[tuple[Key, Status]]:
-        """Yield the statuses after `count` more rounds of all names and tasks that these touch."""
+        """Yield the statuses, after `count` more rounds, of all names and tasks that these rounds touch."""
         shift = self.shift
         for key in now.body.fixed:
             yield key, _moved(shift, now.held[key], count)

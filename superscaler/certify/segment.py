@@ -1,4 +1,4 @@
-"""A function of a program, with the facts that follow from the indices of its operators alone."""
+"""A function of a program, with facts derived from the indices of its operators alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Segment:
-    """A function whose boxes depend on the coordinates `at` of a forward. `starts`: these coordinates, with a column of
-    zeros behind.
+    """A function whose boxes depend on the coordinates `at` of a forward. `starts`: these coordinates, and a last
+    column of zeros.
     """
 
     def __init__(self, function: Function, kinds: Kinds) -> None:
@@ -61,7 +61,7 @@ class Segment:
         return found[0], found[1], found[2]
 
     def check(self, run: Forward, starts: Ints) -> None:
-        """Raise Refusal unless the parts that start there are parts of the function's ops."""
+        """Raise Refusal unless parts with these starts are parts of the function's ops."""
         column, size, whole = self._limits
         if column.size and column.max() >= starts.shape[1] - 1:
             raise Refusal(f"has {starts.shape[1] - 1} starts for {int(column.max()) + 1} coordinates.")
@@ -86,15 +86,15 @@ class Segment:
 
     @cached_property
     def _gradients(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of the inputs that have a gradient, and of those whose gradient becomes float32."""
+        """Return the numbers of the inputs with a gradient, and of the inputs whose gradient becomes float32."""
         names, uses = self.function.inputs, self.uses_of
         reaching = (n for n, name in enumerate(names) if self.model.tensors[name].requires_grad)
         grads = tuple(n for n in reaching if any(op.has_mirror for op, _ in uses[n]))
         return grads, tuple(n for n in grads if self.model.is_widened(names[n]))
 
     def _check_following(self, n: int, lo: Ints) -> None:
-        """Raise Refusal unless what follows another index of op `n` is where that one says, for parts that start at
-        `lo` [parts, indices].
+        """Raise Refusal unless each index of op `n` that follows another one starts at the place that this requires,
+        for parts that start at `lo` [parts, indices].
         """
         op, hi = self.function.ops[n], lo + self.sizes[n]
         for k, index in enumerate(op.indices):
@@ -108,7 +108,7 @@ class Segment:
 
     @cached_property
     def views(self) -> Mapping[str, frozenset[int]]:
-        """Return for each tensor made here that may lie in the memory of inputs the numbers of these."""
+        """Return, for each tensor made here, the numbers of the inputs whose memory it may share."""
         found: dict[str, frozenset[int]] = {}
         for op in self.function.ops:
             if not row_of(op.target).is_view:
@@ -284,10 +284,10 @@ class Segment:
 def _with_unseen(
     op: Op, own: Operand, box: Ints, combined: Ints, rest: dict[Any, Ints]
 ) -> tuple[Ints, dict[Any, Ints]]:
-    """Return boxes of the addends of an operand's gradient, with those that are zero because nothing sees them.
+    """Return boxes of the addends of an operand's gradient, with the zero addends of elements that no part sees.
 
-    The operand is read up to the end of an index; its last elements are unseen where that index is before the part.
-    With them, all parts together have each addend once, as boxes.
+    The operand is read up to the end of the part's range of an index. At earlier values of that index, its elements
+    inside the range are unseen. With these zeros, all parts together have each addend once, as boxes.
     """
     key = next((i for i in own.slots if i is not None and op.indices[i].until is not None), None)
     first = None if key is None else op.indices[key].until
@@ -301,7 +301,7 @@ def _with_unseen(
 
 
 def padded(starts: Ints) -> Ints:
-    """Return starts with a column of zeros behind, for whole slots."""
+    """Return starts with a last column of zeros, for whole slots."""
     return np.concatenate([starts.astype(np.int64), np.zeros((len(starts), 1), dtype=np.int64)], axis=1)
 
 

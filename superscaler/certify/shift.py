@@ -1,5 +1,5 @@
-"""The shift from one round to the next: the step of each microbatch, index, slot and message, and what it does to all
-that a cohort holds.
+"""The shift from one round to the next: the step of each microbatch, index, slot and message, and its effect on the
+state of a cohort.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -41,12 +41,12 @@ Key = Value | Task
 
 
 class Unsteady(Exception):
-    """The repetitions of a loop are not the same up to a shift."""
+    """The repetitions of a loop differ by more than a shift."""
 
 
 @dataclass(frozen=True, eq=False)
 class Status:
-    """What a cohort has of a name: its value, or its handle (of part `part` of a post, whose number was `count`).
+    """The state of a name in a cohort: its value, or its handle (of part `part` of a post, whose number was `count`).
 
     `works`: of a handle, the started communication and the memory of its result. A task has a tape as its value.
     `past`: how a name ended, or that a task ran.
@@ -64,7 +64,7 @@ class Status:
 class Body:
     """A loop of a cohort: the position of its first instruction, and all names and tasks in it.
 
-    `moving`: those of microbatches, as in the first ones, with the least and the greatest number of a repetition that
+    `moving`: names of microbatches, as in the first ones, with the least and the greatest number of a repetition that
     reads or makes them in repetition 0. `sums`: the names that are only added to in place. `fixed`: all others.
     """
 
@@ -81,10 +81,10 @@ class Body:
 
 
 class Shift:
-    """The steps of a program whose loops all move alike: each index of an op, slot of a tensor and message has one.
+    """The steps of a program whose loops all move alike: of each index of an op, slot of a tensor and message.
 
-    All rules of the certificate but the limits of indices compare numbers that move alike, so that they hold for
-    shifted values where they hold for these.
+    All rules of the certificate but the limits of indices compare numbers that move together. So a rule that holds for
+    these values holds for shifted ones.
     """
 
     def __init__(self, program: Program, kinds: Kinds, cohort_of: Ints) -> None:
@@ -99,7 +99,7 @@ class Shift:
     # What moves in the code.
 
     def read(self, loop: Loop, rank: int) -> None:
-        """Add the steps of a device's loop. Raises Unsteady if something in it moves otherwise than the shift."""
+        """Add the steps of a device's loop. Raises Unsteady if part of it moves by another step."""
         for a, b in zip(loop.first, loop.second, strict=True):
             if type(a) is not type(b) or isinstance(a, Give | Loss | Update):
                 raise Unsteady
@@ -180,7 +180,7 @@ class Shift:
         }
 
     def repeated(self, content: Content, count: int) -> Content:
-        """Return a sum's addend of each of the next `count` rounds, all in one."""
+        """Return the addends of a sum in the next `count` rounds, all in one."""
         addends = {}
         for link, boxes in (content.addends or {}).items():
             steps = self.columns(link, content.tensor, content.box.shape[1])
@@ -217,7 +217,7 @@ class Shift:
         return self.messages.get((own, other) if isinstance(i, Send) else (other, own), 0)
 
     def post(self, post: Post[Content], count: int) -> None:
-        """Make a started communication one of `count` rounds later."""
+        """Turn a started communication into the one of `count` rounds later."""
         post.message = post.message + count * self.message(post)
         post.read = [None if content is None else self.content(content, count) for content in post.read]
 
@@ -271,7 +271,7 @@ def keys(i: Instruction) -> Iterator[Key | None]:
 
 
 def still_fields(kind: type) -> Iterator[str]:
-    """Yield the fields of an instruction that are equal in all repetitions, whatever moves."""
+    """Yield the fields of an instruction that are equal in all repetitions of any loop."""
     for name, role in ROLES[kind].items():
         moves = role in VALUES or role in (Role.MESSAGE, Role.NOTE)
         if not (moves or name == "task" or (kind, name) in ((Forward, "at"), (Load, "box"))):

@@ -1,4 +1,4 @@
-"""Equal blocks inside a segment: where its lines repeat with other weights and values, and how these are named there.
+"""Equal blocks inside a segment: the lines that repeat with other weights and values, and the names of these values.
 
 for l in range(12):
     weight, bias = weights[2 * l : 2 * l + 2]
@@ -69,7 +69,7 @@ class Blocks:
             candidates = [one for one in candidates if one.start != wrong]
 
     def _enter(self, candidates: Iterable[Repeat]) -> None:
-        """Take candidates as loops."""
+        """Accept candidates as loops."""
         layers = Layers()
         found = [layers.add(one, self.lines) for one in candidates]
         self.repeats = {one.start: one for one in found if one is not None}
@@ -108,7 +108,7 @@ class Blocks:
         return family, layer if family in self._crowded else 0
 
     def is_kept(self, value: Value) -> bool:
-        """Return whether values at the place of this one live at a time, so that the number of the block is a key."""
+        """Return whether several values at the place of this one live at a time, with the block's number as key."""
         return value in self._index and self._index[value][0] in self._crowded
 
     def number(self, value: Value, repeat: Repeat | None) -> str:
@@ -117,14 +117,14 @@ class Blocks:
         return repeat.number(layer, repeat.moves.get(value, 0)) if repeat else str(layer)
 
     def at(self, repeat: Repeat, value: Value, turn: int) -> Value:
-        """Return what is in a repetition at the place of a value of the second one."""
+        """Return the value of a repetition at the place of a value of the second one."""
         at, k = self._second[repeat.start][value]
         found = self.lines[repeat.start + turn * repeat.length + at].slots[k]
         assert isinstance(found, Value)
         return found
 
     def inputs(self, repeat: Repeat) -> list[tuple[int, int]]:
-        """Return the numbers of the inputs of which each block has its own, in the first block, and their steps."""
+        """Return the numbers of the inputs that differ by block, in the first block, each with its step."""
         pairs = dict[Slot, Slot]()
         for at in range(repeat.length):
             a, b = (self.lines[repeat.start + at + n].slots for n in (0, repeat.length))
@@ -158,7 +158,7 @@ class Blocks:
     # What is written does the same.
 
     def _wrong(self) -> int | None:
-        """Return the start of a loop that does not do what its blocks do, None if there is none."""
+        """Return the start of a loop that differs from its blocks, None if there is none."""
         for one in self.repeats.values():
             if self._is_uneven(one):
                 return one.start

@@ -60,8 +60,8 @@ def emit(program: Program) -> Emitted:
 
 
 def _written(program: Program, names: list[str]) -> list[tuple[str, "_Writer", dict[str, Entries]]]:
-    """Return for each group of devices its text, the writer and the entries in its tables. Groups that differ in their
-    data alone are written once, as long as they need equal numbers for these.
+    """Return, for each group of devices, its text, the writer and the entries in its tables. Groups that differ in
+    their data alone are written once, if their data fit equal numbers.
     """
     alike: dict[Hashable, list[int]] = {}
     for n, (_, samples) in enumerate(program.groups):
@@ -90,7 +90,7 @@ def _head(ranks: Sequence[int], most: int, more: str) -> str:
 
 
 def _places(mesh: Mapping[str, int], ranks: Sequence[int]) -> str:
-    """Return the sentence that says where devices are on a mesh; "" if it has no axis.
+    """Return a sentence with the places of devices on a mesh; "" if it has no axis.
 
     >>> _places({"pp": 2, "dp": 4, "tp": 1}, [4, 5])
     'On the mesh pp=2, dp=4: pp 1, dp 0, 1.'
@@ -138,7 +138,7 @@ class _Writer(Statements):
         super().__init__(program, names, rows, self.lists, spelling)
 
     def _declared(self) -> list[dict[int, list[Value]]]:
-        """Return the lists that each row of a section is the first to write to, without those made before all."""
+        """Return, by row of each section, the lists that the row is the first to write to."""
         known, found = set[Value](), []
         for run in self.runs:
             found.append(dict[int, list[Value]]())
@@ -181,7 +181,7 @@ class _Writer(Statements):
         return self.forwards.get(i.task._replace(microbatch=0))
 
     def exchanged(self) -> str:
-        """Return the sentence that says with whom the first device of a program communicates; "" if with nobody."""
+        """Return a sentence with the peers of the first device of a program; "" if it has none."""
         kinds, peers = dict[tuple[int, ...], dict[str, None]](), dict[str, set[int]]()
         for i in (i for run in self.runs for i, *_ in run.rows):
             if isinstance(i, p.Collective):

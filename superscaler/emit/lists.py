@@ -1,7 +1,6 @@
-"""Values that are written as one list: weights of a module, and gradients or handles with one fate.
+"""Values written as one list: weights of a module, and gradients or handles with one fate.
 
-transformer = rt.weights_of("transformer")
-d_transformer = rt.sums(24)
+transformer = rt.weights_of("transformer") d_transformer = rt.sums(24)
 """
 
 from bisect import bisect
@@ -76,8 +75,8 @@ def names(i: Instruction, role: Role) -> tuple[Value, ...]:
 
 
 def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[Row]:
-    """Return rows without loads and ends of weights at rest. Waits for one collective that follow each other are one
-    row. The values that end together, or for which one row waits, are in the order in which they were made.
+    """Return rows without loads and ends of weights at rest. Successive waits for one collective are one row. Values
+    that end together, or that one row waits for, are in the order of their making.
     """
     found, made, makers = list[Row](), dict[Value, int](), dict[Value, int]()
     for n, row in enumerate(rows):
@@ -118,11 +117,11 @@ def _joined(some: Instruction, at: int, others: Waits) -> Waits:
 
 
 class Lists:
-    """The lists of a program: of each value without its microbatch, the list that it is in, and its place there.
+    """The lists of a program: for each value without its microbatch, its list and its place there.
 
-    Weights share a list if their paths start with the same word. Gradients of weights, handles, and the values that
-    they bring share a list if they are read by the same instructions, in the same order, and end together. A sum of
-    gradients always has a list.
+    Weights share a list if their paths start with the same word. Gradients of weights, handles, and received values
+    share a list if they are read by the same instructions, in the same order, and end together. A sum of gradients
+    always has a list.
     """
 
     def __init__(self, rows: Sequence[Instruction], weights: Mapping[Value, str]) -> None:
@@ -152,7 +151,7 @@ class Lists:
             self.size[name] = len(own)
 
     def place(self, value: Value) -> int:
-        """Return the place of a value in its list; 0 if it is in none."""
+        """Return the place of a value in its list; 0 for a value without one."""
         return self.places.get(family(value), (value, 0))[1]
 
     def owner(self, value: Value) -> Value:
@@ -163,7 +162,7 @@ class Lists:
         return self._owners[value]
 
     def parts(self, i: Instruction) -> list[Run]:
-        """Return the lists that an instruction writes to, without the one that it makes."""
+        """Return the existing lists that an instruction writes to."""
         runs = [run for _, some in fields(i, Role.WRITE) for run in self.items(some) if isinstance(run, Run)]
         runs = [run for n, run in enumerate(runs) if n or run.size < self.size[family(run.of)]]
         return runs + [run for _, some in fields(i, Role.SUM) for run in self.items(some) if isinstance(run, Run)]
@@ -204,7 +203,7 @@ def _groups(rows: Sequence[Instruction], weights: Collection[str]) -> list[list[
         return v.is_handle or v in waited or (v.is_gradient and v.name in weights and v not in makers)
 
     def fate(v: Value) -> Any:
-        """Return what is equal for the values of a list; None if a value is in none."""
+        """Return a key that is equal for the values of a list; None for a value without one."""
         if not may_share(v):
             return None
         return tuple(reads[v]), ends.get(v), v.microbatch, makers.get(v)
@@ -237,7 +236,7 @@ def _is_run(own: Sequence[Value], some: list[Value]) -> bool:
 
 
 def _name(own: Sequence[Value], taken: set[str]) -> Value:
-    """Return a name for a list, after the words that the names of its values share."""
+    """Return a name for a list: the common words of the names of its values."""
     columns = zip(*(v.name.split("_") for v in own), strict=False)
     shared = "_".join(first for first, *_ in takewhile(lambda words: len({*words}) == 1, columns)).strip("_")
     return free_name(own[0]._replace(name=shared if shared.isidentifier() else "weights", microbatch=NONE), taken)
@@ -262,7 +261,7 @@ def modules_of(tensors: Sequence[str]) -> Modules:
 
 
 def named_weights(weights: Sequence[Weight], rows: Sequence[p.Instruction], modules: Modules) -> dict[Value, str]:
-    """Return the tensors of the weights that have a name of the model to themselves on a device and are loaded."""
+    """Return the tensors of loaded weights that share their name in the model with no other weight of a device."""
     loaded = {i.out for i in rows if isinstance(i, p.Load)}
     return {w.name: w.tensor for w in weights if w.name in loaded and modules[w.tensor] == [w.tensor]}
 

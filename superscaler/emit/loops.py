@@ -1,4 +1,4 @@
-"""Loops over microbatches in emitted Python: where a body starts, and which values move in it."""
+"""Loops over microbatches in emitted Python: the start of a body, and its moving values."""
 
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
@@ -14,7 +14,7 @@ from superscaler.ir.program import VALUES, Free, Recv, Role, Send, Slice, Value
 
 @dataclass(frozen=True)
 class Section:
-    """Instructions that run once, or `count` times: then `later` has them in the second repetition."""
+    """A run of instructions that run once, or `count` times: then `later` has them in the second repetition."""
 
     rows: Sequence[Row]
     later: Sequence[Row] = ()
@@ -33,14 +33,14 @@ class Section:
 
     @cached_property
     def period(self) -> int:
-        """Return the microbatches from one repetition to the next, 0 if something else moves in its values."""
+        """Return the microbatches from one repetition to the next, 0 if other numbers of its values move."""
         steps = {b.microbatch - a.microbatch for a, b in self._moves if a != b}
         is_plain = all(a._replace(microbatch=b.microbatch) == b for a, b in self._moves)
         fixed = {a for a, b in self._moves if a == b}
         return steps.pop() if len(steps) == 1 and is_plain and not self.moving & fixed else 0
 
     def tidied(self, at_rest: Container[Value]) -> "Section":
-        """Return the section with rows as they are written."""
+        """Return the section with rows in the form in which they are written."""
         both = [(*now, *later) for now, later in zip(self.rows, self.later or self.rows, strict=True)]
         rows = tidied(both, at_rest)
         cut = len(self.rows[0]) if self.rows else 0

@@ -1,4 +1,4 @@
-"""The names of values in the source of a program.
+"""Names of values in the source of a program.
 
 A value that lives alone in its family has a plain name, which later values take over; the others are in a dict, by
 microbatch, by layer, or by both. A value in a list is named by its place there.
@@ -23,7 +23,7 @@ Life = tuple[float, float]
 
 
 class Spelling:
-    """The names of the values of a program, in the loops that were entered last."""
+    """The names of the values of a program, in the current loops."""
 
     def __init__(self, runs: Sequence[Section], lists: Lists, layers: Mapping[Value, tuple[Value, int]]) -> None:
         self.lists, self.layers = lists, layers
@@ -47,7 +47,7 @@ class Spelling:
     # Lives.
 
     def is_first(self, value: Value) -> bool:
-        """Return whether a value is a list that is made before anything else."""
+        """Return whether a value is a list that is made at the start of the program."""
         return value in self.lists.filled and value.microbatch == NONE and family(value) not in self.layers
 
     def _find_lives(self, runs: Sequence[Section]) -> dict[Value, Life]:
@@ -68,7 +68,7 @@ class Spelling:
         return {v: (start, ends.get(v, inf)) for v, start in born.items()}
 
     def _crowded(self) -> set[Value]:
-        """Return the families of layers of which several values live at a time, or that are kept by microbatch."""
+        """Return the families of layers with several live values at a time, and those that are kept by microbatch."""
         lives: dict[tuple[Value, int], list[Life]] = {}
         for value, life in self._lives.items():
             if family(value) in self.layers:
@@ -76,8 +76,8 @@ class Spelling:
         return self._kept | {of for (of, _), some in lives.items() if not is_apart(some)}
 
     def _find_shared(self, runs: Sequence[Section]) -> dict[str, str]:
-        """Return the names that are written by another one: that of a value that ends where theirs is made, and which
-        is of the same tensor, or of a loop over layers as theirs.
+        """Return the names to replace, each with the name that it takes over: that of a value which ends as the new one
+        is made. Both are of the same tensor, or of one loop over layers.
         """
         made: dict[float, list[tuple[str, Value]]] = {}
         over: dict[float, list[tuple[str, Value]]] = {}
@@ -160,8 +160,8 @@ class Spelling:
         return sum_of([(factor, turn), *others], start - self._first // period * factor)
 
     def entry(self, start: int, layers: int, is_turning: bool) -> str:
-        """Return the source of the number of an entry of a table: from `start` on there is one for each of `layers`, by
-        their numbers, and again for each repetition by microbatches.
+        """Return the source of the number of a table entry. From `start` on there is one for each of `layers`, by their
+        numbers, and again for each repetition by microbatches.
         """
         if layers > 1:
             start -= min(self._repeat.first, self._repeat.first + self._repeat.step * (layers - 1))
@@ -178,7 +178,7 @@ class Spelling:
     # Names.
 
     def _dict(self, value: Value) -> tuple[str, list[str]]:
-        """Return the name of a value or a list and no key; or that of the dict that it is in, and its key."""
+        """Return the name of a value or a list without a key; or that of its dict, with its key."""
         base = self._base(value)
         is_moving, is_kept = value in self._moving, base in self._kept
         keys = list[str]()
@@ -193,7 +193,7 @@ class Spelling:
         return of.spelled("") if value.microbatch != NONE and (is_moving or is_kept) else str(of), keys
 
     def variable(self, value: Value, is_popped: bool = False) -> str:
-        """Return the source of a value that is in no list, or of a list; `is_popped`: as it is taken out of a dict."""
+        """Return the source of a list, or of a value in no list. `is_popped`: it is removed from its dict."""
         name, keys = self._dict(value)
         if not keys:
             return self._shared.get(name, name)
@@ -225,7 +225,7 @@ class Spelling:
         return self.item(self.lists.items([value])[0] or value)
 
     def read(self, values: Iterable[Value | None], is_popped: bool = False) -> list[str]:
-        """Return the sources of values in order. All values of a dict, in its order, are written as one."""
+        """Return the sources of values in order. All values of a dict, in its order, become one."""
         found = []
         for of, some in groupby(self.lists.items(values), self._group):
             own = list(some)
@@ -240,7 +240,7 @@ class Spelling:
         return of if of in self._there and isinstance(item, Value) and item.microbatch != NONE else None
 
     def made(self, items: Iterable[Item]) -> list[str]:
-        """Return the targets of values that are made, in order; only one of them can be several values."""
+        """Return the targets of new values, in order; only one target can be several values."""
         found = list[str]()
         for item in items:
             if isinstance(item, Run) and item.size > 1 and any(name[0] == "*" for name in found):

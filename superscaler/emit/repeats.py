@@ -1,4 +1,4 @@
-"""Loops over layers: where the instructions of a device repeat, with other values in the same places."""
+"""Loops over layers: instructions of a device that repeat with other values in the same places."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ Slot = Value | Run | Task
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An instruction as its form, which layers share, and its slots."""
+    """An instruction as its form, which is equal in all layers, and its slots."""
 
     kind: type
     form: Hashable
@@ -91,8 +91,8 @@ def line(i: Instruction, lists: Lists, place: Hashable) -> Line:
 def repeats_of(
     lines: Sequence[Line], works: Sequence[int], is_cut: Callable[[int], bool], start: int = 0, stop: int | None = None
 ) -> list[Repeat]:
-    """Return where lines repeat in a range, in order. `works`: the positions of segments, of which a body has one at
-    least. `is_cut`: whether a body may start or end at a position.
+    """Return the repeats of lines in a range, in order. `works`: the positions of segments; a body has at least one.
+    `is_cut`: whether a body may start or end at a position.
     """
     known: dict[Hashable, int] = {}
     form = np.array([known.setdefault(one.form, len(known)) for one in lines], dtype=np.int64)
@@ -117,7 +117,7 @@ def repeats_of(
 
 
 def _runs(form: Ints, lines: Sequence[Line], low: int, high: int, lag: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the ranges of over two bodies in which each line moves to the one `lag` later as that one moves on."""
+    """Yield ranges of over two bodies in which each line moves to its repetition, `lag` later, by equal steps."""
     if high - low <= 2 * lag:
         return
     is_same = form[low : high - lag] == form[low + lag : high]
@@ -135,7 +135,7 @@ def _runs(form: Ints, lines: Sequence[Line], low: int, high: int, lag: int) -> I
 
 
 def _step(one: Line, other: Line) -> tuple[Hashable, ...]:
-    """Return how the slots of a line move to those of a line with the same form."""
+    """Return the moves of the slots from a line to another one of the same form."""
     return tuple(
         (a.of == b.of, b.start - a.start) if isinstance(a, Run) and isinstance(b, Run)
         else b.segment - a.segment if isinstance(a, Task) and isinstance(b, Task)
@@ -145,7 +145,7 @@ def _step(one: Line, other: Line) -> tuple[Hashable, ...]:
 
 
 def _cut(start: int, end: int, lag: int, is_cut: Callable[[int], bool]) -> Repeat | None:
-    """Return the longest repeat in a range that starts and ends where it may; None if it has less than two bodies."""
+    """Return the longest repeat in a range with allowed ends; None if it has less than two bodies."""
     start = next((n for n in range(start, end) if is_cut(n)), end)
     end = next((n for n in range(end, start, -1) if is_cut(start + (n - start) % lag)), start)
     count, tail = divmod(end - start, lag)
@@ -154,7 +154,7 @@ def _cut(start: int, end: int, lag: int, is_cut: Callable[[int], bool]) -> Repea
 
 @dataclass
 class Layers:
-    """Values and tasks that are at the same place in different layers, as families.
+    """Families of values and tasks at the same place in different layers.
 
     `index`: by value or task without its microbatch, its family and the number of its layer.
     """
@@ -197,7 +197,7 @@ class Layers:
         return replace(repeat, first=first, step=step, moves=moves)
 
     def _columns(self, repeat: Repeat, lines: Sequence[Line]) -> Iterator[tuple[Slot, list[Value | Task]]]:
-        """Yield each slot of a body with what is there in all repetitions; those of segments come first, then waits."""
+        """Yield each slot of a body with its contents in all repetitions; those of segments come first, then waits."""
         order = sorted(range(repeat.length), key=lambda at: _rank(lines[repeat.start + at]))
         for at in order:
             some = [lines[n].slots for n in repeat.times(at)]
@@ -223,7 +223,7 @@ def _rank(one: Line) -> int:
 
 
 def _name(own: Sequence[Value], taken: set[str]) -> Value:
-    """Return a name for a family, of the words that the names of its values share."""
+    """Return a name for a family: the common words of the names of its values."""
     columns = zip(*(v.name.split("_") for v in own), strict=False)
     shared = "_".join(words[0] for words in columns if len({*words}) == 1).strip("_")
     return free_name(

@@ -45,7 +45,7 @@ class Draw:
 
 
 def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
-    """Return the random tensors that a function draws, in order, if its random ops are parts with these boxes."""
+    """Return the random tensors that a function draws, in order, for random ops on these boxes."""
     drawn = ((op, random) for op in function.ops if (random := row_of(op.target).random))
     return [
         Draw(draw_number(first(op.origin or op.name)), *random(op, box, model.tensors), ahead=op.iteration)
@@ -158,13 +158,13 @@ class _Writer:
                 yield f"        {names} = {self._part(start, stop, len(run))}"
 
     def _part(self, start: str, stop: str, size: int) -> str:
-        """Return the source of inputs in the list of those of blocks."""
+        """Return the source of inputs in the list of inputs by block."""
         if size == 1:
             return f"{self.list}[{start}]"
         return f"{self.list}[{start}{':' if start.isdigit() else ' : '}{stop}]"
 
     def decorator(self) -> str:
-        """Return the line before the source that says which gradients a forward needs; '' if it needs all."""
+        """Return the line before the source with the gradients that a forward needs; '' if it needs all."""
         function = self.function
         given = [f"{name}={self._numbers(some)}" for name, some in self.flags.items() if some]
         given += [f"saved={function.saved}"] if function.saved != tuple(range(len(function.outputs))) else []

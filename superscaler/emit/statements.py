@@ -141,7 +141,7 @@ class Statements:
         return "\n".join(some for some in (update, write) if some) or "pass"
 
     def _free(self, values: Sequence[Value], before: Instruction | None) -> str:
-        """Return the lines that end values, without those that ended as the instruction before took their names."""
+        """Return the lines that end values. A value whose name the instruction before took over has ended already."""
         made = {*map(self.lists.owner, names(before, Role.WRITE) if before else ())}
         taken = {self.spelling.variable(v) for v in made}
         owners = dict.fromkeys(map(self.lists.owner, values))
@@ -222,7 +222,7 @@ class Statements:
         return f"{made}rt.{i.kind}({self._given(i, 0)}, {group}{root}{extra})"
 
     def _given(self, i: p.Collective, k: int) -> str:
-        """Return the source of the k-th tensor given to a collective, in slots where these matter."""
+        """Return the source of the k-th tensor given to a collective, in slots if these matter."""
         source, way = i.sources[k], i.ways[k]
         is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast", "reduce")
         return ("None" if source is None else self.name(source)) + (f".reshape({way.view})" if is_cut else "")
@@ -242,7 +242,7 @@ def _made(i: p.Backward) -> Iterator[tuple[Value | None, Value | None]]:
 
 
 def _ways(i: p.Collective) -> tuple[tuple[Shape, int, Shape], ...]:
-    """Return for each tensor of a collective: its shape in slots, the slot that is gathered or scattered, the sizes."""
+    """Return, for each tensor of a collective: its shape in slots, the gathered or scattered slot, the sizes."""
     return tuple((way.view, max(way.take, way.give), way.sizes) for way in i.ways)
 
 

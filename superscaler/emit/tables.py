@@ -1,4 +1,4 @@
-"""Tables of a plan: the data of each device, by the numbers under which its code asks for them."""
+"""Tables of a plan: the data of each device, by the numbers that its code uses."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,7 +11,7 @@ from superscaler.ir.program import Program, Shape, Weight
 
 @dataclass(slots=True)
 class Tables:
-    """The data of one device: its entry in each table, by the number under which the code asks for it."""
+    """The data of one device: its entry in each table, by the number that the code uses."""
 
     weights: list[dict[str, Any]] = field(default_factory=list)
     inputs: list[tuple[str, Any]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Asked(NamedTuple):
         return self._replace(entries=entries, later=later)
 
     def number(self, known: Mapping[str, Entries]) -> Answer:
-        """Return the number of the entries, which are added to those of their table. Equal ones are one entry."""
+        """Return the number of the entries, which are added to their table. Equal ones are one entry."""
         entries, later = self.entries, self.later
         if all(entry == entries[0] for entry in (*entries, *later)):
             entries, later = entries[:1], later[:1]

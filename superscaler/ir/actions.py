@@ -1,4 +1,4 @@
-"""Actions of a pipeline schedule as text (`2F0`: stage 2, forward, microbatch 0); the picture of one that is stuck."""
+"""Actions of a pipeline schedule as text (`2F0`: stage 2, forward, microbatch 0); the picture of a stuck schedule."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WIDTH, ROWS, FIRST = 100, 8, 2
 
 @dataclass(frozen=True)
 class Row:
-    """The work that a device has done, by step, and the work that it waits for."""
+    """The work done by a device, by step, and the work that it waits for."""
 
     device: int
     done: Mapping[int, str]
@@ -61,12 +61,12 @@ class Row:
 
 
 def timetable(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of at most `ROWS` rows, at most `WIDTH` wide, without the steps in which no row does anything.
+    """Return the lines of at most `ROWS` rows, at most `WIDTH` wide, without steps that are empty in all rows.
 
-    Where they would be wider, steps in the middle are left out.
+    In wider tables, steps in the middle are left out.
 
     >>> rows = Row(0, {0: "F0", 1: "F1"}, "B0 waits for B0 on device 1"), Row(1, {1: "F0"}, "F1 waits")
-    >>> print(*timetable(rows), sep="\\n")
+    >>> print(*timetable(rows), sep="\n")
       step      0  1
       device 0  F0 F1 ? B0 waits for B0 on device 1
       device 1  .  F0 ? F1 waits

@@ -1,4 +1,4 @@
-"""Code that stands once for many: cohorts of devices that run it, and loops that repeat it by microbatches."""
+"""Code stored once for many devices or microbatches: cohorts of devices, and loops over microbatches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Cohort:
         return self.samples[0].weights
 
     def data(self, at: int, field: str) -> NDArray[Any]:
-        """Return a field of instruction `at` that may differ between devices: an array with a row per device."""
+        """Return a field of instruction `at` that may differ between devices, as an array with a row per device."""
         role = ROLES[type(self.code[at])][field]
         # Of a fold, the first sample has the groups, peers and messages of all.
         is_first = self.fold is not None and role in (Role.GROUP, Role.PEER, Role.MESSAGE)
@@ -124,7 +124,7 @@ def cohorts(program: Program) -> list[Cohort]:
 
 
 def _check_alike(samples: Sequence[Device]) -> None:
-    """Raise ScheduleError unless the places of a fold that are compiled have equal instructions but for their data."""
+    """Raise ScheduleError unless the compiled places of a fold have equal instructions, apart from their data."""
     first, *others = (([w.name for w in d.weights], list(kinds_of(d.instructions))) for d in samples)
     for device, other in zip(samples[1:], others, strict=True):
         if other != first:
@@ -186,14 +186,14 @@ def _links(device: Device) -> Iterator[tuple[int, ...]]:
 
 
 def runs_of(device: Device) -> Sequence[Run]:
-    """Return the instructions of a device as its loops, and what is between them."""
+    """Return the instructions of a device as its loops and the runs between them."""
     code = device.instructions
     return code.runs if isinstance(code, Rolled) else (tuple(code),)
 
 
 def form(device: Device) -> Hashable:
-    """Return the form of a device, equal for devices that run one program: its text, its loops, the shapes of its data,
-    which groups are equal.
+    """Return a key of a device, equal for devices that run one program: its text, its loops, the shapes of its data,
+    and the equalities between groups.
     """
     form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, w.host, len(w.box)) for w in device.weights)]
     groups: dict[object, int] = {}
@@ -231,7 +231,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Loop:
-    """A body repeated `count` times. Two repetitions are given; the numbers of all others move as theirs do."""
+    """A body repeated `count` times. Two repetitions are given; the numbers of the others continue them evenly."""
 
     first: tuple[Instruction, ...]
     second: tuple[Instruction, ...]
@@ -332,7 +332,7 @@ class Rolled(Sequence[Instruction]):
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
-        """The repetitions that were looked at, by run and number."""
+        """The repetitions made so far, by run and number."""
         return {}
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Folds: many devices that run one program on other data, given by a few sampled devices.
+"""Folds: many devices that run one program on other data, determined by a few sampled devices.
 
-Along a fold axis everything moves evenly: a slice moves by the same step from each place to the next. So the data of
-the device at place 0, and of one at place 1 of each axis, determine the data of all.
+Along a fold axis all data move evenly: a slice moves by the same step from each place to the next. So the data of the
+device at place 0, and of one at place 1 of each axis, determine the data of all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Coordinate = tuple[int, ...]
 
 
 class Unfoldable(Exception):
-    """A plan is not the same everywhere along a fold axis."""
+    """A plan differs between places of a fold axis."""
 
     def __init__(self, axis: int) -> None:
         super().__init__(f"fold axis {axis}")

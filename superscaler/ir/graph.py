@@ -33,7 +33,8 @@ _OWN = (__name__, checked.__module__, "superscaler.verbs")
 class Parts:
     """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy.
 
-    `Split("batch", 4)`, then `Split("heads", 2)` of one op: `cells` of shape (4, 2); `parts[0]` has those of batch 0.
+    After `Split("batch", 4)` and `Split("heads", 2)` of one op, `cells` has shape (4, 2); `parts[0]` has those of batch
+    0.
     """
 
     op: Op
@@ -108,8 +109,8 @@ class Group:
     """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
 
     Kind F: the forward of ops that take part in training (not of those that only prepare data). B: the mirrors. I and
-    W: the halves of split mirrors. R: recomputed ops, of regions in regions the outermost. C: the communication that
-    moves gradients to updates.
+    W: the halves of split mirrors. R: recomputed ops; of nested regions, those of the outermost. C: the communication
+    that moves gradients to updates.
     """
 
     kind: str
@@ -157,7 +158,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the journal: the call of a verb, the op, and where the user wrote it."""
+    """A line of the journal: the call of a verb, the op, and the place of the call in the user's code."""
 
     verb: str
     op: str
@@ -290,14 +291,14 @@ class Graph:
         self.journal.append(Entry("rename_factor", old, f"to {new}", caller()))
 
     def unroll(self, iterations: int = 2) -> None:
-        """Make a step of several iterations, each on a batch of its own, with the weights that the one before left.
+        """Make a step of several iterations, each on a batch of its own, with the weights after the one before it.
 
         y = f(x, w); w = update(w, d(w))
         ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
 
-        Ops of iteration k have `op.iteration` k, the same factors, and the parts, places and orders made so far.
-        Updates of one weight stay where the first is. A step then takes a list with one batch per iteration, and
-        returns their losses. Raises TransformError for a model that cannot be unrolled.
+        Ops of iteration k have `op.iteration` k, the same factors, and the parts, places and orders made so far. All
+        updates of a weight stay at the place of the first one. A step then takes a list with one batch per iteration,
+        and returns their losses. Raises TransformError for a model that cannot be unrolled.
         """
         where = caller()
         try:
@@ -315,7 +316,7 @@ class Graph:
         self.journal.append(Entry("unroll", "", str(iterations), where))
 
     def send_gradients_last(self) -> None:
-        """Send the gradients of weights once the backward of a device has ended, not while others are computed."""
+        """Send the gradients of weights after the whole backward of a device, not while others are computed."""
         self.overlaps = False
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
 
@@ -327,8 +328,8 @@ class Graph:
         self.journal.append(Entry("send_halves", "", "", caller()))
 
     def gather_once(self) -> None:
-        """Gather weights once for all microbatches: for the forward, and again for the backward where ops are
-        recomputed or regathered. For orders with all microbatches of an op after each other.
+        """Gather weights once for all microbatches: for the forward, and again for the backward if ops are recomputed
+        or regathered. It is meant for orders in which all microbatches of an op follow each other.
         """
         self.gathers_each = False
         self.journal.append(Entry("gather_once", "", "", caller()))
@@ -353,8 +354,8 @@ class Graph:
         return self.updates[name]
 
     def resting(self, weight: str) -> Op | None:
-        """Return the op with whose parts a weight rests: its update or, for a frozen one, an op that is made on the
-        first call. None if the name is of no parameter.
+        """Return the op whose parts hold a weight at rest: its update or, for a frozen one, an op made on the first
+        call. None if the name is of no parameter.
         """
         found = {op.inputs[0].tensor: op for op in self.model.ops if op.is_update or op.is_rest}
         if weight not in found and weight in {tensor.name for tensor in self.model.parameters()}:
@@ -365,8 +366,8 @@ class Graph:
     def rewrite(self, model: Model) -> None:
         """Replace the model by one with other ops; new ones have no parts yet.
 
-        `twins`: the recomputed op with the mirror by the name of their op. `updates`: optimizer ops by the name of
-        their weight.
+        `twins`: for each op, its recomputed op that has the mirror. `updates`: optimizer ops by the name of their
+        weight.
         """
         self.model = model
         self.twins = {name: twins[-1] for name, twins in model.twins.items()}
@@ -421,14 +422,14 @@ class Graph:
 
     @checked
     def follow(self, update: Op | str) -> Parts:
-        """Cut an optimizer op, given itself or the name of its weight, in the same way as the readers of the weight cut
-        it. A frozen weight gets an op with whose parts it rests.
+        """Cut an optimizer op, given itself or the name of its weight, in the same way as the weight's readers. A
+        frozen weight gets an op whose parts hold it at rest.
 
         x @ w cut on w's rows by 2, and on x's by 4  ->  update(w[0:8]), update(w[8:16])
 
         Returns its parts, to be cut further and placed. Replicas of a weight are no cut. Of several readers, only the
-        cuts that all share are taken, and the stage of the first. Raises InputError for a tensor that is no
-        parameter, TransformError if the op is cut or placed already.
+        common cuts are taken, and the stage of the first. Raises InputError for a tensor that is no parameter,
+        TransformError if the op is cut or placed already.
         """
         name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
         op = self.resting(name)
@@ -439,7 +440,7 @@ class Graph:
         return self.cut_as_read(op)
 
     def cut_as_read(self, op: Op) -> Parts:
-        """Cut an op that updates a weight, or sets a buffer, in the same way as its readers do."""
+        """Cut an op that updates a weight, or sets a buffer, in the same way as the readers of that tensor."""
         name = op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
         found = [

@@ -35,10 +35,9 @@ HOSTS = 1 << 20
 class Axis:
     """One level of a grid: `index` is cut into `sizes`, or (index None) everything is replicated `len(sizes)` times.
 
-    `partial_inputs`: the replicas share out the addends of these inputs; each reads some of them, and their
-    results add up to the value. `name`: the mesh axis along which `op_assign` places the parts, in order or at the
-    places `at` (one: all). Axes that differ in name or `at` only are equal, because the devices of placed parts are
-    known.
+    `partial_inputs`: the replicas share out the addends of these inputs; each reads some of them, and their results add
+    up to the value. `name`: the mesh axis along which `op_assign` places the parts, in order or at the places `at`
+    (one: all). Axes are compared without `name` and `at`: the devices of placed parts are known.
     """
 
     index: int | None
@@ -59,8 +58,8 @@ class Axis:
 class Grid:
     """The parts of an op, or of one cell of another grid.
 
-    `devices` has one axis per entry of `axes`, and is never written to. Where all parts along an axis are on one
-    device, it has stride 0 there and costs nothing.
+    `devices` has one axis per entry of `axes`, and is never written to. If all parts along an axis are on one device,
+    it has stride 0 there and costs nothing.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -159,8 +158,8 @@ def place_name(device: int) -> str:
 
 
 def read_by(grid: Grid, slots: Sequence[int | None]) -> Grid:
-    """Return the grid of an op whose indices are the slots of an operand: the portions that the parts of a grid read,
-    on their devices.
+    """Return the grid whose indices are the slots of an operand: the portions that the parts of a grid read, on their
+    devices.
     """
     slot_of, devices = {index: slot for slot, index in enumerate(slots) if index is not None}, grid.devices
     own = [
@@ -201,9 +200,9 @@ def covers(cells: Ints, count: int) -> bool:
 class Rows:
     """The parts of an op as arrays with one row a part: `lo`, `hi` [rows, indices], the rest [rows].
 
-    `microbatch`: -1 where there is none; nested ones are counted in turn. `ordinal`: distinguishes the parts of one
-    device and microbatch. `branch`: equal for parts below the same replicas of all replica axes. `shares`: for each
-    part, the value axes above it as (inputs, coordinate, number of parts).
+    `microbatch`: -1 for none; nested ones are counted in turn. `ordinal`: distinguishes the parts of one device and
+    microbatch. `branch`: equal for parts below the same replicas of all replica axes. `shares`: for each part, the
+    value axes above it as (inputs, coordinate, number of parts).
     """
 
     lo: Ints
@@ -297,7 +296,7 @@ def expand(op: Op, grid: Grid) -> Rows:
 def following(op: Op, index: Index, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     """Return the ranges of an index that follows another one.
 
-    Raises TransformError unless each part has one chunk of that one, or all of it, where it has chunks.
+    Raises TransformError unless each part has one chunk of the other index, or all of it, if it is cut into chunks.
     """
     assert index.follows is not None
     first, step, chunks = index.follows

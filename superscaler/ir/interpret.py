@@ -55,7 +55,7 @@ class Domain(Protocol[V]):
         """
 
     def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V | None]:
-        """Return the values given to a communication, as they are when it starts. Later changes do not affect them."""
+        """Return the values given to a communication, as they are at its start. Later changes do not affect them."""
 
     def take(self, value: V, rows: Ints) -> V:
         """Return some rows of a value."""
@@ -87,8 +87,8 @@ class Post(Generic[V]):
 class _Group(Generic[V]):
     """The groups of a collective to which the devices of a cohort belong.
 
-    `distinct`: the groups. `ends`, `posts`: for each place in them, the cohort of the members with their rows, and the
-    communication that they started. `inverse` and `position`: the group of each device, and its place there.
+    `distinct`: the groups. `ends`, `posts`: for each place in them, the cohort of the members with their rows, and
+    their started communication. `inverse` and `position`: the group of each device, and its place there.
     """
 
     distinct: Ints
@@ -119,8 +119,8 @@ class Run(Generic[V]):
 def interpret(program: Program, domain: Domain[V]) -> None:
     """Run a program on a domain.
 
-    Raises ScheduleError, naming the device, at the first instruction that the domain refuses, and if devices wait for a
-    message that never comes.
+    Raises ScheduleError with the device: for the first instruction that the domain refuses, and for devices that wait
+    for a message that is never sent.
     """
     Interpreter(program, domain).run()
 
@@ -150,7 +150,7 @@ class Interpreter(Generic[V]):
                     raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
 
     def release(self, left: Sequence[Run[V]]) -> bool:
-        """Move the limits of cohorts, all of which wait or are at theirs; return whether any moved."""
+        """Move the limits of cohorts once all of them wait or are at their limits; return whether any moved."""
         return False
 
     def _advance(self, run: Run[V]) -> bool:

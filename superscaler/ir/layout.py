@@ -1,4 +1,4 @@
-"""Layouts: how one tensor lies on devices, R(i)V(j)D(k1..kn), with the device order. One line that parses back."""
+"""Layouts: a tensor on devices as R(i)V(j)D(k1..kn), with the device order. One line that parses back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks: the portion of a pTensor that a part reads or writes, in one line that parses back."""
+"""Masks: the portion of a pTensor read or written by a part, in one line that parses back."""
 
 from __future__ import annotations
 

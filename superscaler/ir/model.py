@@ -1,9 +1,9 @@
-"""The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
+"""The data-flow graph of one training iteration: pTensors, operators with their indices, and shared factors.
 
 A forward op has a *mirror*, an op of kind `backward`, exactly when `has_mirror`. Mirrors are not stored: they follow
 from their ops. The gradient of a pTensor is a pTensor, too; its value is the sum of one addend per use, made by the
-mirror of the using op. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the op that sets
-a buffer (`ss.write`), and that of a frozen weight which a plan cuts and places (`ss.rest`).
+mirror of the using op. Each trained parameter has an op of kind `optimizer`. So has a buffer that the step sets
+(`ss.write`), and a frozen weight that a plan cuts and places (`ss.rest`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class PTensor:
 
     `slots[d]`: factor names of dim `d`. `extents`: sizes of all slots, flattened over the dims. `trained_as`: the
     original dtype, if `verify` retyped this model; communication is chosen by its size, so that both plans exchange
-    alike. `origin`: the tensor of which this one is a recomputed value or a copy, or, for an older version, the weight.
-    `largest`: its value is the largest of its parts, not their sum; it has no gradient. A tensor of kind `next` is a
-    weight or buffer in a later iteration of a step, in the same place.
+    alike. `origin`: the original of a recomputed value or a copy, or the weight of an older version. `largest`: its
+    value is the largest of its parts, not their sum; it has no gradient. A tensor of kind `next` is a weight or buffer
+    in a later iteration of a step, in the same place.
     """
 
     name: str
@@ -88,10 +88,10 @@ class PTensor:
 class Index:
     """One index of one op's iteration space. Cutting a `summed` index gives value parts.
 
-    `follows` (index, step, chunks): this index is cut with another one. With equal chunks of both, a part with chunk k
-    of that one has chunk k - step of this one, modulo the number of chunks; a part with all chunks has all of it. With
-    (index, 0, 0), a part has this index up to the end of its range of that one (causal attention: the keys that its
-    queries see). All other indices are independent.
+    `follows` (index, step, chunks): this index is cut together with another one. With equal chunks of both, a part with
+    chunk k of the other index has chunk k - step of this one, modulo the number of chunks; a part with all chunks has
+    all of it. With (index, 0, 0), this index ends in each part where the part's range of the other one ends (causal
+    attention: keys up to the last query). All other indices are independent.
     """
 
     size: int
@@ -107,7 +107,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """How an op reads or writes a pTensor: for each (flattened) slot the op's index, or None where it is whole."""
+    """An op's access to a pTensor: for each (flattened) slot the op's index, or None for a whole slot."""
 
     tensor: str
     slots: tuple[int | None, ...]
@@ -125,18 +125,18 @@ class Op:
     """An operator. `args` and `kwargs` are those of `target` (an ATen overload or one of ours), tensors as `Ref`.
 
     `flops`: of the forward. `from_data`: depends on inputs and constants only. `from_weights`: depends on weights and
-    constants only; its mirror routes when it is replicated. `group`: the optimizer's parameter group. `of`: the op of
-    which a backward op is the mirror.
+    constants only; its mirror routes when it is replicated. `group`: the optimizer's parameter group. `of`: for a
+    backward op, the op that it mirrors.
 
-    `linear`: the sets of inputs through which partial values may pass: all together in a sum, one at a time in a
-    product. `passes`: for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the
-    factor splits that value.
+    `linear`: the sets of inputs that may be partial sums: all together in a sum, one at a time in a product. `passes`:
+    for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the factor splits that
+    value.
 
-    `origin`: the op that this one recomputes; `region`: the ops that are recomputed together, of regions in regions the
-    innermost for an op, and for a recomputed op the one with which it runs; `checkpoint`: the region
-    of the model's own `torch.utils.checkpoint`. `split`: mirrors of ops with the same split run in two halves,
-    gradients of activations first, then those of weights. `regather`: ops with the same one keep no weights for their
-    mirrors. `iteration`: the iteration of the step (`Graph.unroll`).
+    `origin`: for a recomputed op, the original. `region`: the ops recomputed together; of nested regions, an op has the
+    innermost, a recomputed op the one with which it runs. `checkpoint`: the region of the model's own
+    `torch.utils.checkpoint`. `split`: mirrors of ops with the same split run in two halves, gradients of activations
+    first, then those of weights. `regather`: ops with the same one keep no weights for their mirrors. `iteration`: the
+    iteration of the step (`Graph.unroll`).
     """
 
     name: str
@@ -166,8 +166,8 @@ class Op:
 
     @property
     def is_write(self) -> bool:
-        """Return whether the op sets a buffer, its first input, to its second at the end of the step, or returns that
-        as an output.
+        """Return whether the op sets its first input, a buffer, to its second at the end of the step, or returns it as
+        output.
         """
         return self.target == "ss.write" or self.is_output
 
@@ -178,7 +178,7 @@ class Op:
 
     @property
     def is_rest(self) -> bool:
-        """Return whether the op changes nothing, but has the parts in which its input, a frozen weight, rests."""
+        """Return whether the op changes nothing: a frozen weight, its input, rests where its parts are."""
         return self.target == "ss.rest"
 
     @property
@@ -222,7 +222,7 @@ class Op:
         return next((i for o in self.outputs for i in o.slots if i in free), next(iter(free), None))
 
     def summed(self, operand: Operand) -> list[int]:
-        """Return the indices that are summed in an operand: neither its own, nor those that move with its own."""
+        """Return the indices that are summed in an operand: neither its own, nor those that follow its own."""
         leading = [n if i.follows is None else i.follows[0] for n, i in enumerate(self.indices)]
         own = {i if self.indices[i].until is not None else leading[i] for i in operand.slots if i is not None}
         return [n for n, first in enumerate(leading) if own.isdisjoint((n, first))]
@@ -246,10 +246,10 @@ _MORE_STATES = ("momentum", "amsgrad", "centered")
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
+    """A `torch.optim` optimizer: its class name and, per parameter group, the options of its constructor.
 
-    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one. `precision`: "bf16" or
-    "fp16" where it updates float32 copies of weights in that dtype, else "".
+    `scaler`: the state of the `torch.amp.GradScaler` that scales the loss, empty without one. `precision`: "bf16" or
+    "fp16" if it updates float32 copies of weights in that dtype, else "".
     """
 
     name: str
@@ -258,7 +258,7 @@ class Optimizer:
     precision: str = ""
 
     def has_copy(self, dtype: str) -> bool:
-        """Return whether a weight of a dtype has a float32 copy, which is updated in its place."""
+        """Return whether a weight of a dtype has a float32 copy, which is updated instead."""
         return bool(self.precision) and dtype in _HALVES
 
     def state_bytes(self, dtype: str) -> int:
@@ -277,9 +277,9 @@ class Optimizer:
 class Model:
     """The captured model, which no plan changes. Ops are in execution order, the optimizer ops last.
 
-    `aliases`: for each further name of a tied parameter, the name that is kept. `segments`: for each parameter that is
-    a segment of a packed one, that one, the dim and the range. `unsupported`: how often operators without a rule occur.
-    `loss` and the optimizer's name: '' where nothing is trained. `result`: the form, in JSON, of the outputs beside the
+    `aliases`: from each further name of a tied parameter to the kept name. `segments`: from each segment of a packed
+    parameter to that parameter, the dim and the range. `unsupported`: the counts of operators without a rule. `loss`
+    and the optimizer's name: '' for a model that trains nothing. `result`: the form, in JSON, of the outputs beside the
     loss, '' for none. `iterations`: of one step.
     """
 
@@ -311,7 +311,7 @@ class Model:
 
     @cached_property
     def from_weights(self) -> frozenset[str]:
-        """Return the weights that are updated, and the tensors that are made of weights alone, such as casts."""
+        """Return the updated weights, and the tensors made of weights alone, such as casts."""
         return frozenset(o.tensor for op in self.ops if op.from_weights for o in op.outputs)
 
     def is_widened(self, tensor: str) -> bool:
@@ -332,7 +332,7 @@ class Model:
         return found
 
     def origin(self, tensor: str) -> str:
-        """Return the pTensor of which a tensor is a recomputed value or a copy; the tensor itself if it is neither."""
+        """Return the original pTensor of a recomputed value or a copy, else the tensor itself."""
         return self.tensors[tensor].origin or tensor
 
     def gradient(self, tensor: str) -> str:
@@ -348,7 +348,7 @@ class Model:
 
     @property
     def ages(self) -> dict[str, int]:
-        """Return the age of each trained weight where it is read, in updates."""
+        """Return the age of each trained weight at its readers, in updates."""
         found = {op.inputs[0].tensor: 0 for op in self.ops if op.is_update}
         return {**found, **Counter(self.versions.values())}
 
@@ -359,7 +359,7 @@ class Model:
 
     @property
     def nexts(self) -> dict[str, str]:
-        """Return the weights and buffers of later iterations, each with the tensor that is updated to give it."""
+        """Return the weights and buffers of later iterations, each with the tensor whose update gives it."""
         made = ((op.outputs[0].tensor, op.inputs[0].tensor) for op in self.ops if not op.is_forward)
         return {new: old for new, old in made if self.tensors[new].kind == "next"}
 
@@ -383,7 +383,7 @@ class Model:
 
 
 def with_rest(model: Model, weight: str) -> Model:
-    """Return the model with an op that has the parts in which a frozen weight rests."""
+    """Return the model with an `ss.rest` op for a frozen weight. The weight rests where the op's parts are."""
     tensor = model.tensors[weight]
     indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True))
     own, module = (Operand(weight, tuple(range(len(indices)))),), weight.rpartition(".")[0]
@@ -410,7 +410,7 @@ def first(name: str) -> str:
 
 
 def draw_number(op: str) -> int:
-    """Return the number by which an op's random numbers are drawn: it depends on the op's name only.
+    """Return the seed number of an op's random numbers: it depends on the op's name only.
 
     >>> draw_number("dropout_1") == draw_number("dropout_1") != draw_number("dropout_2")
     True
@@ -419,7 +419,7 @@ def draw_number(op: str) -> int:
 
 
 def is_named(factor: str, name: str) -> bool:
-    """Return whether a factor has a name, in which `*` stands for any text.
+    """Return whether a factor matches a name in which `*` stands for any text.
 
     >>> is_named("h.3.mlp", "h.*.mlp"), is_named("h.3.mlp", "mlp")
     (True, False)
@@ -448,7 +448,7 @@ def width(dtype: str) -> int:
 
 
 def unread_twins(model: Model) -> frozenset[str]:
-    """Return the recomputed tensors whose values no gradient depends on: only sums read them, and nothing else reads
+    """Return the recomputed tensors whose values no gradient depends on: only sums read them, and no other op reads
     these.
     """
     uses, found = model.uses, set[str]()

@@ -39,8 +39,8 @@ class Role(Enum):
 
 
 class Value(NamedTuple):
-    """A name on a device, such as `d_h_m2_work__3`: a tensor with identifier `name`, its gradient, or the handle of
-    communication that brings it. `number` counts values that differ in nothing else.
+    """A name on a device, such as `d_h_m2_work__3`: a tensor with identifier `name`, its gradient, or the handle of the
+    communication that brings it. `number` counts values that are otherwise equal.
     """
 
     name: str
@@ -82,7 +82,7 @@ ONE = Value("one")
 
 
 class Task(NamedTuple):
-    """One part of a segment, which Forward and Backward run."""
+    """One part of a segment: the work of a Forward and of its Backward."""
 
     segment: int
     microbatch: int = -1
@@ -192,7 +192,7 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """out = into + value, or the `largest` of both; in place where `into` is a sum that nobody else holds."""
+    """out = into + value, or the `largest` of both; in place if `into` is a sum with no other holder."""
 
     out: Write
     into: Read
@@ -205,9 +205,8 @@ class Accumulate:
 class CollectiveArg:
     """The layout change of one tensor in a collective.
 
-    `take`: the slot that is gathered, `give`: the slot that is scattered (-1: none). The source has `view` in slots and
-    shape `local`, the result `shape`. `sizes`: of the chunks of that slot in group order, where they are uneven; all
-    are padded to the largest.
+    `take`: the gathered slot, `give`: the scattered slot (-1: none). The source has `view` in slots and shape `local`,
+    the result `shape`. `sizes`: those of uneven chunks of that slot in group order; all are padded to the largest.
     """
 
     view: Shape
@@ -219,7 +218,7 @@ class CollectiveArg:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of its source that travel, padding included."""
+        """Return the number of sent elements of its source, padding included."""
         slot = max(self.take, self.give)
         chunks = 1 if self.take >= 0 else len(self.sizes)
         return prod(self.view) // self.view[slot] * max(self.sizes) * chunks if self.sizes else prod(self.view)
@@ -230,9 +229,9 @@ class Collective:
     """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that are
     flattened and joined.
 
-    `works`: the handles to wait on, None where only the device at place `root` of the group gets a result. `bytes`: of
-    the sources, padded. An all_reduce gives the sum, or the `largest`. `wide`: the dtype of the sources and of the
-    results, in which they are added, if they travel in another one.
+    `works`: the handles to wait on; None on devices without a result if only the device at place `root` of the group
+    gets one. `bytes`: of the sources, padded. An all_reduce gives the sum, or the `largest`. `wide`: the dtype of the
+    sources and results, in which they are added, if they are sent in another one.
     """
 
     kind: str
@@ -380,12 +379,12 @@ def writes(i: Instruction) -> tuple[Value, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The ops of a segment with the box of each on a part. Emit turns it into source, once per distinct text.
+    """The ops of a segment with the box of each on a part. Emit writes its source, once per distinct text.
 
-    Parts of equal sizes share a function: in a part that starts `at` some numbers, index k of an op starts at the one
-    that `coordinates` names. `grads`: the numbers of the inputs that want a gradient. `wide`: of those whose gradient
-    becomes float32. `again`: of those that are regathered for the backward. `saved`: the numbers of the outputs whose
-    gradients come back.
+    Parts of equal sizes share a function. In a part that starts `at` some numbers, index k of an op starts at the
+    number selected by `coordinates`. `grads`: the numbers of the inputs that want a gradient. `wide`: of those whose
+    gradient becomes float32. `again`: of those that are regathered for the backward. `saved`: the numbers of the
+    outputs whose gradients the backward gets.
     """
 
     ops: tuple[Op, ...]
@@ -435,8 +434,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model, its functions and the code of all devices. `notes` count transfers without an instruction: those that
-    stay on a device, and those that take a path. `mesh`: the sizes of the axes along which the devices lie in order, if
+    """A model, its functions and the code of all devices. `notes` count transfers without an instruction (those that
+    stay on a device), and those along a path. `mesh`: the sizes of the axes along which the devices lie in order, if
     the plan names them.
     """
 
@@ -457,7 +456,7 @@ class Program:
 
     @property
     def groups(self) -> list[tuple[list[int], list[Device]]]:
-        """Return devices that run one program, each with data of its own, and those of them that determine the data."""
+        """Return groups of devices that run one program on different data, each with its sampled devices."""
         known = getattr(self.devices, "groups", None)
         return [([device.rank], [device]) for device in self.devices] if known is None else known
 
@@ -486,7 +485,7 @@ class Program:
 
 
 def links(kind: str, p: int) -> int:
-    """Return how many times a collective of `p` devices puts one device's source on links, all devices together.
+    """Return the bytes on links of a collective of `p` devices, all together, in units of one device's source.
 
     >>> [links(kind, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "rd_gather")]
     [6, 12, 3, 3, 3, 3]

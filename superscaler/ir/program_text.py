@@ -1,4 +1,4 @@
-"""Programs as text, an instruction a line, and back: the form in which a plan directory holds them beside the code.
+"""Programs as text, an instruction a line, and back. A plan directory holds this form beside the code.
 
     program of 4 devices
     mesh {"dp": 2, "tp": 2}
@@ -13,8 +13,8 @@
 Each section is one program. T lists the fields that differ between its devices, in the order of the devices. After
 `loop 30 of 10` come the first two of a loop's 30 repetitions, 10 instructions each. In a folded program, `fold` lists
 the devices by base and place; a section then has the devices of one base at place 0 and at place 1 of each axis. In a
-function an op has its inputs (%k is input k of the function) and, per index, where a part starts and ends, and at which
-coordinate. `gradients` has the numbers of inputs and outputs of a function with gradients, as `Function` names them.
+function an op has its inputs (%k is input k of the function) and, per index, the start, the end and the coordinate of a
+part. `gradients` has the numbers of inputs and outputs of a function with gradients, as `Function` names them.
 """
 
 import ast

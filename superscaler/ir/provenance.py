@@ -1,4 +1,4 @@
-"""Provenance of communication: the reason of each transfer, and the path that it takes."""
+"""Provenance of communication: the reason of each transfer, and its path."""
 
 from dataclasses import dataclass, field
 

@@ -1,5 +1,5 @@
-"""Deadlock freedom, proved on the communication of all devices alone. Sends block until they are received, and a device
-goes on when all is done that it starts together.
+"""Deadlock freedom, proved on the communication of all devices alone. A send blocks until it is received; a device goes
+on after all communication of one start.
 """
 
 from collections import defaultdict
@@ -31,12 +31,12 @@ def batches(code: Sequence[object]) -> dict[int, int]:
 
 
 def _communication(i: Instruction) -> Instruction | None:
-    """Return communication, or what takes the place of all else between messages."""
+    """Return communication, or a placeholder for other instructions between messages."""
     return i if isinstance(i, Communication) else None if isinstance(i, Slice | Free) else Loss((), ())
 
 
 def meetings(devices: Iterable[Device]) -> list[list[Batch]]:
-    """Return the communication of each device in order, as batches of what starts together."""
+    """Return the communication of each device in order, as batches that start together."""
     found = []
     for device in devices:
         mine: list[Batch] = []
@@ -95,7 +95,7 @@ def _check_members(left: Sequence[Sequence[Batch]], world: int) -> None:
 def check_rendezvous(program: Program) -> None:
     """Raise ScheduleError, showing the position of each device, if the communication cannot finish.
 
-    In a folded program one device of each base is checked: the devices that it stands for run in step with it.
+    In a folded program one device of each base is checked: all devices of a base run in step.
     """
     devices = program.devices
     left = meetings(device for device, _ in program.distinct)

@@ -1,4 +1,4 @@
-"""Several iterations of a model in one graph, each with the weights that the one before left."""
+"""Several iterations of a model in one graph, each with the weights after the iteration before it."""
 
 from dataclasses import replace
 from typing import Any

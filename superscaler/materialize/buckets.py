@@ -1,5 +1,5 @@
-"""Buckets of collectives: those of one kind, group, dtype and purpose travel as one if they start together or are not
-urgent.
+"""Buckets of collectives: those of one kind, group, dtype and purpose are sent together if they start together or are
+not urgent.
 """
 
 from collections.abc import Hashable, Iterator, Set
@@ -72,7 +72,7 @@ class Buckets:
 
 
 def _filled(entries: list[Entry]) -> Iterator[list[Entry]]:
-    """Yield the collectives in runs of at most BUCKET_BYTES each. A larger tensor travels alone."""
+    """Yield the collectives in runs of at most BUCKET_BYTES each. A larger tensor is sent alone."""
     found: list[Entry] = []
     room = 0
     for entry in entries:

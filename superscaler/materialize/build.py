@@ -1,4 +1,4 @@
-"""Schedule -> Program: walk the global order once and write the work of each device.
+"""The program of a schedule: a walk along the global order writes the work of each device.
 
 Every value is named when it is made. Values are joined for a reader just before its first use, so that started
 communication has the time in between.
@@ -52,8 +52,8 @@ def materialize(
 ) -> Program:
     """Return the program of a complete schedule on `world` devices. `costs` price its exchanges.
 
-    With a fold the schedule has the sampled places only; Unfoldable names an axis along which they do not determine
-    all. With `steady` it has the first microbatches only; Aperiodic means that they do not determine all.
+    With a fold the schedule has the sampled places only, with `steady` the first microbatches only. If these do not
+    determine all others, Unfoldable names an axis of the fold, and Aperiodic is raised for the microbatches.
     """
     model = schedule.edges.model
     graph, turns = schedule.edges.graph, _turns(schedule.edges)
@@ -67,7 +67,7 @@ def materialize(
 
 
 class _Builder:
-    """Writes the work of the sampled devices, whose code determines the code of all."""
+    """A writer of the work of the sampled devices, whose code determines the code of all."""
 
     def __init__(self, schedule: Schedule, writer: Writer) -> None:
         self.schedule, self.model = schedule, schedule.edges.model
@@ -209,7 +209,7 @@ class _Builder:
         return self._moving[segment.number, number]
 
     def _backward(self, segment: Segment, node: Node) -> None:
-        """Write a backward, or half of one. It is whole where one half makes all gradients."""
+        """Write a backward, or half of one. If one half makes all gradients, it is written whole."""
         kind, key = node.kind, node.key
         own, halves = segment.given, set(segment.given.values())
         if kind not in halves:
@@ -254,7 +254,7 @@ class _Builder:
         return self.values.total(Place(BACKWARD, segment.number, key, number), like, box)
 
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
-        """Return a name for the gradient of an alias, None if nobody reads it."""
+        """Return a name for the gradient of an alias, None for a gradient without readers."""
         like = self.code.like(self.model.origin(segment.aliases[alias].tensor), is_gradient=True)
         like = like._replace(microbatch=key[1]) if self.context.steady else like
         is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
@@ -310,8 +310,8 @@ def _box(alias: Alias, at: int) -> Box:
 
 
 def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
-    """Return, for each gradient (or piece of one) that a plan orders, the numbers of these orders and the side it is
-    on.
+    """Return, for each gradient (or piece of one) that a plan orders, the numbers of these orders and its side in
+    each.
     """
     found: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for number, order in enumerate(edges.graph.orders):
@@ -328,8 +328,8 @@ def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tup
 
 
 def _sends_first(code: Sequence[Instruction]) -> list[Instruction]:
-    """Return the code with sends before receives among messages that start together, so that neighbours run the same
-    program whichever of their messages is first in the order.
+    """Return the code with sends before receives among messages that start together. Then neighbours run the same
+    program, whatever the order of their messages.
     """
     done = list(code)
     for first, last in batches(code).items():
@@ -338,8 +338,8 @@ def _sends_first(code: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:
-    """Return the code with a Free after the last use of each name that still exists then. Weights and inputs stay
-    with the runtime.
+    """Return the code with a Free after the last use of each name that still exists then. The runtime keeps weights and
+    inputs.
     """
     last: dict[Value, int] = {}
     for at, instruction in enumerate(code):

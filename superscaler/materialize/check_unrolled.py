@@ -1,8 +1,8 @@
 """A proof that code with loops is the code of all microbatches: each value is made once, before it is read and freed,
 and no work is missing.
 
-Code without this proof is compiled whole. The certificate proves more of what is computed, but takes longer than to
-compile, and does not ask whether values are freed or work is in the plan's order.
+Code without this proof is compiled whole. The certificate proves more of the computation, but takes longer than a
+compilation, and does not check that values are freed and that work is in the plan's order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Uses:
         return found
 
     def check(self) -> None:
-        """Raise Aperiodic if a value is made twice, read before it is made, or read after it is freed."""
+        """Raise Aperiodic for a value that is made twice, read before it is made, or read after it is freed."""
         made, when = self.key(MADE)
         order = np.lexsort((when, made))
         made, when = made[order], when[order]
@@ -180,9 +180,7 @@ def check_whole(before: Uses, after: Uses, counts: tuple[int, int]) -> None:
 
 
 def _with_loss(code: Rolled, made: Uses) -> Rolled:
-    """Return code whose loss counts the parts of all microbatches; equal parts stay in the order in which they are
-    made.
-    """
+    """Return code whose loss counts the parts of all microbatches; equal parts stay in the order of their making."""
     *rest, (*last, loss) = code.runs
     assert isinstance(loss, Loss)
     if not loss.parts:
@@ -198,7 +196,7 @@ def _with_loss(code: Rolled, made: Uses) -> Rolled:
 
 
 def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program:
-    """Return the program of all microbatches from the program of the first ones. Raises Aperiodic where these do not
+    """Return the program of all microbatches from the program of the first ones. Raises Aperiodic if these do not
     determine it.
     """
     found = dict[int, Rolled]()

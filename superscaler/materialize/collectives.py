@@ -1,5 +1,5 @@
-"""The choice of a collective for a joint transfer: pieces and readers on one device group, recognised by how their
-boxes tile.
+"""The choice of a collective for a joint transfer: pieces and readers on one device group, recognised by the tiling of
+their boxes.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from superscaler.schedule.transfers import Transfer
 class Match:
     """A collective over `group`, in chunk order.
 
-    `take`: the slot that is gathered; `give`: the slot that is scattered; `sizes`: elements of the chunks where these
-    are uneven; `root`: position in the group of the only receiver.
+    `take`: the gathered slot; `give`: the scattered slot; `sizes`: elements of uneven chunks; `root`: position in the
+    group of the only receiver.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class _Tiling:
 
 
 def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
-    """Return the collective of a joint transfer, or None where only exact messages do it.
+    """Return the collective of a joint transfer, or None if only exact messages do it.
 
     The group is that of the whole plan; the transfer may show only the sampled places of a fold.
 
@@ -77,7 +77,7 @@ def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
 
 
 def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
-    """Return the collective between the boxes that devices hold and those that they read; each reads all pieces."""
+    """Return the collective from the boxes held by devices to the boxes read by them; each reads all pieces."""
     if len(held) == 1:
         return _broadcast(held, read)
     if len(read) == 1:
@@ -139,7 +139,7 @@ def _same(boxes: dict[int, Box]) -> Box | None:
 
 
 def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
-    """Return how boxes follow each other along one slot, or None. `sizes` are empty where all are equal."""
+    """Return the order of boxes along one slot, None if they do not tile it. `sizes` are empty if all are equal."""
     distinct = list(boxes.values())
     slots = [s for s in range(len(distinct[0])) if len({box[s] for box in distinct}) > 1]
     if len(slots) != 1:

@@ -42,7 +42,7 @@ def _check_peers(i: Instruction, rank: int, fold: Fold) -> None:
 
 
 def _meet(first: Device, other: Device, fold: Fold) -> bool:
-    """Return whether two devices with the same program communicate with the peers that their places ask for."""
+    """Return whether two devices with the same program communicate with the peers that correspond to their places."""
     at = fold.place(other.rank)
     for a, b in zip(first.instructions, other.instructions, strict=True):
         if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and fold.move([a.peer], at) != (b.peer,):

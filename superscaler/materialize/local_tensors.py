@@ -128,7 +128,7 @@ class Code:
         return out
 
     def add(self, rank: int, so_far: Value, value: Value) -> Value:
-        """Return the sum, or the larger, of two values; in place if the first is a sum that nobody else holds."""
+        """Return the sum, or the larger, of two values; in place if the first is a sum with no other holder."""
         # A sum over several microbatches has no microbatch.
         is_one = not self.inner or so_far.microbatch == -1 or self.common((so_far.microbatch, value.microbatch)) >= 0
         in_place = (rank, so_far) in self._sums and is_one
@@ -139,7 +139,7 @@ class Code:
 
 
 class Residents:
-    """Weights of each device by name. `of`: the weights at rest, by the place where their update reads."""
+    """Weights of each device by name. `of`: the weights at rest, by the place of their update's read."""
 
     def __init__(self, edges: Dataflow, code: Code) -> None:
         self.code, self.edges = code, edges

@@ -1,10 +1,9 @@
 """Loops over microbatches: the code of a few microbatches, extended to all of them.
 
-Only the first microbatches of a plan are compiled. Where the code of a device repeats and all its numbers move evenly,
-the repetition is continued for the microbatches in between; the code behind the loop then belongs to the last ones.
-Values are named by microbatch, so a name is never ambiguous. `check_unrolled` proves the result for all microbatches:
-each value is made before it is read, each is read and freed as often as before, and the communication of all devices
-meets.
+Only the first microbatches of a plan are compiled. If the code of a device repeats and all its numbers move evenly, the
+repetition is continued for the microbatches in between; the code behind the loop then belongs to the last ones. Values
+are named by microbatch, so a name is never ambiguous. `check_unrolled` proves the result for all microbatches: each
+value is made before it is read, each is read and freed as often as before, and the communication of all devices meets.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -61,7 +60,7 @@ class Shape:
 
 
 def find_shape(code: Sequence[Instruction], period: int, missing: int) -> Shape:
-    """Return the loops of code that lacks `missing` microbatches. Raises Aperiodic where the code does not determine
+    """Return the loops of code that lacks `missing` microbatches. Raises Aperiodic if the code does not determine
     them.
     """
     forms, at = zip(*map(form, code), strict=True)
@@ -114,7 +113,7 @@ def _gap(n: int, spans: Sequence[Span]) -> int:
 
 
 def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> Rolled:
-    """Return code with `added` more repetitions in each loop. Raises Aperiodic where a number does not move evenly.
+    """Return code with `added` more repetitions in each loop. Raises Aperiodic if a number does not move evenly.
 
     `shape` may come from another place of the fold: its code is equal but for the numbers that move along the fold.
     """
@@ -150,7 +149,7 @@ def _always(value: Any) -> Callable[[int], Any]:
 
 
 def _outside(i: Instruction, moves_of: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
-    """Return an instruction outside of loops, as it is in the code of all microbatches."""
+    """Return an instruction outside of loops as it occurs in the code of all microbatches."""
     like, repetition, later = stands
     moves = moves_of.get(like, {})
     if any(getattr(i, name) != move(repetition) for name, move in moves.items()):
@@ -161,9 +160,7 @@ def _outside(i: Instruction, moves_of: Mapping[int, Moves], stands: tuple[int, i
 
 
 def _shifted(i: Instruction, later: int, changed: dict[str, Any]) -> Instruction:
-    """Return an instruction moved to a microbatch `later` by some; `changed` holds its fields that are known
-    already.
-    """
+    """Return an instruction moved `later` microbatches; `changed` holds its already known fields."""
     for name in _NAMES[type(i)]:
         value = getattr(i, name)
         is_one = isinstance(value, Value)

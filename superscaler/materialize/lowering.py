@@ -1,4 +1,4 @@
-"""How a transfer becomes steps: the candidate forms, and the cheapest of them by the formulas of the cluster."""
+"""The lowering of a transfer to steps: the candidate forms, and the cheapest of them by the formulas of the cluster."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace

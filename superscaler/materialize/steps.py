@@ -21,10 +21,10 @@ class Context:
     """Tensors, costs and folds that a lowering depends on.
 
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
-    fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed;
-    `sends_halves`: those of halves travel as such to slices of their sums, and these to others that read them.
-    `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: for updates, by
-    home number and piece, the orders of communication that they are in. `paths`: a cache of searched paths.
+    fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed.
+    `sends_halves`: gradients of halves are sent as halves to slices of their sums, and so are the sums to their other
+    readers. `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: the
+    orders of communication that an update is in, by home number and piece. `paths`: a cache of searched paths.
     """
 
     tensors: Mapping[str, PTensor]
@@ -42,7 +42,7 @@ class Context:
         """Return the dtype in which a transfer moves its tensor. Gradients that are summed over microbatches are never
         halves.
 
-        `trained`: the dtype of the trained model, by which the form is chosen, if this model is a retyped copy.
+        `trained`: return the dtype of the trained model, which determines the form, if this model is a retyped copy.
         """
         tensor = self.tensors[transfer.tensor]
         tensor = tensor.trained if trained else tensor
@@ -50,7 +50,7 @@ class Context:
         return tensor.wide_dtype if is_summed else tensor.dtype
 
     def wire(self, transfer: Transfer, kind: str, *, trained: bool = False) -> str:
-        """Return the dtype in which the tensor of a transfer travels in a collective."""
+        """Return the dtype in which a collective sends the tensor of a transfer."""
         is_narrow = self.sends_halves and kind in ("reduce_scatter", "all_gather") and transfer.is_to_updates
         tensor = self.tensors[transfer.tensor]
         return (tensor.trained if trained else tensor).dtype if is_narrow else self.dtype(transfer, trained=trained)
@@ -91,8 +91,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective with the source of each device (None for a broadcast's receivers) and its result (None where it gets
-    none).
+    """A collective with the source of each device (None for a broadcast's receivers) and its result (None for devices
+    without one).
     """
 
     how: Match

@@ -1,9 +1,9 @@
 """Sums of gradients that several groups of devices make and keep: reduced inside a group, exchanged in slices,
 gathered.
 
-Two cases need this. The gradient of a tied embedding is made by the first stage whole and by the last stage in slices,
-as partial sums on every data-parallel copy, and both stages keep it. A weight may rest in slices in several groups of
-devices; its gradient is first reduced in slices inside each group. No single collective does either; a few steps do.
+Two cases need this. The first stage makes the gradient of a tied embedding whole, the last stage in slices, as partial
+sums on every data-parallel copy, and both stages keep it. A weight may rest in slices in several groups of devices; its
+gradient is first reduced in slices inside each group. No single collective does either; a few steps do.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def reduction(transfer: Transfer, context: Context) -> Lowered | None:
-    """Return the collectives that reduce gradients for their updates, or None where these would not help."""
+    """Return the collectives that reduce gradients for their updates, None if these would not help."""
     readers_of: dict[int, list[int]] = {}
     for p, r in transfer.links:
         readers_of.setdefault(p, []).append(r)
@@ -96,8 +96,8 @@ def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | N
 
 
 def in_halves(transfer: Transfer, found: Match, context: Context) -> Lowered | None:
-    """Return the sum of a gradient that travels in its own dtype and is added in float32: a reduce_scatter, and an
-    all_gather of the rounded sums. None for other transfers, and where no slot has a slice for each device.
+    """Return the sum of a gradient that is sent in its own dtype and added in float32: a reduce_scatter, and an
+    all_gather of the rounded sums. None for other transfers, and if no slot has a slice for each device.
     """
     is_narrow = context.wire(transfer, "reduce_scatter", trained=True) != context.dtype(transfer, trained=True)
     return _in_slices(transfer, [list(found.group)], context) if found.kind == "all_reduce" and is_narrow else None
@@ -130,8 +130,8 @@ def _cut(box: Box, slot: int, devices: Sequence[int]) -> Iterator[tuple[int, Box
 
 
 class _Steps:
-    """Items and the steps that make them. An item is a piece, or the result of a step: one box on some devices. Each is
-    made in the round after its sources.
+    """A builder of items and the steps that make them. An item is a piece, or the result of a step: one box on some
+    devices. Each is made in the round after its sources.
     """
 
     def __init__(self, transfer: Transfer, context: Context) -> None:
@@ -180,8 +180,8 @@ class _Steps:
         return any(device in self.slots[n] for n in numbers)
 
     def sum(self, box: Box, pieces: Mapping[int, Slot], readers: Collection[int] = ()) -> int:
-        """Return the item that is the sum of one piece per device, on all of these devices; if only one device reads
-        it (a parameter server), on that device or the one closest to it.
+        """Return the item that is the sum of one piece per device, on all of these devices. If only one device reads it
+        (a parameter server), it is on that device or the closest one.
         """
         if len(pieces) == 1:
             return next(iter(pieces.values())).item
@@ -264,7 +264,7 @@ class _Steps:
         return self.slots[n][owners[others.index(device) % len(owners)]]
 
     def lowered(self, items_of: Sequence[Sequence[int]]) -> Lowered:
-        """Return all steps; the items that a reader adds up at the end are on its device, or come in a message."""
+        """Return all steps; the items that a reader adds up at the end are on its device, or are sent to it."""
         readers, last, ends = self.transfer.readers, list[Step](), list[tuple[Slot, ...]]()
         devices, item = [reader.device for reader in readers], len(self.boxes)
         for reader, items in zip(readers, items_of, strict=True):

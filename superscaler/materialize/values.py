@@ -1,4 +1,4 @@
-"""Values that parts make and read: the transfer that moves each, and its name."""
+"""Values that parts make and read: their names, and the transfers that move them."""
 
 from collections.abc import Iterable
 
@@ -31,9 +31,7 @@ class Values:
         writer.on_arrival = self._add_up
 
     def made(self, place: Place, name: Value, rank: int, box: Box | None = None) -> None:
-        """Record that a value exists, and add it to the sums that it belongs to. `box`: given if the value may move in
-        pieces.
-        """
+        """Record that a value exists, and add it to its sums. `box`: given if the value may be sent in pieces."""
         whole = name
         for number, p in self.pieces_of.get(place, ()):
             names, key, transfer = self.writer.names, (number, rank, p), self.transfers[number]
@@ -41,8 +39,8 @@ class Values:
             names[key] = self.code.add(rank, names[key], name) if key in names else name
 
     def total(self, place: Place, like: Value, box: Box) -> Value | None:
-        """Return the sum that a backward adds a gradient to: it and others, of the same box, are read as one value.
-        None if it is a value of its own.
+        """Return the sum that a backward adds a gradient to: all gradients of the same box with one reader. None for a
+        gradient that is a value of its own.
         """
         (number, p), *others = self.pieces_of.get(place, [(-1, 0)])
         if number < 0 or others or len(places := self.transfers[number].pieces[p].places) < 2:
@@ -88,7 +86,7 @@ class Values:
         return self.transfers[number].readers[r]
 
     def _add_up(self, number: int) -> None:
-        """Add an arrived transfer to the sums that it belongs to."""
+        """Add an arrived transfer to its sums."""
         for r, reader in enumerate(self.transfers[number].readers):
             owners = tuple(self.readers_of[reader.places[0]])
             # Collectives of other groups may be in buckets that wait.

@@ -1,6 +1,4 @@
-"""Communication as instructions, in the order of the schedule: the only place where sends and collectives are
-written.
-"""
+"""Communication as instructions, in the order of the schedule. Only this module writes sends and collectives."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
@@ -24,7 +22,7 @@ FLYING = 2
 
 
 class Writer:
-    """Writes the steps of transfers into the code of devices.
+    """A writer of the steps of transfers into the code of devices.
 
     Values are addressed by the number of their transfer and their slot: by name after they arrived, by handle before.
     """
@@ -85,7 +83,7 @@ class Writer:
         self.flush(frozenset())
 
     def _start(self, number: int, some: Sequence[Step], is_due: bool = False) -> None:
-        """Write steps of a transfer. Its collectives join a bucket where that delays nothing."""
+        """Write steps of a transfer. A collective joins a bucket if that delays no reader."""
         transfer = self.transfers[number]
         is_joined = number not in self._left or self._is_joined(number)
         for step in some:
@@ -156,12 +154,12 @@ class Writer:
         return bool(self._left)
 
     def is_started(self, number: int, r: int) -> bool:
-        """Return whether all that a reader of a transfer gets is on its way, or there."""
+        """Return whether all slots that a reader of a transfer reads have been started."""
         keys = ((number, *slot[:2]) for slot in self.lowered(number).ends[r])
         return all(key in self.names or key in self.works for key in keys)
 
     def read(self, number: int, r: int) -> Value | None:
-        """Return the value that a reader of a transfer gets; None for a gradient that nobody makes."""
+        """Return the value that a reader of a transfer gets; None for a gradient without a maker."""
         transfer, reader, slots = (
             self.transfers[number],
             self.transfers[number].readers[r],
@@ -210,8 +208,8 @@ class Writer:
         return self.names[number, slot.device, slot.item]
 
     def wait_before_update(self, number: int, owner: int) -> None:
-        """Finish a transfer, and wait on a device for the steps that it started there, because an update is about to
-        change their sources. Messages and broadcasts are waited for by the updates themselves.
+        """Finish a transfer before an update changes its sources, and wait on that device for the steps started there.
+        Updates themselves wait for messages and broadcasts.
         """
         self.finish([number])
         for step in self.lowered(number).rounds[0]:
@@ -325,8 +323,8 @@ class Writer:
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
     def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> CollectiveArg:
-        """Return the layout change of a device in a collective. A device without source or result describes the others'
-        tensor.
+        """Return the layout change of a device in a collective. A device without source or result gets that of the
+        others.
         """
         given, got = (slot or (step.sources, step.outs)[n][0] for n, slot in enumerate((source, out)))
         tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(given.box), step.how
@@ -337,7 +335,7 @@ class Writer:
         return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
     def _count(self, transfer: Transfer, note: Provenance, devices: Sequence[int]) -> None:
-        """Count a transfer once for each time it runs; skip it where another place of the fold counts it."""
+        """Count a transfer once for each of its runs; skip it if another place of the fold counts it."""
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
         if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:

@@ -1,4 +1,4 @@
-"""The reason that no order exists: a shortest cycle, with the work of each device until it is stuck."""
+"""The reason why no order exists: a shortest cycle, with the work of each device until it is stuck."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ _COUPLINGS = {
 def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node]) -> str:
     """Return the message of a cycle: each work, its need and the reason; the work `done` before; the remedy.
 
-    Where a step couples its microbatches, the message names the op that does, and the order that is impossible.
+    If a step couples its microbatches, the message names the coupling op and the impossible order.
     """
     ring = list(cycle)
     orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
@@ -152,7 +152,7 @@ def _run(nodes: DependencyGraph, name: str, some: Sequence[Node]) -> str:
 
 
 def _is_shown(nodes: DependencyGraph, node: Node) -> bool:
-    """Return whether work has a step: not the preparation of data, nor updates that nothing waits for."""
+    """Return whether work has a step: not the preparation of data, nor updates without dependents."""
     if node.kind == "U":
         return bool(nodes.after[nodes.number[node]])
     return node.is_run and not nodes.schedule.segments[node.number].ops[0].from_data
@@ -168,7 +168,7 @@ def _short(nodes: DependencyGraph, node: Node) -> str:
 
 
 def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, str]:
-    """Return the op that reads several microbatches (as text), and how (a key of `_COUPLINGS`)."""
+    """Return the op that reads several microbatches (as text), and the kind of coupling (a key of `_COUPLINGS`)."""
     made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
     places = (place for reader in transfer.readers for place in reader.places if place.kind in (FORWARD, BACKWARD))
     place = next((p for p in places if p.key[1] >= 0), None)

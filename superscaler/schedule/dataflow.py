@@ -1,6 +1,6 @@
-"""Data flow along the edges of the graph: which part reads which, for activations, weights and gradients alike.
+"""Data flow along the edges of the graph: the parts that each part reads from, for activations, weights and gradients.
 
-The work is done once per pair of grids: edges with equal makers, readers and slots share the answer.
+The joins are made once per pair of grids: edges with equal makers, readers and slots share them.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,9 +27,9 @@ Port = tuple[Op, int]
 class Dataflow:
     """The parts of all ops as rows, with those of their mirrors, and the joins between them.
 
-    `makers`: for each tensor, the ports that make it (one per addend of a gradient; for a weight, the op with which it
-    rests). `readers`: the ports that read gradients and new values. `fold`: close devices serve each other. `turns`:
-    the time at which each part can run, if not empty; readers take replicas that are made in time.
+    `makers`: for each tensor, the ports that make it (one per addend of a gradient; for a weight, the op that holds it
+    at rest). `readers`: the ports that read gradients and new values. `fold`: close devices serve each other. `turns`:
+    the time at which each part can run, if not empty; a reader takes replicas that are made in time.
     """
 
     def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Unit, int] | None = None) -> None:
@@ -89,8 +89,8 @@ class Dataflow:
 
     @cached_property
     def homes(self) -> dict[str, Op]:
-        """Return the optimizer op of each trained weight, the op that sets each changed buffer, and that with whose
-        parts a frozen weight rests.
+        """Return the home op of each weight and changed buffer: its optimizer op, the op that sets it, or the op at
+        whose parts a frozen weight rests.
         """
         return {op.inputs[0].tensor: op for op in self.model.ops if not op.is_forward}
 
@@ -106,7 +106,7 @@ class Dataflow:
 
     @cached_property
     def bases(self) -> dict[str, str]:
-        """Return for each view of a weight or buffer that changes, or a view of one, which that is."""
+        """Return, for each view of a weight or buffer that changes, that weight or buffer. Views of views count."""
         found = {tensor: "" for tensor, op in self.homes.items() if not op.is_rest}
         for op in self.model.forward_ops:
             if row_of(op.target).is_view and (read := op.inputs[0].tensor) in found:
@@ -177,7 +177,7 @@ class Dataflow:
         return self._joins[key]
 
     def meetings(self, one: Port, other: Port) -> list[tuple[Key, Key]]:
-        """Return the pairs of parts of two ops that are on one device and whose inputs share elements."""
+        """Return the pairs of parts of two ops on one device whose inputs share elements."""
         (alo, ahi), (blo, bhi) = (self.face(op, op.inputs[k]) for op, k in (one, other))
         keys, others = self.rows[one[0].name].keys, self.rows[other[0].name].keys
         at: dict[int, list[int]] = {}
@@ -201,7 +201,7 @@ class Dataflow:
         return self._joins[key]
 
     def _routed(self, made: Port, read: Port) -> list[list[int]]:
-        """Return, for each part of a routing mirror, the parts that hold the addends which it serves."""
+        """Return, for each part of a routing mirror, the parts that hold the addends served by it."""
         (maker, k), (reader, j) = made, read
         rows, labels = self.rows[maker.name], self.labels(maker, k)
         number = self.makers[maker.outputs[k].tensor].index(made)
@@ -219,9 +219,7 @@ class Dataflow:
         return found
 
     def in_order(self, rows: Rows) -> list[int]:
-        """Return rows sorted by key. Corresponding devices get the same order at all places, however they are
-        numbered.
-        """
+        """Return rows sorted by key. The order is the same at corresponding devices, whatever their numbers."""
         fold, keys = self.fold, rows.keys
         by_key = (lambda row: (fold.places[keys[row][0]], keys[row])) if fold else keys.__getitem__
         return sorted(range(len(rows)), key=by_key)
@@ -243,8 +241,8 @@ class Dataflow:
     def served(self, mirror: Op) -> list[frozenset[Hashable]]:
         """Return, for each part of a routing mirror, the addends (input, maker, label) that it reads.
 
-        Replicas that serve equal addends are copies of each other. Where the sets overlap otherwise, each addend goes
-        to the replica that its first part reads.
+        Replicas that serve equal addends are copies of each other. If the sets overlap otherwise, each addend goes to
+        the replica that its first part reads.
         """
         if mirror.name in self._served:
             return self._served[mirror.name]

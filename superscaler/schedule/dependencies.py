@@ -49,7 +49,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """A constraint that was given up because no order kept it, and its ops."""
+    """A constraint, given up because no order kept it, and its ops."""
 
     name: str
     ops: tuple[str, ...]
@@ -111,9 +111,9 @@ class DependencyGraph:
 
     @cached_property
     def early(self) -> frozenset[int]:
-        """Return the segments without weights that other devices wait for (such as the number of labels), or, where
-        the plan gives no order, other microbatches: they would keep what they have made. And the copies, but those of
-        copies, which pass from device to device while these compute.
+        """Return the segments that run early. These are segments without weights read by other devices (such as the
+        number of labels) or, in plans without an order, by other microbatches: run late, they would keep what they have
+        made. And these are copies, but not copies of copies: those pass from device to device during the computation.
         """
         segments = self.schedule.segments
         some = (t for t in self.schedule.transfers if t.kind == FORWARD)
@@ -318,7 +318,7 @@ class DependencyGraph:
             yield from self._followers(after) if is_on_the_way else (after,)
 
     def _copiers(self, transfer: Transfer) -> list[Node]:
-        """Return the copies whose values a transfer moves to other devices, if not to copies that pass them on."""
+        """Return the copies whose values a transfer moves to other devices, unless copies there pass them on."""
         if not self.copies or transfer.is_local:
             return []
         if any(place.segment in self.copies for end in transfer.readers for place in end.places):

@@ -2,8 +2,8 @@
 data.
 
 A *fold axis* is an axis of the device mesh along which a plan looks the same everywhere: each op has a grid axis that
-follows it, and whether parts share data depends only on whether they are at the same place along it. Two sampled places
-then determine everything: every other device runs one of their programs, with its groups, peers and slices moved along
+follows it, and two parts share data or not depending only on whether they are at the same place. Two sampled places
+then determine everything. Every other device runs one of their programs, with its groups, peers and slices moved along
 the axis.
 """
 
@@ -65,7 +65,7 @@ def leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
 
 
 def _by_mesh(grid: Grid, mesh: Sequence[str]) -> Ints:
-    """Return the devices of a grid without axes on which all are equal, in the order of the mesh that names them."""
+    """Return the devices of a grid, without axes on which all are equal, in the order of a mesh with its axes."""
     slim = grid.slim
     kept = [at for at, width in enumerate(slim.shape) if width > 1]
     if all(grid.axes[at].name in mesh for at in kept):
@@ -176,7 +176,7 @@ def _of(cuts: Sequence[Slicing], index: int | None) -> list[tuple[tuple[int, ...
 def _is_even(made: Sequence[tuple[tuple[int, ...], bool]], read: Sequence[tuple[tuple[int, ...], bool]]) -> bool:
     """Return whether the cuts of one slot on both sides overlap alike everywhere along the line.
 
-    Both sides are cut along it in the same way; or one side is, and the other is cut only as that one is outside of it.
+    Both sides are cut along it in the same way. Or only one side is, and the other has the cuts outside of that one.
     """
     at = [next((k for k, (_, follows) in enumerate(cuts) if follows), None) for cuts in (made, read)]
     if at == [None, None]:

@@ -1,4 +1,4 @@
-"""Joins: which parts a reader takes its data from, with every element and every addend once, from the nearest replica.
+"""Joins: the parts that a reader takes its data from, with every element and addend once, from the nearest replica.
 
 `Produced` lists the portions of one pTensor (or of its gradient) that parts produce, `Required` those that parts
 require. Two produced rows with the same label hold the same addend of the same elements. Regular grids are joined by
@@ -23,7 +23,7 @@ from superscaler.ir.model import Operand
 class Required:
     """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows].
 
-    `turns`: the time at which each row is made or read, if not empty; replicas that are made in time are preferred.
+    `turns`: the time at which each row is made or read, if not empty; replicas made in time are preferred.
     """
 
     lo: Ints
@@ -181,9 +181,7 @@ def _join_labels(held: Produced, wanted: Required) -> list[list[int]]:
 
 
 class _Index:
-    """An index of boxes, sorted along the slot that is cut most often, so that a query looks at its neighbourhood
-    only.
-    """
+    """An index of boxes, sorted along the slot with the most cuts, so that a query looks at its neighbourhood only."""
 
     def __init__(self, lo: Ints, hi: Ints) -> None:
         slots = lo.shape[1] if lo.size else 0

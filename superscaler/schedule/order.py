@@ -23,10 +23,10 @@ OTHERS = "other copies than the nearest are read"
 
 
 def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
-    """Return a schedule of a placed graph. `fold`: which devices are close.
+    """Return a schedule of a placed graph. `fold`: makes close devices serve each other.
 
-    Where no order exists, relaxations are tried in turn; the schedule lists those that were taken. Raises ScheduleError
-    if none is left.
+    If no order exists, relaxations are tried in turn; the schedule lists the applied ones. Raises ScheduleError if none
+    is left.
     """
     attempt = _Attempt(Dataflow(graph, fold))
     while not attempt.is_whole:
@@ -77,7 +77,7 @@ class _Attempt:
 
 
 def _send_separately(attempt: _Attempt) -> _Attempt | None:
-    """Relax: send replicas one by one, so that no reader waits for replicas that it does not read."""
+    """Relax: send replicas one by one, so that a reader waits only for the replicas that it reads."""
     transfers, edges = attempt.nodes.schedule.transfers, attempt.edges
     left = {n.number for n in {*attempt.nodes.names}.difference(attempt.order) if n.kind == "C"}
     tensors = {transfers[number].tensor for number in left if transfers[number].classes}

@@ -32,7 +32,7 @@ def reader_of(segments: Sequence[Segment], place: Place) -> Work:
 
 
 class RecomputeOrder:
-    """The region runs of a schedule, without those of `ordered` regions, whose time a plan sets."""
+    """The region runs of a schedule, without those of `ordered` regions: a plan sets their time."""
 
     def __init__(
         self, model: Model, segments: Sequence[Segment], transfers: Sequence[Transfer], ordered: frozenset[str]
@@ -49,7 +49,7 @@ class RecomputeOrder:
         self.last = {region: s for s in mirrored for region in self.around[s.region]}
 
     def visits(self, work: Work) -> list[RegionRun]:
-        """Return the region runs that work belongs to, of regions in regions all."""
+        """Return the region runs that work belongs to, of nested regions all."""
         kind, number, key = work
         regions = self.around.get(self.segments[number].region, []) if kind in RUNS else []
         return [(region, key[0], key[1]) for region in regions]
@@ -75,7 +75,7 @@ class RecomputeOrder:
 
     @cached_property
     def waits(self) -> Mapping[RegionRun, Sequence[Work]]:
-        """Return the backwards that each region run waits for, all of the last op that reads a result of the region.
+        """Return the backwards that each region run waits for: all of the last op that reads a result of the region.
 
         An op behind the whole region never waits for it, whatever else is recomputed.
         """

@@ -27,9 +27,9 @@ def members(edges: Dataflow, group: Group) -> Iterator[Unit]:
 
 
 def find_turns(edges: Dataflow) -> Mapping[Unit, int]:
-    """Return the time at which each work can run, in an order that takes the nearest replicas where these allow one.
+    """Return the time at which each work can run. The order takes the nearest replicas if these allow one.
 
-    Work that no choice of replicas lets run has no time.
+    Work that cannot run under any choice of replicas has no time.
     """
     waits: list[tuple[Unit, list[Unit]]] = list(_needs(edges))
     number = {work: n for n, work in enumerate(dict.fromkeys(w for work, some in waits for w in (work, *some)))}
@@ -59,8 +59,8 @@ def find_turns(edges: Dataflow) -> Mapping[Unit, int]:
 
 
 def _needs(edges: Dataflow) -> Iterator[tuple[Unit, list[Unit]]]:
-    """Yield (work, alternatives): the work waits for any one of them, the nearest first. Work that waits for nothing
-    has an empty list.
+    """Yield (work, alternatives): the work waits for any one of them, the nearest first. Independent work has an empty
+    list.
     """
     graph, nexts = edges.graph, edges.model.nexts
     for op in graph.model.ops:

@@ -1,4 +1,4 @@
-"""Resident weights: a weight lives with its optimizer op, which by default follows the ops that read it."""
+"""Resident weights: a weight lives with its optimizer op, which by default follows the weight's readers."""
 
 from collections.abc import Collection, Hashable, Iterable
 
@@ -15,8 +15,8 @@ Located = tuple[int, Box]
 
 
 def place_updates(graph: Graph, world: int) -> None:
-    """Place the optimizer ops that no op_assign placed: where their weight is read, or else made. Outputs of the step
-    go to all devices.
+    """Place the optimizer ops that no op_assign placed: at the readers of their weight, or else at its makers. Outputs
+    of the step go to all devices.
     """
     producers, uses, nexts = graph.model.producers, dict(graph.model.uses), graph.model.nexts
     for version, weight in graph.model.versions.items():
@@ -51,7 +51,7 @@ def place_updates(graph: Graph, world: int) -> None:
 
 
 def check_copies(graph: Graph) -> None:
-    """Raise ScheduleError for a copy of `Insert` that is where all its readers are: it changes nothing."""
+    """Raise ScheduleError for a copy of `Insert` on the devices of all its readers: it changes nothing."""
     known: dict[Hashable, frozenset[Located]] = {}
     for op in (op for op in graph.forward_ops if op.is_copy):
         readers = graph.model.uses[op.outputs[0].tensor]
@@ -96,11 +96,11 @@ def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozen
 
 
 def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
-    """Return the grid of an optimizer op that lives where its weight is read; `readers` are (device, box) pairs.
+    """Return the grid of an optimizer op at the readers of its weight; `readers` are (device, box) pairs.
 
     A device keeps the largest boxes that it reads. All of them together tile the weight, or else the boxes of one size
-    do. Where no boxes tile the weight, every reading device keeps all of it, which is always right; and where the
-    optimizer needs it whole.
+    do. If no boxes tile the weight, or the optimizer needs it whole, every reading device keeps all of it, which is
+    always right.
     """
     kept = _maximal(readers)
     if op.is_whole:
@@ -119,7 +119,7 @@ def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
 
 
 def _on_each(kept: Iterable[Located]) -> Grid:
-    """Return the grid of an op of which each device has a copy."""
+    """Return the grid of an op with a copy on each device."""
     devices = sorted({device for device, _ in kept})
     return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
 
@@ -165,8 +165,8 @@ def _regular(op: Op, tensor: PTensor, kept: list[Located]) -> Grid | None:
 
 
 def _by_device(axis: Axis, devices: Ints, at: int) -> tuple[list[Axis], Ints]:
-    """Return an axis as two, and the devices along these, where each device has equally many neighbours: the outer one
-    is along the devices.
+    """Return an axis as two if each device has equally many neighbours: the outer one is along the devices. Also return
+    the devices along these.
     """
     count = len(axis.sizes)
     rows = np.moveaxis(devices, at, 0).reshape(count, -1)

@@ -1,9 +1,9 @@
 """Segments: maximal runs of forward ops of one device with no communication between them or their mirrors.
 
-A segment ends where the gradients of its weights are worth sending, so that these travel while others are computed. All
-parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance per key. The
-level of an op is the number of cut edges on the longest path to it. Ops of one segment have one level, so no path
-leaves a segment and comes back.
+A segment ends once the gradients of its weights are large enough to be sent, so that they travel while others are
+computed. All parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance
+per key. The level of an op is the number of cut edges on the longest path to it. Ops of one segment have one level, so
+no path leaves a segment and comes back.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -98,8 +98,8 @@ class Segment:
 
     @cached_property
     def taking(self) -> str:
-        """Return the kind of work that takes the gradients of outputs: of two halves, the first that makes a
-        gradient.
+        """Return the kind of work that takes the gradients of outputs; in a split backward, the first half that makes
+        one.
         """
         return min(self.given.values(), default="")
 
@@ -160,7 +160,7 @@ def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[
 
 
 def _stretches(edges: Dataflow) -> dict[str, int]:
-    """Number the ops, whole blocks alike: the number grows where a device has enough gradients to be worth a sum."""
+    """Number the ops, whole blocks alike: the number grows once a device has enough gradients to be worth a sum."""
     found: dict[str, int] = {}
     of_block: dict[str, int] = {}
     counted: set[str] = set()

@@ -1,7 +1,7 @@
 """The steady state of a schedule over microbatches, so that a plan is compiled with a few of them.
 
-Its parts are restricted to the first microbatches; orders that led over the others lead directly. The program then
-shows whether all others only repeat (materialize/loops.py).
+Its parts are restricted to the first microbatches; orders that led over the others lead directly. The finished program
+decides whether all others only repeat these (materialize/loops.py).
 """
 
 from collections.abc import Hashable, Iterable, Sequence

@@ -29,8 +29,8 @@ class Place(NamedTuple):
 
     Kind F: an output of the forward, or an alias that the forward reads. Kind B: the gradient of an alias that a
     backward makes, or of an output that it reads. Kind G: an alias that is regathered for the backward. Kind U: part
-    `key` of the optimizer op with home number `segment`: the weight at rest, and piece `number` of the gradient or new
-    value that it reads.
+    `key` of the optimizer op with home number `segment`: the weight at rest, and piece `number` of its gradient or new
+    value.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class Transfer:
 def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
     """Return all transfers of activations, weights and gradients of a step, in the order of the tensors.
 
-    With `joins`, replicas that go to other devices are one transfer, which waits for all of them.
+    With `joins`, replicas for other devices are one transfer, which waits for all of them.
     """
     model = edges.model
     reads, addends = dict[str, Reads](), dict[str, Reads]()
@@ -203,7 +203,7 @@ def _move(
 
 
 def _in_pieces(transfers: Sequence[Transfer], extents: Sequence[int], count: int) -> list[Transfer]:
-    """Return transfers to updates in pieces along the first dim that is long enough, which is contiguous in memory."""
+    """Return transfers to updates in pieces along the first dim that is long enough, contiguous in memory."""
     slot = next((n for n, extent in enumerate(extents) if extent >= count), int(np.argmax(extents)))
     bounds = [extents[slot] * k // count for k in range(count + 1)]
     return [part for t in transfers for k in range(count) for part in _within(t, k, slot, *bounds[k : k + 2])]
@@ -267,7 +267,7 @@ def _alias(
 
 
 def _merge(edges: Dataflow, readers: Reads) -> list[Reads]:
-    """Group aliases whose gradients are alike on all keys; the gradients of a group are summed before they travel."""
+    """Group aliases whose gradients are alike on all keys; the gradients of a group are summed before they are sent."""
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)
@@ -306,7 +306,7 @@ def _group(
     pairs: list[list[int]],
     joins: bool,
 ) -> list[Transfer]:
-    """Merge values that always travel together into pieces and readers; return one transfer per connected component."""
+    """Merge values that are always sent together into pieces and readers; return a transfer per connected component."""
     by_reader: dict[Hashable, list[int]] = {}
     for row, pair in enumerate(pairs):
         by_reader.setdefault((wanted.at[row][0], *wanted.corners(row), tuple(sorted(pair))), []).append(row)
@@ -331,7 +331,7 @@ def _group(
 
 
 def _by_pieces(transfer: Transfer) -> list[Transfer]:
-    """Split a transfer that is not joint, so that its parts may be collectives: readers on several devices of the same
+    """Split a transfer that is not joint into parts that may be collectives: readers on several devices of the same
     pieces, or one reader among their holders. Readers of values on their own device come first.
     """
     if transfer.is_one:

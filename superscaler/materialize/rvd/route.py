@@ -1,4 +1,4 @@
-"""Transfers between layouts that no single collective does: the cheapest path of several steps."""
+"""Transfers between layouts that need several collectives: the cheapest path of steps."""
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The cheapest path of primitives from one layout to another, cached up to a renaming of devices.
 
-Dijkstra finds all states that the source reaches, and all that reach the goal. Messages join two of them, or they are
-equal.
+Dijkstra's algorithm runs from the source and, backwards, from the goal. Messages join two of the states found, or the
+states are equal.
 """
 
 import heapq
@@ -55,7 +55,7 @@ def find_path(
 ) -> Path:
     """Return the cheapest path; `sizes` are the elements per slot.
 
-    `paths` caches results up to a renaming of devices that leaves the costs equal. Raises InputError where a layout
+    `paths` caches results up to a renaming of devices that leaves the costs equal. Raises InputError for a layout that
     does not cut the slots into equal parts, or names a device twice.
     """
     for layout in (source, goal):
@@ -140,7 +140,7 @@ class _Case:
 
 
 class _Side:
-    """The states that a frame of the source reaches in less than `most` seconds, or (`is_back`) that reach the goal."""
+    """The states that a frame of the source reaches in under `most` seconds, or (`is_back`) that reach the goal."""
 
     def __init__(self, frame: Frame, is_back: bool, case: _Case, most: float) -> None:
         self.frame, self.is_back, self.case = frame, is_back, case

@@ -1,8 +1,8 @@
-"""Transitions between layouts: one row per primitive, and the states that they lead to.
+"""Transitions between layouts: one row per primitive, and the next states of a state.
 
 The device array of a layout has one axis per digit; a digit is a prime factor of an axis. A `State` lists the digits in
-R, in V and in each D. A collective then moves digits from one of them to another, and its groups are the lines of the
-device array along these digits, whatever the rest of the state.
+R, in V and in each D. A collective moves digits from one of them to another, and its groups are the lines of the device
+array along these digits, whatever the rest of the state.
 """
 
 import itertools
@@ -80,11 +80,11 @@ class Symmetric(Costs, Protocol):
 class Step:
     """One primitive of a path.
 
-    `groups`: device ids in chunk order; (sender, receiver) pairs in messages. `take` and `give`: the slots of the
-    tensor that are gathered and scattered, -1 where there is none. `size`: the bytes of each device's source; of the
-    largest message in messages. `moved`: the elements on links. `kept`: in messages, the devices that also use the
-    elements that they hold. A message is the intersection of its sender's box in the layout before and its receiver's
-    box in `layout`, the one after. Messages on the same elements are summed, and elements without one are zero.
+    `groups`: device ids in chunk order; (sender, receiver) pairs in messages. `take` and `give`: the gathered and the
+    scattered slot of the tensor, -1 for none. `size`: the bytes of each device's source; of the largest message in
+    messages. `moved`: the elements on links. `kept`: in messages, the devices that also use their own elements. A
+    message is the intersection of its sender's box in the layout before and its receiver's box in `layout`, the one
+    after. Messages on the same elements are summed, and elements without one are zero.
     """
 
     kind: str
@@ -149,7 +149,7 @@ class Move(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def moves(state: State, radices: Shape, sizes: Shape, is_back: bool) -> list[Move]:
-    """Return the collectives from a state, or (`is_back`) those that lead to it, whose parts are equal."""
+    """Return the collectives from a state, or (`is_back`) those to it from states with equal parts."""
     axes, found = {R: [R], V: [V], D: list(range(D, len(state)))}, []
     joined = [(kind, x, y) for kind, take, give in INTRA for x in axes[take] for y in axes[give] if x != y]
     for kind, take, give in joined:
@@ -188,10 +188,10 @@ def same_cells(devices: Ints) -> bytes:
 
 
 def messages(kind: str, before: Layout, after: Layout, sizes: Shape, itemsize: int, costs: Costs) -> Step:
-    """Return the messages that change one layout to another, between (sender, receiver) pairs.
+    """Return the messages from one layout to another, between (sender, receiver) pairs.
 
-    A device that holds the elements that it reads keeps them. Others read from a replica in their own place if
-    possible, from the one that sent the least so far. Value parts keep their number where both sides have equally many,
+    A device keeps the elements that it both holds and reads. Others come from a replica in the reader's place if
+    possible, from the sender with the least load so far. Value parts keep their number if both sides have equally many,
     and stay on their devices as far as possible; otherwise they are summed into fewer, or the additional ones are zero.
     """
     place = costs.place if isinstance(costs, Symmetric) else int
