@@ -20,14 +20,18 @@ def explain(
         option("--svg", "Draw instead: the predicted step, and exchanges of several steps, with layouts.", "FILE"),
     ] = None,
     timeline: Annotated[
-        bool, option("--timeline", "Show instead what devices do when in a predicted step, in characters.")
+        bool, option("--timeline", "Show instead the step alone, predicted kernel by kernel, in characters.")
     ] = False,
 ) -> None:
-    """Print a plan in words: splits, weights and communication by block; the order; the totals of a step."""
+    """Print a plan in words: splits, weights and communication by block; the order; the totals of a step. Draw the
+    work of devices by time, with their waits.
+    """
     printer.result = found = read(plan)
     if svg is None and not timeline:
-        # The timeline is simulated with torch, which takes seconds: words do not.
-        printer.show(words(found), "", f"Devices by time: superscaler explain {plan} --timeline")
+        # Kernels are recorded with torch, which takes seconds: words and counts do not.
+        from superscaler.report.outline import outline
+
+        printer.show(words(found), "", outline(plan))
         return
     from superscaler.report.picture import save
     from superscaler.report.raster import drawing

@@ -14,7 +14,7 @@ import numpy as np
 
 from superscaler.errors import some
 from superscaler.ir.graph import block_of
-from superscaler.ir.grid import Ints
+from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, width
 from superscaler.ir.program import (
     Backward,
@@ -204,6 +204,27 @@ class Details:
             + f" ({where})"
             for (effect, where), some_of in found.items()
         )
+
+
+def ranges(devices: Iterable[int]) -> str:
+    """Return numbers in few words.
+
+    >>> ranges([0, 1, 2, 3]), ranges([0, 2, 4, 6]), ranges([5, 1]), ranges([0, 1, 2, 8, 9])
+    ('0 to 3', '0 to 6 by 2', '1, 5', '0 to 2, 8, 9')
+    """
+    found = sorted(set(devices))
+    if hosts := [d - HOSTS for d in found if d >= HOSTS]:
+        return ", ".join(filter(None, (ranges(d for d in found if d < HOSTS), f"hosts of {ranges(hosts)}")))
+    left, words = found, []
+    while left:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        count = next((k for k, d in enumerate(left) if d != left[0] + k * step), len(left))
+        if count < 3:
+            words.append(str(left.pop(0)))
+            continue
+        words.append(f"{left[0]} to {left[count - 1]}" + (f" by {step}" if step > 1 else ""))
+        left = left[count:]
+    return ", ".join(words)
 
 
 def home_of(op: Op) -> str:

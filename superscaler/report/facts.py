@@ -29,6 +29,7 @@ from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Backward, Collective, Copy, Forward, Instruction, Program, Send
 from superscaler.ir.provenance import Path
 from superscaler.ir.traffic import TransferRow, paths
+from superscaler.report.details import ranges
 from superscaler.report.model import collapse, describe, group, span
 from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.store.cache import sources
@@ -187,27 +188,6 @@ def _stages(graph: Graph) -> dict[str, int | str]:
     groups = (group for order in graph.orders for group in (order.before, order.after) if group.kind == "F")
     labelled = (group for group in groups if Action.matches(group.label))
     return {name: Action.parse(group.label).stage for group in labelled for name, _ in group.members}
-
-
-def ranges(devices: Iterable[int]) -> str:
-    """Return numbers in few words.
-
-    >>> ranges([0, 1, 2, 3]), ranges([0, 2, 4, 6]), ranges([5, 1]), ranges([0, 1, 2, 8, 9])
-    ('0 to 3', '0 to 6 by 2', '1, 5', '0 to 2, 8, 9')
-    """
-    found = sorted(set(devices))
-    if hosts := [d - HOSTS for d in found if d >= HOSTS]:
-        return ", ".join(filter(None, (ranges(d for d in found if d < HOSTS), f"hosts of {ranges(hosts)}")))
-    left, words = found, []
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
-        count = next((k for k, d in enumerate(left) if d != left[0] + k * step), len(left))
-        if count < 3:
-            words.append(str(left.pop(0)))
-            continue
-        words.append(f"{left[0]} to {left[count - 1]}" + (f" by {step}" if step > 1 else ""))
-        left = left[count:]
-    return ", ".join(words)
 
 
 def _groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from superscaler.report.details import Details, Kind
-from superscaler.report.facts import ranges
+from superscaler.report.details import Details, Kind, ranges
 from superscaler.report.timeline import WORDS, Lane, Timeline, Wait
 from superscaler.specs.sizes import duration
 
@@ -49,13 +48,15 @@ def columns(lane: Lane, seconds: float, count: int) -> list[int]:
 
 
 def drawing(timeline: Timeline, details: Details) -> str:
-    """Return the work of devices by time, in characters."""
+    """Return the work of devices by time, in characters, with the share of their waits."""
     lanes = _lanes(timeline)
     names, rows = [_name(lane) for lane in lanes], [_characters(lane, timeline, details) for lane in lanes]
     width, seen = max(map(len, names), default=0), set("".join(rows))
     legend = ", ".join(f"{sign} {words}" for sign, words in _CHARACTERS.values() if sign in seen - {" "})
-    first = f"a step of {duration(timeline.seconds)}; a column is {duration(timeline.seconds / WIDTH)}"
-    lines = [first, *(f"  {name:{width}}  {row}" for name, row in zip(names, rows, strict=True))]
+    each = duration(timeline.seconds / WIDTH)
+    first = f"a step of {duration(timeline.seconds)}; a column is {each}, behind the last is the share of waits"
+    waits = (f"{_waits(lane) / timeline.seconds:4.0%}" for lane in lanes)
+    lines = [first, *(f"  {name:{width}}  {row}{share}" for name, row, share in zip(names, rows, waits, strict=True))]
     left = sum(lane.is_compute for lane in timeline.lanes) - len(lanes)
     return "\n".join([*lines, *([f"  and {left} more rows"] if left else []), f"  {legend}"])
 
@@ -66,6 +67,11 @@ def _lanes(timeline: Timeline) -> list[Lane]:
 
 def _name(lane: Lane) -> str:
     return f"device{'s' if len(lane.devices) > 1 else ''} {ranges(lane.devices)}"
+
+
+def _waits(lane: Lane) -> float:
+    """Return the seconds in which the devices of a lane do nothing."""
+    return float((lane.end - lane.start)[lane.kind >= Wait.BUBBLE].sum())
 
 
 def _characters(lane: Lane, timeline: Timeline, details: Details) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 
 from superscaler.errors import InputError
 from superscaler.ir.grid import Ints
-from superscaler.report.details import Detail
-from superscaler.report.facts import ranges
+from superscaler.report.details import Detail, ranges
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import WORDS, Lane, Timeline
 from superscaler.specs.file_errors import writing

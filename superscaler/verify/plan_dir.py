@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from superscaler.artifact import described, texts
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
-from superscaler.errors import InputError, PlanError
-from superscaler.ir.model_text import parse_model
+from superscaler.errors import InputError
 from superscaler.ir.program import Program
-from superscaler.ir.program_text import parse_program
 from superscaler.report.facts import own_operators
 from superscaler.report.schema import Account
 from superscaler.report.subject import Subject, subject
 from superscaler.simulate.predict import predict
 from superscaler.simulate.prediction import Prediction
-from superscaler.specs.file_errors import reading
 from superscaler.store.plan import (
     EXPLAIN_FILE,
     JOURNAL_FILE,
@@ -31,6 +27,7 @@ from superscaler.store.plan import (
     WEIGHTS_FILE,
     read_plan,
 )
+from superscaler.store.program import naming, program_of
 from superscaler.store.tensor_file import kinds, opened
 
 
@@ -42,11 +39,11 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     files disagree.
     """
     saved, damage = read_plan(directory, has_hashes=False), _damage(directory)
-    plan, program = saved.head, _program(directory, saved, damage)
+    plan, program = saved.head, program_of(saved, damage)
     model = program.model
     if program.world != plan["world"]:
         raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
-    with _naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
+    with naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
         for check in CHECKS.values():
             check(program)
         emitted = emit(program)
@@ -70,7 +67,7 @@ def simulate_directory(directory: Path, capacity: int | None = None) -> Predicti
     """Return the prediction for a step of the plan in a directory. Raises InputError for one that cannot be read."""
     saved = read_plan(directory)
     saved.check()
-    return predict(_program(directory, saved, None), Cluster.parse(saved.head["cluster"]), capacity)
+    return predict(program_of(saved), Cluster.parse(saved.head["cluster"]), capacity)
 
 
 def subject_of(directory: Path, run: Path | None = None) -> Subject:
@@ -80,18 +77,11 @@ def subject_of(directory: Path, run: Path | None = None) -> Subject:
     """
     saved = read_plan(directory)
     saved.check()
-    program = _program(directory, saved, None)
+    program = program_of(saved)
     account, journal = saved.json(EXPLAIN_FILE, Account), saved.text(JOURNAL_FILE)
     cluster = Cluster.parse(saved.head["cluster"])
     title, code = directory.resolve().name, saved.head["manifest"]["code"]
     return subject(title, program, cluster, account, journal, certify(program), run, code)
-
-
-def _program(directory: Path, saved: Any, damage: InputError | None) -> Program:
-    with _naming(directory / MODEL_FILE, damage):
-        model = parse_model(saved.text(MODEL_FILE))
-    with _naming(directory / PROGRAM_FILE, damage):
-        return parse_program(saved.text(PROGRAM_FILE), model)
 
 
 def _damage(directory: Path) -> InputError | None:
@@ -101,16 +91,6 @@ def _damage(directory: Path) -> InputError | None:
     except InputError as error:
         return error
     return None
-
-
-@contextmanager
-def _naming(what: object, damage: InputError | None) -> Iterator[None]:
-    """Name the file in a PlanError. Any other error shows damage too, where hashes already show it."""
-    with reading(what, REWRITE, (Exception,) if damage is not None else ()):
-        try:
-            yield
-        except PlanError as error:
-            raise type(error)(f"{what}: {error}") from error
 
 
 def _compare(file: Path, found: str, wanted: str) -> None:

@@ -203,7 +203,7 @@ def test_a_model_without_a_loss_is_inference(tmp_path: Path, capsys: pytest.Capt
     assert run("explain", str(tmp_path / "plan")) == 0
     out = capsys.readouterr().out
     assert ", inference, on 2 devices of local:2" in out
-    assert out.endswith(f"Devices by time: superscaler explain {tmp_path / 'plan'} --timeline\n")
+    assert "\ndevices by time: a step of " in out
     assert run("train", f"{file}:model", *TWO) == 2
     assert "net.py:model gives no loss, so there is nothing to train" in " ".join(capsys.readouterr().err.split())
     for options in (("--optimizer", "adamw"), ("--optimizer", "no")):

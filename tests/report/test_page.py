@@ -162,7 +162,9 @@ def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:
         assert curve.during.max() == curve.memory.peak
     text = drawing(own, subject.details).splitlines()
     rows = [line.partition("  device ")[2] for line in text[1:5]]
-    assert [len(row) for row in rows] == [WIDTH + 3] * 4
+    assert [len(row) for row in rows] == [WIDTH + 3 + 4] * 4
+    waits = own.seconds - table.compute[0] - table.optimizer[0] - table.launch[0]
+    assert rows[0].endswith(f" {waits / own.seconds:.0%}")
     assert rows[0].index("F0") < rows[1].index("F0") < rows[3].index("F0") < rows[3].index("B0") < rows[0].index("B0")
     trace.save([subject], tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

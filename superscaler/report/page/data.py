@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.report.facts import ranges
+from superscaler.report.details import ranges
 from superscaler.report.page.memory_curve import Curve, curves
 from superscaler.report.page.works import works
 from superscaler.report.subject import Subject

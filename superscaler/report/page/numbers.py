@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from superscaler.report.facts import ranges
+from superscaler.report.details import ranges
 from superscaler.report.page.answer import times
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject

@@ -1,0 +1,32 @@
+"""The program of a plan directory, from its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from superscaler.errors import InputError, PlanError
+from superscaler.ir.model_text import parse_model
+from superscaler.ir.program import Program
+from superscaler.ir.program_text import parse_program
+from superscaler.specs.file_errors import reading
+from superscaler.store.folder import Whole
+from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE, REWRITE
+
+
+def program_of(plan: Whole, damage: InputError | None = None) -> Program:
+    """Return the program of a plan directory. An error in it is `damage`, where the hashes show that."""
+    with naming(plan.path / MODEL_FILE, damage):
+        model = parse_model(plan.text(MODEL_FILE))
+    with naming(plan.path / PROGRAM_FILE, damage):
+        return parse_program(plan.text(PROGRAM_FILE), model)
+
+
+@contextmanager
+def naming(what: object, damage: InputError | None) -> Iterator[None]:
+    """Name the file in a PlanError. Any other error shows damage too, where hashes already show it."""
+    with reading(what, REWRITE, (Exception,) if damage is not None else ()):
+        try:
+            yield
+        except PlanError as error:
+            raise type(error)(f"{what}: {error}") from error
