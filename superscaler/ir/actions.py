@@ -66,7 +66,7 @@ def timetable(rows: Sequence[Row]) -> list[str]:
     In wider tables, steps in the middle are left out.
 
     >>> rows = Row(0, {0: "F0", 1: "F1"}, "B0 waits for B0 on device 1"), Row(1, {1: "F0"}, "F1 waits")
-    >>> print(*timetable(rows), sep="\n")
+    >>> print(*timetable(rows), sep="\\n")
       step      0  1
       device 0  F0 F1 ? B0 waits for B0 on device 1
       device 1  .  F0 ? F1 waits
