@@ -205,6 +205,7 @@ def capture(
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
     `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element, or Muon.
+    Several divide the parameters: `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`.
     It must be given if a parameter requires a gradient. None means inference, as for a frozen module and under
     `torch.no_grad()`: no gradient is computed, nothing is updated, and the step returns the module's result, a loss
     included. Several losses, as of a GAN, are a dict from the key of a loss in the module's result to the optimizer of

@@ -126,8 +126,8 @@ class ModelRequest:
         option(
             "--optimizer",
             "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adagrad, adamax, asgd, nadam, radam, "
-            "rmsprop, rprop, muon (weights are matrices); none: "
-            "inference, nothing is trained.",
+            "rmsprop, rprop, muon (weights are matrices); none: inference, nothing is trained; FILE.py:FUNCTION that "
+            "takes the module and --lr, and returns one, or several that share the parameters out.",
         ),
     ] = None
     lr: Annotated[float, option("--lr", "Learning rate of the optimizer.")] = 1e-3
@@ -165,10 +165,16 @@ class ModelRequest:
                 "--autocast and --precision exclude each other: autocast casts float32 weights in the graph, precision "
                 "has 16-bit weights with float32 copies; give one of them."
             )
-        if self.optimizer is not None and self.optimizer not in (*OPTIMIZERS, _NONE):
-            raise InputError(unknown("optimizer", self.optimizer, (*OPTIMIZERS, _NONE)))
-        if self.options and self.optimizer == _NONE:
-            raise InputError(f"--set {self.options[0]} is an option of an optimizer, but --optimizer is none.")
+        name = self.optimizer or "adamw"
+        is_own = ".py:" in name
+        if name not in (*OPTIMIZERS, _NONE) and not is_own:
+            known = unknown("optimizer", name, (*OPTIMIZERS, _NONE))
+            raise InputError(f"{known} Or give a file: path/to/file.py:function.")
+        if self.options and (is_own or name == _NONE):
+            why = f"{name}; give it keys, as {name}:key=value" if is_own else "none"
+            raise InputError(
+                f"--set {self.options[0]} is an option of an optimizer of torch, but --optimizer is {why}."
+            )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr is {self.lr}, but a learning rate is a finite number above 0.")
 
@@ -183,7 +189,6 @@ class ModelRequest:
 
             import superscaler.plan  # noqa: F401
             from superscaler.frontend.results import NoLossError
-            from superscaler.frontend.training import optimizer_of
             from superscaler.models import build
 
         with phase("model"):
@@ -197,13 +202,22 @@ class ModelRequest:
             )
         if parameters and self.optimizer != _NONE:
             scaler = torch.amp.GradScaler("cpu") if "fp16" in (self.autocast, self.precision) else None
-            optimizer = optimizer_of(self.optimizer or "adamw", parameters, self.lr, self.options or ())
             try:
-                return captured(optimizer, scaler=scaler), built
+                return captured(self._optimizer(built, parameters), scaler=scaler), built
             except NoLossError:
                 if self.optimizer is not None:
                     raise
         return captured(None), built
+
+    def _optimizer(self, built: BuiltModel, parameters: Sequence[Any]) -> Any:
+        """Return torch's optimizer of a name over parameters, or what the function of a file gives for the module."""
+        from superscaler.frontend.training import named_optimizer
+        from superscaler.specs.user_file import from_file
+
+        name = self.optimizer or "adamw"
+        if ".py:" in name:
+            return from_file(name, "optimizer", ("module", "lr"))(built.module, self.lr)
+        return named_optimizer(name, parameters, self.lr, self.options or ())
 
     def _captured(self, built: BuiltModel) -> Callable[..., Graph]:
         """Return a function that captures a built model with an optimizer."""

@@ -17,6 +17,13 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(scores, labels)
 
 
+def muon(module: Model, lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW for the rest: --optimizer model.py:muon"""
+    matrices = [p for p in module.layers.parameters() if p.dim() == 2]
+    vectors = [p for p in module.layers.parameters() if p.dim() < 2]
+    return [torch.optim.Muon(matrices, lr=10 * lr), torch.optim.AdamW([*vectors, *module.head.parameters()], lr=lr)]
+
+
 def build(batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """Return the module, and inputs of the global batch with which it is captured."""
     torch.manual_seed(0)

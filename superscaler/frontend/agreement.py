@@ -29,6 +29,7 @@ from superscaler.frontend.oracle import Reference, dense, gaps, is_same, largest
 from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.frontend.trace import source_of
+from superscaler.frontend.training import optimizers_of
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -117,7 +118,7 @@ def _compared(captured: Captured, optimizer: Optimizers | None) -> float:
         graph = _seeded(step, partial(_graph_step, captured, values))
         eager = _seeded(step, partial(_eager_step, captured, module, args, kwargs, original))
         largest = max(largest, _difference(captured, graph, eager, values, step))
-        for one in optimizer.values() if isinstance(optimizer, Mapping) else filter(None, (optimizer,)):
+        for _, one in optimizers_of(optimizer):
             one.step()
     return largest
 

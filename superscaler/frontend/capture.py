@@ -155,7 +155,8 @@ def capture(
         module, optimizer, args, kwargs = narrowed(Narrowed(module, optimizer, args, kwargs), precision)
         training = replace(training, optimizer=replace(training.optimizer, precision=precision if is_trained else ""))
     inputs = examples(module, args, kwargs or {})
-    named = (training.optimizer.name, training.groups, training.loss_of, bool(training.optimizer.scaler), precision)
+    kinds = [training.kind(name) for name in training.groups]
+    named = (kinds, training.groups, training.loss_of, bool(training.optimizer.scaler), precision)
     chosen = (*named, aliases_of(module), device, cast, is_trained, is_kept)
     exported: ExportedProgram | None = None
 
@@ -213,7 +214,7 @@ def _read(
     fold(trace, device)
     normalize(trace)
     _copy_given(trace)
-    segments = {} if training.optimizer.name in WHOLE else cut_segments(trace)
+    segments = cut_segments(trace, [name for name in training.groups if training.kind(name) in WHOLE])
     values = {x.name: x.meta["value"].contiguous() for x in trace.leaves() if x.meta.get("value") is not None}
     training = training.of_pieces(segments)
     if training.losses:
@@ -295,9 +296,9 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
     builder = Builder(trace, found, needed)
     forward = builder.forward()
     needing = {leaf.name: leaf for leaf in needed}
-    trained_by, given = f"ss.{training.optimizer.name}", {}
+    given = {}
     updates = [
-        builder.in_place(needing[n], f"update.{n}", trained_by, group=group)
+        builder.in_place(needing[n], f"update.{n}", f"ss.{training.kind(n)}", group=group)
         for n, group in training.groups.items()
         if n in needing
     ]

@@ -4,7 +4,7 @@ Slices of a projection's result move up to its weight (`x W` sliced is `x` times
 indices of its own and can be cut by itself. The weight becomes one parameter per segment.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import pairwise
 from math import prod
 
@@ -23,22 +23,23 @@ _PRODUCTS = {"aten.linear.default": 0, "aten.mm.default": 1, "aten.matmul.defaul
 _ELEMENTWISE = ("aten.add.Tensor", "aten.mul.Tensor", "aten._to_copy.default")
 
 
-def cut_segments(trace: Trace) -> Segments:
-    """Cut every packed weight into its segments, in place. Returns the pieces."""
+def cut_segments(trace: Trace, kept: Container[str] = ()) -> Segments:
+    """Cut every packed weight, but for those that are `kept`, into its segments, in place. Returns the pieces."""
     pieces: Segments = {}
-    while chains := _find(trace):
+    while chains := _find(trace, kept):
         _cut(trace, chains, pieces)
     return pieces
 
 
-def _find(trace: Trace) -> dict[Node, Cut]:
+def _find(trace: Trace, kept: Container[str]) -> dict[Node, Cut]:
     """Return the tensors that are only read in segments, from packed weights down to the operands of slices."""
     found: dict[Node, Cut] = {}
     for node in trace.calls():
         packed = reads(node)[0] if target_of(node) in _SLICES else node
         if packed is not node and "kind" not in packed.meta and packed not in found:
             cut = _segments(packed)
-            found.update((cut and _chain(packed, cut)) or {})
+            chain = (cut and _chain(packed, cut)) or {}
+            found.update({} if any(x.name in kept for x in chain) else chain)
     return found
 
 

@@ -1,7 +1,7 @@
 """The training half of a captured step: which tensors need gradients, and the ops of the optimizer."""
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from superscaler.frontend.results import RESULT
 from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
 from superscaler.ir.model import Optimizer, TensorKind
 from superscaler.ops.table import row_of
-from superscaler.specs.options import OPTIMIZERS, by_looks
+from superscaler.specs.options import CLASS, OPTIMIZERS, WHOLE, by_looks
 
 _DETACH = "aten.detach.default"
 
@@ -75,8 +75,10 @@ _REFUSED = {
     "LBFGS": "computes the loss several times a step, and a plan once",
     "SparseAdam": "needs sparse gradients, and those of a plan are dense",
 }
-# An optimizer, or several, each by the key of its loss in the output of the module.
-Optimizers = torch.optim.Optimizer | Mapping[Any, torch.optim.Optimizer]
+# An optimizer, or several of one loss, each over its own parameters.
+_Each = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+# Those of a step, or of each of its losses by the key of the loss in the output of the module.
+Optimizers = _Each | Mapping[Any, _Each]
 _DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
 
 
@@ -93,6 +95,10 @@ class Training:
     losses: tuple[Any, ...] = ()
     loss_of: dict[str, str] = field(default_factory=dict)
 
+    def kind(self, name: str) -> str:
+        """Return the class name of the optimizer of a parameter."""
+        return self.optimizer.kind(self.groups[name])
+
     def of_pieces(self, segments: Mapping[str, tuple[str, int, int, int]]) -> "Training":
         """Return the training half with the segments of packed parameters too."""
         of = {piece: whole for piece, (whole, *_) in segments.items()}
@@ -104,34 +110,41 @@ class Training:
 def read_optimizers(
     module: nn.Module, optimizer: Optimizers | None, scaler: torch.amp.GradScaler | None = None
 ) -> Training:
-    """Return the training half of a captured optimizer, or of several, each by the key of its loss, as one with the
-    parameter groups of all.
+    """Return the training half of a captured optimizer, or of several, as one with the parameter groups of all.
 
-    Raises CaptureError as `read_optimizer`, and for optimizers of several classes or that share a parameter.
+    Raises CaptureError as `read_optimizer`, and for optimizers that share a parameter.
     """
-    if not isinstance(optimizer, Mapping):
-        return read_optimizer(module, optimizer, scaler)
-    if len(optimizer) < 2:
+    losses = tuple(optimizer) if isinstance(optimizer, Mapping) else ()
+    if isinstance(optimizer, Mapping) and len(losses) < 2:
         raise InputError("optimizer={...} needs at least 2 losses; of one loss, pass the optimizer itself.")
-    if scaler is not None:
+    if losses and scaler is not None:
         raise InputError("a scaler scales one loss; capture several losses without it, in bf16 or float32.")
-    options, groups, loss_of, kinds = list[Any](), dict[str, int](), dict[str, str](), dict[str, Any]()
-    for key, own in optimizer.items():
-        found = read_optimizer(module, own)
-        kinds.setdefault(found.optimizer.name, key)
+    if optimizer is None:
+        return read_optimizer(module, None, scaler)
+    if not (pairs := optimizers_of(optimizer)):
+        raise InputError("optimizer=[] has no optimizer; give one, or None for inference.")
+    options, groups, loss_of, kinds = list[Any](), dict[str, int](), dict[str, str](), list[str]()
+    for key, own in pairs:
+        found = read_optimizer(module, own, scaler)
         for name in (name for name in found.groups if name in groups):
-            one = loss_of[name].removeprefix(RESULT)[1:]
-            raise CaptureError(f"{name} is a parameter of two optimizers, of the losses {one!r} and {key!r}.")
+            both = f", of the losses {loss_of[name].removeprefix(RESULT)[1:]!r} and {key!r}" if losses else ""
+            raise CaptureError(f"{name} is a parameter of two optimizers{both}.")
         groups |= {name: len(options) + number for name, number in found.groups.items()}
-        loss_of |= dict.fromkeys(found.groups, f"{RESULT}.{key}")
+        loss_of |= dict.fromkeys(found.groups, f"{RESULT}.{key}") if losses else {}
         options += found.optimizer.groups
-    if len(kinds) > 1:
-        (one, here), (other, there), *_ = kinds.items()
-        raise CaptureError(
-            f"the loss {here!r} has {one}, and {there!r} has {other}; optimizers of one step are of one class, each "
-            "with its own options."
-        )
-    return Training(Optimizer(next(iter(kinds)), tuple(options)), groups, tuple(optimizer), loss_of)
+        kinds += [found.optimizer.name] * len(found.optimizer.groups)
+    names = dict.fromkeys(kinds)
+    if len(names) > 1:
+        options = [((CLASS, kind), *group) for kind, group in zip(kinds, options, strict=True)]
+    together = replace(found.optimizer, name="+".join(names), groups=tuple(options))
+    return Training(together, groups, losses, loss_of)
+
+
+def optimizers_of(optimizer: Optimizers | None) -> list[tuple[Any, torch.optim.Optimizer]]:
+    """Return each optimizer of a step, with the key of its loss where there are several losses."""
+    given = optimizer if isinstance(optimizer, Mapping) else {None: optimizer}
+    every = ((key, own if isinstance(own, Sequence) else [own]) for key, own in given.items())
+    return [(key, one) for key, some in every for one in some if one is not None]
 
 
 def read_optimizer(
@@ -173,7 +186,7 @@ def read_optimizer(
     return Training(Optimizer(kind, options, scaling), groups)
 
 
-def optimizer_of(
+def named_optimizer(
     name: str, parameters: Iterable[nn.Parameter], lr: float, given: Iterable[str]
 ) -> torch.optim.Optimizer:
     """Return torch's optimizer of a name of the command line, with options as `key=value`.
@@ -192,7 +205,8 @@ def optimizer_of(
         return kind(parameters, lr=lr, **options)
     except (ValueError, TypeError) as error:
         more = "".join(f" --set {text}" for text in given)
-        raise InputError(f"--optimizer {name}{more}: {error}.") from None
+        hint = "; FILE.py:FUNCTION can give it these, and another one the rest" if kind.__name__ in WHOLE else ""
+        raise InputError(f"--optimizer {name}{more}: {str(error).rstrip('.')}{hint}.") from None
 
 
 # Arguments of optimizers that are no options of the command line, or have one of their own.

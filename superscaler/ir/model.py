@@ -19,6 +19,8 @@ from itertools import takewhile
 from math import prod
 from typing import Any, Literal
 
+from superscaler.specs.options import kind_of
+
 TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output", "next"]
 OpKind = Literal["forward", "backward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
@@ -248,6 +250,8 @@ _MORE_STATES = ("momentum", "amsgrad", "centered")
 class Optimizer:
     """A `torch.optim` optimizer: its class name and, per parameter group, the options of its constructor.
 
+    Several have the names of all, as "Muon+AdamW", and each group names its own (`kind_of`).
+
     `scaler`: the state of the `torch.amp.GradScaler` that scales the loss, empty without one. `precision`: "bf16" or
     "fp16" if it updates float32 copies of weights in that dtype, else "".
     """
@@ -257,20 +261,25 @@ class Optimizer:
     scaler: tuple[tuple[str, float], ...] = ()
     precision: str = ""
 
+    def kind(self, group: int) -> str:
+        """Return the class name of the optimizer of a parameter group."""
+        return kind_of(dict(self.groups[group]), self.name)[0]
+
     def has_copy(self, dtype: str) -> bool:
         """Return whether a weight of a dtype has a float32 copy, which is updated instead."""
         return bool(self.precision) and dtype in _HALVES
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of state for each element of a weight of a dtype, its copy included.
+        """Return the most bytes of state for each element of a weight of a dtype, its copy included.
 
         >>> adam = Optimizer("AdamW", (), precision="bf16")
         >>> adam.state_bytes("float32"), adam.state_bytes("bfloat16")
         (8, 12)
         """
-        more = max(sum(bool(dict(group).get(name)) for name in _MORE_STATES) for group in self.groups or ((),))
-        count = _STATES.get(self.name, 2) + more + self.has_copy(dtype)
-        return count * width("float32" if self.has_copy(dtype) else dtype)
+        most = 0
+        for kind, options in (kind_of(dict(group), self.name) for group in self.groups or ((),)):
+            most = max(most, _STATES.get(kind, 2) + sum(bool(options.get(name)) for name in _MORE_STATES))
+        return (most + self.has_copy(dtype)) * width("float32" if self.has_copy(dtype) else dtype)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,17 @@ updates are the plain ones.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from superscaler.specs.options import kind_of
 from superscaler.store.checkpoint import AVERAGE
 
 # More elements than the vector of any kernel, and a rate at which an update is visible.
@@ -101,16 +104,55 @@ def optimizer_of(
     for params, options in pairs:
         # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
         others = map(options.get, ("foreach", "differentiable", "capturable"))
-        if options.get("fused") is None and not any(others) and is_plain(name, options, params, is_mixed):
+        if options.get("fused") is None and not any(others) and is_plain(*kind_of(options, name), params, is_mixed):
             options["fused"] = True
-    used = [{"params": params, **options} for params, options in pairs]
-    if not used:
-        return None
+    return together(name, [{"params": params, **options} for params, options in pairs], is_mixed) if pairs else None
+
+
+def together(name: str, groups: Sequence[Mapping[str, Any]], is_mixed: bool = False) -> torch.optim.Optimizer:
+    """Return torch's own optimizer over parameter groups: the one of this name, or those that the groups name."""
+    kinds = groupby((kind_of(group, name) for group in groups), key=lambda pair: pair[0])
+    made = [_made(kind, [options for _, options in some], is_mixed) for kind, some in kinds]
+    return made[0] if len(made) == 1 else Together(made)
+
+
+def _made(name: str, groups: list[dict[str, Any]], is_mixed: bool) -> torch.optim.Optimizer:
     if is_mixed:
-        return with_copies(name)(used)
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(used)
+        return with_copies(name)(groups)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(groups)
     made.register_load_state_dict_post_hook(_lay_out_states)
     return made
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers that step together, each on parameter groups of its own."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = members
+        super().__init__([group for one in members for group in one.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let groups and states be those of the members."""
+        self.param_groups = [group for one in self.members for group in one.param_groups]
+        self.state = defaultdict(dict, {weight: state for one in self.members for weight, state in one.state.items()})
+        for one in self.members:
+            one.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the weights that have gradients."""
+        for one in self.members:
+            one.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state of the same optimizers."""
+        groups = iter(state_dict["param_groups"])
+        for one in self.members:
+            own = list(islice(groups, len(one.param_groups)))
+            numbers = {number for group in own for number in group["params"]}
+            states = {number: state for number, state in state_dict["state"].items() if number in numbers}
+            one.load_state_dict({"state": states, "param_groups": own})
+        self._share()
 
 
 def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float) -> None:

@@ -169,6 +169,7 @@ class _Device:
         for weight in device.weights:
             tensor = self.tensors[weight.tensor]
             self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
+        self.kinds = {w.name: self.optimizer.kind(w.group).lower() for w in device.weights if w.trained}
         self.forwards = {i.task: i for i in code if isinstance(i, Forward)}
         self.segments = works.segments.tasks(device)
 
@@ -226,10 +227,16 @@ class _Device:
         casts = [meta for meta, gradient in pairs if meta[1] != gradient[1]]
         casts += [meta for meta, weight in zip(updated, weights, strict=True) if meta != weight]
         copies = [k for meta in (*casts, *(self.metas[name] for name in i.buffers)) for k in _copied(meta)]
-        name = self.optimizer.name.lower()
-        states = updated * (2 if name.startswith("adam") else 1)
-        fused = [Kernel(f"_fused_{name}_", (*updated, *updated, *states), (*updated, *states))] if weights else []
-        return (*copies, *fused)
+        owned: dict[str, tuple[Meta, ...]] = {}
+        for name, meta in zip(i.weights, updated, strict=True):
+            owned[self.kinds[name]] = *owned.get(self.kinds[name], ()), meta
+        return (*copies, *(_fused(kind, metas) for kind, metas in owned.items()))
+
+
+def _fused(kind: str, weights: tuple[Meta, ...]) -> Kernel:
+    """Return the update of weights by an optimizer."""
+    states = weights * (2 if kind.startswith("adam") else 1)
+    return Kernel(f"_fused_{kind}_", (*weights, *weights, *states), (*weights, *states))
 
 
 @cache

@@ -19,6 +19,7 @@ from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.storages import CATEGORIES, INSIDE, OPTIMIZER, Storage, elements
 from superscaler.simulate.works import Tape, block
+from superscaler.specs.options import kind_of
 from superscaler.timing import without_garbage_collection
 
 MB, GB = 10**6, 10**9
@@ -121,8 +122,8 @@ def state_bytes(program: Program, weight: Weight) -> int:
     optimizer, count = program.model.optimizer, elements(weight.box)
     dtype = program.model.tensors[weight.tensor].dtype
     is_copied = optimizer.has_copy(dtype)
-    options = json.dumps(dict(optimizer.groups[weight.group]), sort_keys=True)
-    sizes = _states(optimizer.name, options, "float32" if is_copied else dtype)
+    name, options = kind_of(dict(optimizer.groups[weight.group]), optimizer.name)
+    sizes = _states(name, json.dumps(options, sort_keys=True), "float32" if is_copied else dtype)
     return sum(block(size * count) if size else block(1) for size in sizes) + is_copied * block(4 * count)
 
 
@@ -145,7 +146,7 @@ def _update_of(optimizer: Optimizer) -> Callable[[Sequence[int]], int]:
     options = [dict(group) for group in optimizer.groups]
     if any(o.get("foreach") for o in options):
         return lambda sizes: sum(sizes)
-    is_fused = optimizer.name in ("Adam", "AdamW", "SGD") and all(
+    is_fused = {"Adam", "AdamW", "SGD"}.issuperset(map(optimizer.kind, range(len(options)))) and all(
         o.get("fused") is not False and o.get("foreach") is None for o in options
     )
     return lambda sizes: 0 if is_fused else 2 * max(sizes, default=0)

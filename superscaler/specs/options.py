@@ -20,6 +20,8 @@ OPTIMIZERS = {
         "AdamW", "Adam", "SGD", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", *WHOLE
     )
 }  # fmt: skip
+# The option of a parameter group that names its optimizer, where a step has several.
+CLASS = "class"
 # 16-bit dtypes of autocast and of weights.
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 # The precision of a module as it is.
@@ -120,6 +122,16 @@ def _check(spec: str, options: Options) -> None:
     for rate in ("dropout", "drop_path"):
         if not 0 <= options.get(rate, 0.0) < 1:
             raise InputError(f"'{spec}': {rate} is {options[rate]}, but it must be at least 0 and below 1.")
+
+
+def kind_of(group: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+    """Return the class of the optimizer of a parameter group, and its options. `name`: that of all optimizers.
+
+    >>> kind_of({"class": "Muon", "lr": 0.1}, "Muon+AdamW"), kind_of({"lr": 0.1}, "SGD")
+    (('Muon', {'lr': 0.1}), ('SGD', {'lr': 0.1}))
+    """
+    options = dict(group)
+    return options.pop(CLASS, name), options
 
 
 def check_divides(model: str, whole: str, part: str, options: Options) -> None:

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
 from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import reading, refuse
-from superscaler.specs.options import OPTIMIZERS
+from superscaler.specs.options import OPTIMIZERS, kind_of
 from superscaler.store import folder as disk
 from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without, is_inside
 from superscaler.store.tensor_file import kinds, opened
@@ -252,14 +252,12 @@ def _check_torch(saved: disk.Whole) -> None:
     dtypes = [plan["loss_dtype"] or "float32", *(dtype for _, dtype in plan["inputs"].values())]
     if odd := [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]:
         raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} has not; {REWRITE}.")
-    name = plan["optimizer"]["name"]
-    if not name:
-        return
-    if name not in OPTIMIZERS.values():
-        raise InputError(f"{file}: {unknown('optimizer', name, OPTIMIZERS.values())}")
-    known = inspect.signature(getattr(torch.optim, name)).parameters
-    for option in (option for group in plan["optimizer"]["groups"] for option in group):
-        if option not in known:
+    for group in plan["optimizer"]["groups"]:
+        name, options = kind_of(group, plan["optimizer"]["name"])
+        if name not in OPTIMIZERS.values():
+            raise InputError(f"{file}: {unknown('optimizer', name, OPTIMIZERS.values())}")
+        known = inspect.signature(getattr(torch.optim, name)).parameters
+        for option in (option for option in options if option not in known):
             raise InputError(f"{file}: {unknown(f'option of torch.optim.{name}', option, known)}")
 
 

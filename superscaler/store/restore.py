@@ -110,7 +110,10 @@ def _state_names(step: TrainingStep, group: Mapping[str, Any], dtype: torch.dtyp
     """Return the names of the optimizer's state of a weight after a step."""
     # Some take matrices only.
     weight = torch.nn.Parameter(torch.zeros(1, 1, device=step.state.device, dtype=dtype))
-    optimizer = type(step.state.optimizer)([{**group, "params": [weight]}])
+    # Several that step together, or the only one.
+    members = getattr(step.state.optimizer, "members", [step.state.optimizer])
+    (kind,) = (type(one) for one in members if any(group is own for own in one.param_groups))
+    optimizer = kind([{**group, "params": [weight]}])
     weight.grad = torch.ones(1, 1, device=step.state.device, dtype=weight.grad_dtype)
     optimizer.step()
     return {name for name, value in optimizer.state[weight].items() if value is not None}

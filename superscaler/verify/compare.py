@@ -17,6 +17,7 @@ from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
 from superscaler.replaced import replaced
 from superscaler.runtime.executor import Rank, put, take
+from superscaler.runtime.optimizer import together
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
 
@@ -97,7 +98,7 @@ class Comparison:
                 found[str(weight.name)] = piece.requires_grad_()
                 members[self.groups[weight.tensor]].append(piece)
         groups = [{"params": p, **dict(g)} for p, g in zip(members, optimizer.groups, strict=True) if p]
-        return found, getattr(torch.optim, optimizer.name)(groups) if groups else None
+        return found, together(optimizer.name, groups) if groups else None
 
     def _slice(self, whole: Values, weight: Weight) -> Tensor:
         return take(whole[weight.tensor], slots_of(self.model, weight.tensor), weight.box)

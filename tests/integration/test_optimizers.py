@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,64 @@ def test_an_optimizer_of_matrices_gets_whole_ones() -> None:
     for name, want in module.named_parameters():
         # It computes the update in bfloat16.
         torch.testing.assert_close((found[0] | found[1])[name], want.detach(), rtol=1e-3, atol=1e-3)
+
+
+class Mixed(nn.Module):
+    """Matrices, an embedding and vectors; the first matrix is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(32, 8), nn.LayerNorm(8), nn.Linear(8, 32, bias=False)
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        gate, up = self.first(self.norm(x)).split([16, 8], -1)
+        return nn.functional.cross_entropy(self.head(x + self.last(gate.view(*up.shape, 2).sum(-1) * up)).mT, labels)
+
+    def optimizers(self, lr: float = 0.05) -> list[torch.optim.Optimizer]:
+        matrices = [self.first.weight, self.last.weight]
+        rest = [p for p in self.parameters() if all(p is not one for one in matrices)]
+        decayed = [{"params": rest[:1]}, {"params": rest[1:], "weight_decay": 0.0}]
+        return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(decayed, lr=lr / 5)]
+
+
+def test_optimizers_share_the_parameters_out(tmp_path: Path) -> None:
+    """Muon for matrices, which stay whole, and AdamW for the rest; so in checkpoints, that other plans resume."""
+    torch.manual_seed(0)
+    module, batch = Mixed(), {"ids": torch.randint(0, 32, (8, 4)), "labels": torch.randint(0, 32, (8, 4))}
+    graph = capture(module, kwargs=batch, optimizer=module.optimizers())
+    first = compile(graph, "zero:stage=2,microbatches=2", "local:2")
+    held = [w.tensor for device in first.compiled.program.devices for w in device.weights]
+    assert (held.count("last.weight"), held.count("first.weight"), held.count("head.weight")) == (1, 1, 2)
+    equal(capture(module, kwargs=batch, optimizer=module.optimizers(), precision="bf16"), "zero:stage=3", 2)
+
+    def two_steps(step: Step, rate: float) -> dict[str, Tensor]:
+        if rate < 1:
+            step.restore(tmp_path)
+        step.lr = [rate * r for r in (0.05, 0.01, 0.01)]
+        for _ in range(2):
+            step(batch)
+        step.save(tmp_path)
+        return {w["tensor"]: step.state.weights[w["name"]].detach() for w in step.state.tables["weights"]}
+
+    on_ranks(first, partial(two_steps, rate=1.0))
+    found = on_ranks(compile(graph, "tensor_parallel", "local:2"), partial(two_steps, rate=0.5))
+    optimizers = module.optimizers()
+    for number in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        module(**batch).backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5 if number == 2 else 1
+            optimizer.step()
+    for name in ("norm.weight", "last.weight", "first.weight"):
+        torch.testing.assert_close(found[0][name], module.get_parameter(name).detach(), rtol=2e-3, atol=2e-3)
+    with pytest.raises(InputError, match=r"last.weight is a parameter of two optimizers\.$"):
+        capture(module, kwargs=batch, optimizer=[*module.optimizers(), torch.optim.SGD([module.last.weight])])
+    with pytest.raises(InputError, match="has no optimizer"):
+        capture(module, kwargs=batch, optimizer=[])
 
 
 def test_other_optimizers_of_torch_are_refused_by_name() -> None:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.frontend.training import optimizer_of
+from superscaler.frontend.training import named_optimizer
 from superscaler.runtime.step import Step
 from superscaler.specs.options import OPTIMIZERS
 from superscaler.train.schedule import advance, check_schedule, schedule_of
@@ -32,7 +32,7 @@ def make() -> tuple[nn.Module, Any]:
 def test_optimizers_are_torchs_under_zero(name: str) -> None:
     more = ["momentum=0.5", "centered=true"] if name == "rmsprop" else []
     module, x = make()
-    chosen = optimizer_of(name, module.parameters(), 0.01, more)
+    chosen = named_optimizer(name, module.parameters(), 0.01, more)
     graph = ss.capture(module, (x,), optimizer=chosen)
     ran = equal(graph, "zero:stage=1", 2)
     assert ran.graph.model.optimizer.name == OPTIMIZERS[name]
@@ -48,8 +48,8 @@ def test_averages_and_numbers_of_optimizers_go_on_under_another_plan(name: str, 
     """A checkpoint of ZeRO under tensor parallelism, against torch's own optimizer and averages of a plain loop."""
     module, x = make()
     plain = copy.deepcopy(module)
-    graph = ss.capture(module, (x,), optimizer=optimizer_of(name, module.parameters(), 0.01, []))
-    theirs, mean = optimizer_of(name, plain.parameters(), 0.01, []), AveragedModel(plain, multi_avg_fn=_decayed)
+    graph = ss.capture(module, (x,), optimizer=named_optimizer(name, module.parameters(), 0.01, []))
+    theirs, mean = named_optimizer(name, plain.parameters(), 0.01, []), AveragedModel(plain, multi_avg_fn=_decayed)
     for _ in range(4):
         theirs.zero_grad()
         plain(x).backward()
@@ -152,6 +152,6 @@ def test_bad_schedules_are_one_line(spec: str | None, warmup: int, message: str)
 def test_bad_options_of_optimizers_are_one_line() -> None:
     for given, message in (("weight_deca=1", "did you mean 'weight_decay'"), ("eps=-1", "--set eps=-1: Invalid eps")):
         with pytest.raises(InputError, match=message):
-            optimizer_of("adamw", [nn.Parameter(torch.zeros(1))], 0.1, [given])
-    found = optimizer_of("adamw", [nn.Parameter(torch.zeros(1))], 0.1, ["betas=0.8,0.9", "amsgrad=true"])
+            named_optimizer("adamw", [nn.Parameter(torch.zeros(1))], 0.1, [given])
+    found = named_optimizer("adamw", [nn.Parameter(torch.zeros(1))], 0.1, ["betas=0.8,0.9", "amsgrad=true"])
     assert (found.defaults["betas"], found.defaults["amsgrad"]) == ((0.8, 0.9), True)
