@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ def made(
     judges = [*module.discriminator.parameters(), *module.head.parameters()]
     optimizers = {
         "generator": torch.optim.AdamW(module.generator.parameters(), lr=1e-2, betas=(0.5, 0.9)),
-        "discriminator": torch.optim.AdamW(judges, lr=3e-2),
+        "discriminator": torch.optim.SGD(judges, lr=3e-2, momentum=0.9),
     }
     return module, optimizers, (torch.randn(8, 8), torch.randn(8, 8))
 
@@ -119,11 +119,9 @@ def refused(match: str, change: Callable[[Around, Any], Any], drop: float = 0.0,
 
 
 def test_refusals_name_what_is_wrong() -> None:
-    adam, sgd = torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1)
-    refused("'generator' has SGD, and .* AdamW", lambda m, o: {**o, "generator": sgd(m.generator.parameters())})
     refused(
         "0.0.weight is a parameter of two.* 'generator' and 'discriminator'",
-        lambda m, o: {**o, "discriminator": adam(m.parameters())},
+        lambda m, o: {**o, "discriminator": torch.optim.AdamW(m.parameters())},
     )
     refused(
         "no loss 'd' .* has 'discriminator', 'generator'",
