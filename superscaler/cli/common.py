@@ -168,8 +168,8 @@ class ModelRequest:
         name = self.optimizer or "adamw"
         is_own = ".py:" in name
         if name not in (*OPTIMIZERS, _NONE) and not is_own:
-            known = unknown("optimizer", name, (*OPTIMIZERS, _NONE))
-            raise InputError(f"{known} Or give a file: path/to/file.py:function.")
+            text = unknown("optimizer", name, (*OPTIMIZERS, _NONE))
+            raise InputError(f"{text} Or give a file: path/to/file.py:function.")
         if self.options and (is_own or name == _NONE):
             why = f"{name}; give it keys, as {name}:key=value" if is_own else "none"
             raise InputError(
