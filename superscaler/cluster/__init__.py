@@ -1,4 +1,4 @@
-"""Devices and the servers they are in: what a plan is compiled for."""
+"""Devices and the servers that hold them: the target of a compilation."""
 
 from superscaler.cluster.cluster import Cluster, Device
 from superscaler.cluster.devices import PRESETS, DeviceKind

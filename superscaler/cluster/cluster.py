@@ -1,4 +1,4 @@
-"""`Cluster`: the devices of a plan, and how one is written in text."""
+"""`Cluster`: the devices of a plan, and their text form."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Cluster:
         links: Links | None = None,
         device_kind: DeviceKind | None = None,
     ) -> Cluster:
-        """Return a cluster under a name of its own. `kind` is the name of a preset, or `local`; it gives what is None.
+        """Return a cluster under a name of its own. `kind`, the name of a preset or `local`, provides what is None.
 
         Raises InputError for an unknown preset, a number below 1, or NICs and devices that do not divide.
         """
@@ -163,12 +163,12 @@ class Cluster:
         return self.kind == LOCAL and self.servers == 1
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Return the seconds in which all groups, at once, run one collective on a source of `size` bytes per device.
+        """Return the seconds in which all groups together run one collective on a source of `size` bytes per device.
 
         Groups are device ids in chunk order: (sender, *receivers) in `broadcast` and `rd_scatter`, (*senders, receiver)
-        in `reduce` and `rd_gather`, (sender, receiver) in `send`, `permute`, `move` and
-        `messages`, which say how a message came to be. `chunk` and `value_chunk` are local and take no time. Raises
-        InputError for an unknown kind or device.
+        in `reduce` and `rd_gather`, (sender, receiver) in `send` and in `permute`, `move` and `messages`, the names of
+        messages by their origin. `chunk` and `value_chunk` are local and take no time. Raises InputError for an unknown
+        kind or device.
 
         >>> round(Cluster.preset("v100", 1, 8).seconds("all_reduce", [range(8)], 120e6), 6)
         0.001777
@@ -177,15 +177,15 @@ class Cluster:
         return min(max((latency + slope * size for latency, slope in way), default=0.0) for way in ways)
 
     def way(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> Way:
-        """Return the way of `seconds`, with the ports of the cluster that each group uses, as long as the curve of the
-        collective says. A group has two devices or more, or is the pair of a device and its host.
+        """Return the way of `seconds`, with the ports that each group uses, scaled by the measured curve of the
+        collective. A group has two devices or more, or is the pair of a device and its host.
         """
         found = ways(self._wiring, kind, tuple(map(tuple, groups)))
         best = min(found, key=lambda way: max(latency + slope * size for latency, slope in way.lines))
         return best.times(self.links.curve(kind, size))
 
     def bound(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Return seconds that no way of running the collectives of `seconds` can beat: bytes over bandwidth.
+        """Return a lower bound on the seconds of any way to run the collectives of `seconds`: bytes over bandwidth.
 
         >>> round(Cluster.preset("v100", 1, 8).bound("all_reduce", [range(8)], 120e6), 6)
         0.00175

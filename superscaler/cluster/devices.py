@@ -1,6 +1,6 @@
-"""The kinds of device: memory, peaks, and how fast they run kernels.
+"""The kinds of device: memory, peaks, and speeds of kernels.
 
-Speeds of the presets are what large kernels reach by published measurements, not the peaks of data sheets.
+Speeds of the presets are those that published measurements give for large kernels, not the peaks of data sheets.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ Pair = tuple[float, float]
 class Attention:
     """Fused attention, in operations per second by channels of a head: 4 or 10 operations per score and channel.
 
-    ramp     the keys of a query at which half of that is reached
-    causal   the factor where later keys are masked; `tile`: the keys that a query computes at once, masked or not
+    ramp     the number of keys of a query that gives half of that speed
+    causal   the factor if later keys are masked; `tile`: the keys that a query computes together, masked or not
     """
 
     rates: Mapping[int, Pair]
@@ -28,17 +28,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast a device runs kernels, in operations, bytes and seconds.
+    """Speeds of kernels on a device, in operations, bytes and seconds.
 
     units      multiprocessors that share the tiles of a product; 0: a core, which reads and then computes
     products   operations per second of large matrix products, by dtype
     attention  `forward` and `backward`, also of a dtype (`forward float32`)
     memory     bytes per second of large kernels that read and write; of others by `operators`: an operator with its
-               dtype (`gelu bfloat16`), an operator, or a class of these (`product` for what a core reads)
+               dtype (`gelu bfloat16`), an operator, or a class of these (`product` for the reads of a core)
     floor      the seconds of the shortest kernel
-    issue      the seconds in which the host starts a kernel, while the device runs others; 0: the host is the device
+    issue      the seconds of the host to start a kernel, while the device runs others; 0: the host is the device
     fresh      bytes per second at which the system gives memory for a large tensor; 0: there is a pool
-    slowdown   how many times longer a kernel takes while communication runs beside it
+    slowdown   the factor of a kernel's time while communication runs beside it
     """
 
     units: int
@@ -68,8 +68,8 @@ GB = 10**9
 
 
 def _classes(memory: Pair) -> dict[str, Link]:
-    """Return the classes that do not reach the bandwidth of memory. Their shares are estimates, as is the sorting of
-    the numbers of rows before gradients are added to these.
+    """Return the classes below the bandwidth of memory. Their shares are estimates, as is the sorting of the numbers of
+    rows before gradients are added to these.
     """
     shares = {
         "reduction": 0.8,

@@ -26,7 +26,7 @@ from superscaler.specs.yaml_file import parse
 
 
 def _number(value: object) -> object:
-    """Return a number for text like 5e-6, which YAML takes for a number only when it is written 5.0e-6."""
+    """Return a number for text like 5e-6: YAML reads it as a number only in the form 5.0e-6."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -57,14 +57,14 @@ class LinkFile(_Checked):
 
 
 class LineFile(_Checked):
-    """A link whose numbers are both given."""
+    """A link with both numbers given."""
 
     alpha: _Seconds
     bandwidth: _Amount
 
 
 class LinksFile(_Checked):
-    """Links by class. `pair` has the numbers of `intra` where only `intra` is given; `nics` is null for one NIC per
+    """Links by class. `pair` has the numbers of `intra` if only `intra` is given; `nics` is null for one NIC per
     device; `curves` are those of `Links`.
     """
 
@@ -124,7 +124,7 @@ class DeviceFile(_Checked):
 
 
 class ClusterFile(_Checked):
-    """The contents of the file. `preset`: the kind of its devices, or `local` if nothing is known about them."""
+    """The contents of the file. `preset`: the kind of its devices, or `local` for unknown ones."""
 
     name: StrictStr
     preset: StrictStr
@@ -165,7 +165,7 @@ def _links(known: Links, given: LinksFile) -> Links:
 
 
 def read(text: str, where: str) -> ClusterFile:
-    """Return the contents of a text. Raises InputError that names the first wrong key."""
+    """Return the contents of a text. Raises InputError with the first wrong key."""
     content = parse(text, where)
     keys = list(ClusterFile.model_fields)
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""From measured times of collectives to the links that explain them."""
+"""Links fitted to measured times of collectives."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ _LONG = 1e-3
 class Sample:
     """The measured seconds of a collective in one group of devices of one server, from `size` bytes a device.
 
-    `beside`: those that it adds to work at the same time.
+    `beside`: the seconds that it adds to simultaneous work.
     """
 
     kind: str
@@ -30,15 +30,15 @@ class Sample:
 
     @property
     def link(self) -> str:
-        """The class of link that was measured. A send to oneself is a copy inside the device."""
+        """The measured class of link. A send to oneself is a copy inside the device."""
         if self.kind != "send":
             return "intra"
         return "pair" if len(set(self.group)) > 1 else "device"
 
 
 def fit(samples: Iterable[Sample], known: Links) -> Links:
-    """Return the links with those measured in place of `known`: least squares of the relative error, per class. Curves
-    have what these leave at the measured sizes.
+    """Return the links with the measured ones in place of `known`: least squares of the relative error, per class.
+    Curves have the rest at the measured sizes.
     """
     by_link: dict[str, list[Sample]] = {}
     samples = list(samples)
@@ -54,7 +54,7 @@ def fit(samples: Iterable[Sample], known: Links) -> Links:
 
 
 def slowdown(samples: Iterable[Sample]) -> float:
-    """Return how many times as long work takes beside communication: the median of the samples."""
+    """Return the factor of work's time beside communication: the median of the samples."""
     shares = [s.beside / s.seconds for s in samples if s.link != "device" and s.seconds > _LONG]
     return rounded(1 + min(max(float(np.median(shares)), 0.0), 1.0)) if shares else 1.0
 
@@ -67,14 +67,14 @@ def _fit(name: str, samples: Sequence[Sample]) -> Link:
 
 
 def line(steps: Any, moved: Any, seconds: Any, weights: Any = 1.0) -> Link:
-    """Return the alpha and the bandwidth for which steps * alpha + moved / bandwidth is nearest to the seconds."""
+    """Return the alpha and the bandwidth that bring steps * alpha + moved / bandwidth nearest to the seconds."""
     alpha, per_byte = nearest([steps, moved], seconds, weights)
     # Without a slope these sizes cost nothing beside the latency: the bandwidth is at least the fastest measured one.
     return Link(rounded(alpha), rounded(1 / (per_byte or float(np.min(seconds / moved)))))
 
 
 def nearest(columns: Sequence[Any], seconds: Any, weights: Any = 1.0) -> list[float]:
-    """Return the factors, none negative, for which the sum of the columns has the least squares of relative errors."""
+    """Return the non-negative factors that give the sum of the columns the least squares of relative errors."""
     wanted = np.ones(len(seconds)) * weights
     rows, used = np.stack(columns, axis=1) * (wanted / seconds)[:, None], list(range(len(columns)))
     while used:

@@ -1,4 +1,4 @@
-"""The links of a cluster by class, and what is known about those of the presets."""
+"""The links of a cluster by class, with known numbers for those of the presets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from math import log
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`alpha` is the seconds that a message takes beside its bytes; `bandwidth` is bytes per second, one way."""
+    """A link: `alpha`, the seconds of a message beside its bytes; `bandwidth`, bytes per second, one way."""
 
     alpha: float
     bandwidth: float
@@ -16,11 +16,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How fast bytes move. A server has `nics` NICs, its devices in equal shares; None is one for each device.
+    """Speeds of links. A server has `nics` NICs, its devices in equal shares; None is one for each device.
 
     device    a copy inside a device
     pair      a message between two devices of a server
-    intra     what each device of a server sends in a collective (the bus bandwidth of nccl-tests)
+    intra     bytes that each device of a server sends in a collective (the bus bandwidth of nccl-tests)
     network   one NIC
     host      a copy between a device and its host, while all devices of the server copy
     curves    measured seconds beside those of the links, by kind of collective and bytes of a device's source
@@ -35,7 +35,7 @@ class Links:
     curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
 
     def curve(self, kind: str, size: float) -> float:
-        """Return how many times as long a collective takes as the links say: on a line of log(size) between sizes."""
+        """Return the factor of a collective's time over that of the links, interpolated along log(size)."""
         points = sorted(self.curves.get(kind, {}).items())
         if not points or size >= points[-1][0]:
             return points[-1][1] if points else 1.0

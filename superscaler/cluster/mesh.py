@@ -57,8 +57,8 @@ class Mesh:
         return Mesh({name: size for name, size in self.sizes.items() if name not in places}, chosen)
 
     def by_server(self, name: str) -> tuple[int, ...]:
-        """Return into how many an axis is best cut, one cut after the other: of local devices by server, then inside of
-        each, so that what is summed is summed there first (NCCL does so by itself). One number where that is not so.
+        """Return the sizes of the cuts that make an axis, one cut after the other: of local devices by server, then
+        inside of each, so that sums are made there first (as NCCL does); one number for others.
 
         >>> from superscaler.cluster import Cluster
         >>> mesh = Cluster.of("lab", "local", servers=2, devices_per_server=4).mesh(dp=4, tp=2)

@@ -1,7 +1,7 @@
-"""Closed formulas for the time of collectives: alpha and beta by link class, rings, hierarchies, NICs that are shared.
+"""Closed formulas for the time of collectives: alpha and beta by link class, rings, hierarchies, shared NICs.
 
-Everything is linear in the size of the source, so that what depends on the groups only is worked out once: one
-latency and one slope per group, for each way in which the collective may be done.
+Everything is linear in the size of the source. So the part that depends on the groups only is computed once: one
+latency and one slope per group, for each way to run the collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Port = tuple[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The facts that the time of a collective depends on, beside groups and size. `rings`: nothing but rings."""
+    """The facts that determine the time of a collective, beside groups and size. `rings`: only rings are possible."""
 
     links: Links
     per_server: int
@@ -36,7 +36,7 @@ class Kind:
     """A collective of n devices, in bytes per byte of a device's source.
 
     `sent` by each device of n; over s servers with g devices each, `inside` by each device in its server and `across`
-    by each server, when both are done one after the other. `laps` counts the times that the data goes around.
+    by each server, if one follows the other. `laps`: the number of times that the data goes around.
     """
 
     laps: int
@@ -75,7 +75,7 @@ LOCAL_KINDS = ("chunk", "value_chunk")
 class _Use:
     """The needs of a group: seconds of latency, bytes inside by each device, and bytes out of and into each server.
 
-    Bytes are per byte of the source. Rings use both classes of link at once, hierarchies one after the other.
+    Bytes are per byte of the source. Rings use both classes of link together, hierarchies one after the other.
     """
 
     latency: float
@@ -91,10 +91,10 @@ _Members = Mapping[int, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run the collectives of several groups at once.
+    """One way to run the collectives of several groups together.
 
-    `lines` and `ports` of each group; `loads`: the seconds per byte for which all groups together keep a port busy.
-    `bytes` per byte of the source, by class of link: `server`, `network`, `host`.
+    `lines` and `ports` of each group; `loads`: the busy seconds of a port per byte, by all groups together. `bytes` per
+    byte of the source, by class of link: `server`, `network`, `host`.
     """
 
     lines: tuple[Line, ...]
@@ -103,7 +103,7 @@ class Way:
     bytes: Mapping[str, float]
 
     def times(self, factor: float) -> Way:
-        """Return the way with seconds so many times as long."""
+        """Return the way with all seconds multiplied by a factor."""
         if factor == 1.0:
             return self
         longer = tuple((factor * latency, factor * slope) for latency, slope in self.lines)
@@ -112,7 +112,7 @@ class Way:
 
 @lru_cache(maxsize=1 << 16)
 def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], ...]:
-    """Return, for each way to do it, (latency, seconds per byte) of the groups: the slowest counts, the best is taken.
+    """Return, for each way, (latency, seconds per byte) of the groups: the slowest group counts, the best way is taken.
 
     Raises InputError for an unknown kind or device.
     """
@@ -127,7 +127,7 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], 
 
 
 def ways(wiring: Wiring, kind: str, groups: Groups) -> list[Way]:
-    """Return the ways to run a collective in groups of several devices, with all ports that each uses."""
+    """Return the ways to run a collective in groups of several devices, with the ports of each."""
     if kind in MESSAGES:
         return [_posted(wiring, kind, groups)]
     spread = [_by_server(wiring, group) for group in groups]
@@ -144,7 +144,7 @@ def _uses(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> list
 
 @lru_cache(maxsize=1 << 16)
 def least(wiring: Wiring, kind: str, groups: Groups) -> float:
-    """Return the seconds per byte of the source that no way of doing it can beat."""
+    """Return a lower bound on the seconds per byte of the source over all ways."""
     busy = _busy(wiring, kind, groups)
     if not busy:
         return 0.0
@@ -155,7 +155,7 @@ def least(wiring: Wiring, kind: str, groups: Groups) -> float:
 
 
 def _needs(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> float:
-    """Return the seconds per byte that the devices of these groups, and their servers, send or receive at least."""
+    """Return the least seconds per byte that the devices of these groups, and their servers, send or receive."""
     nics: dict[int, dict[int, float]] = defaultdict(dict)
     loads: dict[tuple[str, int], float] = defaultdict(float)
     found = []
@@ -221,7 +221,7 @@ def _exchange(wiring: Wiring, kind: str, members: _Members) -> _Use:
 
 
 def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
-    """Inside the servers, and between devices of equal place in them. Else it is done the other way."""
+    """Inside the servers, and between devices of equal place in them; an exchange or a ring for uneven servers."""
     sizes, row, links = {len(devices) for devices in members.values()}, COLLECTIVES[kind], wiring.links
     g, servers = max(sizes), len(members)
     if g == 1 or servers == 1 or (len(sizes) > 1 and kind not in ("broadcast", "reduce")):
@@ -280,13 +280,13 @@ def _highest(found: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _messages(wiring: Wiring, kind: str, groups: Groups) -> Line:
-    """Return the latency and the slope of messages that start at once."""
+    """Return the latency and the slope of messages that start together."""
     found = _posted(wiring, kind, groups).lines
     return max(latency for latency, _ in found), max(slope for _, slope in found)
 
 
 def _posted(wiring: Wiring, kind: str, groups: Groups) -> Way:
-    """Return the one way of messages. A device posts its messages one after the other; who shares a link shares its
+    """Return the one way of messages. A device posts its messages one after the other; messages on one link share its
     speed.
     """
     latencies: dict[Port, float] = defaultdict(float)
@@ -307,7 +307,7 @@ def _posted(wiring: Wiring, kind: str, groups: Groups) -> Way:
 
 
 def _path(wiring: Wiring, kind: str, sender: int, receiver: int) -> tuple[Link, str, list[tuple[Port, float]]]:
-    """Return the link that a message takes, its class, and the bytes per second of each port."""
+    """Return the link of a message, its class, and the bytes per second of each port."""
     links, per_server = wiring.links, wiring.per_server
     if sender == receiver:
         link, name = (links.host, kind) if kind in COPIES else (links.device, "copy")
@@ -329,7 +329,7 @@ def _fastest(wiring: Wiring, members: _Members) -> float:
 
 
 def _needed(kind: str, members: _Members) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the least bytes out of and into each server; an all_reduce may leave to any server what it sends."""
+    """Return the least bytes out of and into each server. An all_reduce may leave its bytes to any server."""
     n, servers = sum(map(len, members.values())), len(members)
     if servers == 1:
         return {}, {}

@@ -32,7 +32,7 @@ def all_gather(
     communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = (), wire: str = ""
 ) -> Handles:
     """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there. `wire`: the dtype
-    in which they travel; each rank gets its own chunks rounded, too.
+    in which they are sent; each rank rounds its own chunks, too.
     """
     sizes, into = sizes or [()] * len(tensors), tensors[0].dtype
     tensors = [x.to(getattr(torch, wire)) for x in tensors] if wire else tensors
@@ -49,7 +49,7 @@ def reduce_scatter(
 ) -> Handles:
     """Sum several tensors as one, each scattered along its own dim; the results are views of one buffer.
 
-    `wire`: the dtype in which they travel, added in their own.
+    `wire`: the dtype in which they are sent; they are added in their own.
     """
     sizes, mine = sizes or [()] * len(tensors), group.index(communicator.rank)
     chunks = [_chunks(x, group, dim, some) for x, dim, some in zip(tensors, dims, sizes, strict=True)]

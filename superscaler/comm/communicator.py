@@ -46,12 +46,12 @@ class Later:
 class Communicator(ABC):
     """Asynchronous messages between `world` ranks. Every rank of a group calls the same operations in the same order.
 
-    No operation changes its input. The input of a collective may be overwritten after `wait`; the input of a
-    broadcast, or of an operation whose result only another rank gets, after `flush`; the input of `send` after the
-    call, unless it is `owned`. In a group of one rank the result may be the input.
+    No operation changes its input. The caller may overwrite the input of a collective after `wait`; that of a
+    broadcast, or of an operation with a result on another rank only, after `flush`; that of `send` after the call,
+    unless it is `owned`. In a group of one rank the result may be the input.
 
-    `moved`: bytes of the plan that this rank put on links since the start. `bytes_outside_plan`: those of
-    reductions of the loss, the gradient norm and the finite check. Errors start with `prefix`.
+    `moved`: bytes of the plan that this rank put on links since the start. `bytes_outside_plan`: those of reductions of
+    the loss, the gradient norm and the finite check. Errors start with `prefix`.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Communicator(ABC):
         return self._reduce(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned, largest)
 
     def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Handle:
-        """Concatenate the ranks' chunks along `dim` in group order; those of uneven `sizes` are padded to travel."""
+        """Concatenate the ranks' chunks along `dim` in group order; those of uneven `sizes` are sent with padding."""
         if len(group) == 1:
             return Later(lambda: x)
         if not sizes:
@@ -101,9 +101,9 @@ class Communicator(ABC):
     def reduce_scatter(
         self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = (), into: torch.dtype | None = None
     ) -> Handle:
-        """Sum over the group and keep my chunk of `dim`: equal chunks, or chunks of `sizes` (padded to travel).
+        """Sum over the group and keep my chunk of `dim`: equal chunks, or chunks of `sizes` (sent with padding).
 
-        `into`: the dtype in which chunks are added, if it is not that of x.
+        `into`: the dtype in which chunks are added (default: that of x).
         """
         if len(group) == 1:
             return Later(lambda: x if into is None else x.to(into))
@@ -130,7 +130,7 @@ class Communicator(ABC):
         return self._reduce(self._enter("reduce", group, x.shape, x.dtype), group, x, owned, root=root)
 
     def rd_gather(self, x: Tensor, group: Group, root: int, dim: int) -> Handle:
-        """Concatenate equal chunks along `dim`, in group order, on the rank at place `root`; others get undefined."""
+        """Concatenate equal chunks along `dim`, in group order, on the rank at place `root`; undefined elsewhere."""
         if len(group) == 1:
             return Later(lambda: x)
         return self._gather(self._enter("rd_gather", group, x.shape, x.dtype), group, x, dim, root)
@@ -172,7 +172,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks reach this call."""
 
     @abstractmethod
     def flush(self) -> None:

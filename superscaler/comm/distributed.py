@@ -1,7 +1,7 @@
 """The communicator over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
 
-Process groups are always made of ascending ranks (what `new_group` does with other orders depends on its version);
-chunks are permuted here. Data that is only moved travels as bytes, so that every dtype can.
+Process groups always have ascending ranks (the meaning of other orders depends on the version of `new_group`); chunks
+are permuted here. Data that is only moved is sent as bytes, so that every dtype can be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def connect(timeout: float = 1800.0) -> DistributedCommunicator:
     """Join the ranks that `torchrun` started; without it, be the only one. NCCL on GPU number LOCAL_RANK, or gloo.
 
-    `timeout`: seconds that an operation may wait. Raises InputError if torchrun's variables make no sense, and
+    `timeout`: seconds that an operation may wait. Raises InputError for inconsistent variables of torchrun, and
     RuntimeFailure if the ranks do not find each other.
     """
     device = _device()
@@ -51,10 +51,9 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
 
 @contextmanager
 def _network(launch: Launched, variable: str) -> Iterator[None]:
-    """Let gloo connect over the interface that leads to the other ranks, unless the user chose one; later groups do the
-    same.
+    """Let gloo connect over the interface to the other ranks, unless the user chose one; later groups do the same.
 
-    A single rank makes no groups, and its process may belong to a user who starts others: it leaves no trace.
+    A single rank makes no groups, and its process may belong to a user who starts others: it sets nothing.
     """
     name = interface(launch) if variable.startswith("GLOO") and variable not in os.environ else None
     if name:
@@ -107,7 +106,7 @@ class _Operation:
 
 
 def _fail(what: str, error: RuntimeError) -> NoReturn:
-    """Raise an error of torch.distributed, as PeerLost where it blames another rank; gloo says so only in its text."""
+    """Raise an error of torch.distributed, as PeerLost if it blames another rank; gloo says so only in its text."""
     # The sentences of gloo after the first one are guesses.
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
     if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:

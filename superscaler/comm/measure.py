@@ -35,12 +35,12 @@ def probe(backend: str) -> None:
 
 
 def measure(count: str = "6", repeats: str = str(_REPEATS)) -> list[dict[str, Any]]:
-    """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of all ranks, and the seconds
-    that they add to work `beside` them; of the first so many sizes, and so many repetitions.
+    """Return measured collectives of all ranks: `kind`, `group`, `size` (bytes of each source), `seconds`, and the
+    seconds added to work `beside` them. They are of the first so many sizes, and so many repetitions.
 
-    On a CPU communication needs the cores that compute, and finds caches full and ranks late: there, seconds are those
-    that it adds to work before it, if they are more than those without work. Seconds are the first quartile over
-    repetitions, each that of its slowest rank: other processes can only add to them.
+    On a CPU communication needs the cores that compute, and finds caches full and ranks late. There, seconds are those
+    added to work before it, if they are more than those without work. Seconds are the first quartile over repetitions,
+    each that of its slowest rank: other processes can only add to them.
     """
     communicator = connected()
     everyone = tuple(range(communicator.world))

@@ -1,4 +1,4 @@
-"""The meeting of ranks: torchrun's environment, the store that all ranks share, and the network that joins them."""
+"""The meeting of ranks: torchrun's environment, the common store of all ranks, and the network between them."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """Return the launch data in the environment; alone, rank 0 of 1. Raises InputError if it makes no sense."""
+    """Return the launch data in the environment; alone, rank 0 of 1. Raises InputError for inconsistent variables."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     world = _number("WORLD_SIZE", 1)
@@ -55,7 +55,7 @@ def _number(name: str, low: int, high: int | None = None) -> int:
 
 
 def meet(launch: Launched) -> tuple[Store, str]:
-    """Return the store that all ranks share, and a name of this start that no start before had.
+    """Return the common store of all ranks, and a new name of this start.
 
     torchrun keeps one store over the restarts of its ranks, with all their entries. Raises RuntimeFailure for a store
     that cannot be reached, and for missing ranks.
@@ -115,8 +115,8 @@ def _welcome(store: Store, launch: Launched, start: str) -> None:
 def interface(launch: Launched) -> str | None:
     """Return the network interface by which this rank reaches the others, None if it is unknown.
 
-    It is the interface that leads to the store: the loopback for ranks of one server. Where several servers call the
-    first one by a name that is its own loopback there, it is the interface that leads outside.
+    It is the interface to the store: the loopback for ranks of one server. If the first of several servers has the
+    store's name on its own loopback, it is the interface to the outside.
     """
     address = _source(launch.host)
     if launch.servers > 1 and (address is None or address.startswith("127.")):

@@ -129,7 +129,7 @@ class _Hub:
 
 
 class ThreadCommunicator(c.Communicator):
-    """A rank of `run_ranks`. Sent tensors are copied, so that ranks share no memory: at once, or (if `owned`) on
+    """A rank of `run_ranks`. Sent tensors are copied, so that ranks share no memory: immediately, or (if `owned`) on
     receipt, the latest moment at which a network may read them.
     """
 
@@ -216,7 +216,7 @@ class ThreadCommunicator(c.Communicator):
         return x
 
     def _exchange(self, what: str, group: Group, value: T, root: int | None = None) -> Callable[[], list[T]]:
-        """Bring a value to the group's next meeting; return a wait for all, which only a `root`, if any, calls."""
+        """Bring a value to the group's next meeting; return a wait for all, to be called only by the `root`, if any."""
         key, absent = (group, self._entered[group]), 0
         if root is not None:
             what, absent = f"{what} to rank {group[root]}", len(group) - 1

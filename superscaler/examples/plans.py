@@ -24,7 +24,7 @@ def piped(graph: ss.Graph, cluster: ss.Cluster, microbatches: int = 8) -> None:
 
 @ss.sprogram
 def half(graph: ss.Graph, cluster: ss.Cluster) -> None:
-    """Keep the activations of the second half of the blocks, compute those of the first half again."""
+    """Keep the activations of the second half of the blocks, recompute those of the first half."""
     for block in graph.blocks[: len(graph.blocks) // 2]:
         ss.op_trans(graph, block.ops, ss.Recompute())
     data_parallel(graph, cluster)

@@ -210,7 +210,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _difference(captured: Captured, graph: Found, eager: Found, values: dict[str, Tensor], step: int) -> float:
-    """Return the largest relative difference of one step. Raises CaptureError where one is too large."""
+    """Return the largest relative difference of one step. Raises CaptureError for one that is too large."""
     close = _CLOSE[_lowest(captured)]
     expected = {**{("buffer", n): values[n] for n in values}, **graph.tensors}
     pairs = {key: (have, eager.tensors[key]) for key, have in expected.items() if key in eager.tensors}
@@ -267,7 +267,7 @@ def _lowest(captured: Captured) -> torch.dtype:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Restore the random generators and the buffers of a module, which a function that holds it may change."""
+    """Restore the random generators and the buffers of a module after the block."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
     # Batch norm changes its statistics without a new version of these tensors.

@@ -1,4 +1,4 @@
-"""Autocast as casts in the graph: the casts of torch's own kernels, as often as eager autocast makes them."""
+"""Autocast as casts in the graph: the casts of torch's own kernels, in the same number as under eager autocast."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,10 +31,9 @@ def read_autocast(name: str | None, kind: str) -> Autocast | None:
 
 
 def cast_product(equation: Any, *operands: Any) -> tuple[Any, ...]:
-    """Return the arguments of an einsum, cast as autocast would cast the product that it is; decomposition keeps an
-    einsum whole.
+    """Return the arguments of an einsum, cast as autocast would cast its product; decomposition keeps an einsum whole.
 
-    An einsum of other than two operands, or one that is more than a product, stays as it is.
+    An einsum of other than two operands, or with more than a product, is left unchanged.
     """
     flat = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     kind = flat[0].device.type if isinstance(flat[0], Tensor) else "meta"
@@ -57,7 +56,7 @@ def has_regions(exported: ExportedProgram) -> bool:
 def stand_ins(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Give the arguments as CPU tensors without data, and such weights to the module: autocast ignores meta tensors."""
+    """Yield the arguments, and set the module's weights, as CPU tensors without data: autocast ignores meta tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Tensor] = {}
 

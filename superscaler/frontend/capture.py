@@ -63,8 +63,8 @@ from superscaler.timing import timed, without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """What was captured: a module's call, its autocast, the modes of its submodules, the updated parameters, and of
-    several losses the keys, with the output that is the loss of each parameter.
+    """The captured call of a module, its autocast, the modes of its submodules, and the updated parameters. For several
+    losses, also their keys, and for each parameter the output that is its loss.
     """
 
     module: nn.Module
@@ -95,12 +95,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured step: the model; its initial values and example batch by pTensor name; the call and the program that
-    it came from.
+    """A captured step: the model; its initial values and example batch by pTensor name; the captured call and exported
+    program.
 
-    `values` lacks what was built on the meta device. `fixed` has the buffers of the module's state that became
-    constants, or that nothing reads: with the model's own tensors they are that state, whole. `seconds` has `export`
-    (torch), `capture` (the rest) and `check`: how that of the module went, `checked` says in one line.
+    `values` lacks tensors on the meta device. `fixed` has the buffers of the module's state that became constants, or
+    that nothing reads: with the model's own tensors they are that state, whole. `seconds`: of `export` (torch),
+    `capture` (the rest) and `check`. `checked`: one line about the check of the module.
     """
 
     model: Model
@@ -132,9 +132,10 @@ def capture(
 ) -> Captured:
     """Return the captured step of a module; `superscaler.plan.capture` describes the common arguments.
 
-    `is_trained`: the step has a backward and updates. `is_kept`: it returns what the module returns beside its loss.
-    Raises CaptureError where the graph differs from the module (`check`), where that gives no scalar loss, cannot be
-    exported, changes its inputs, or is on two devices, or for another optimizer; InputError for other wrong arguments.
+    `is_trained`: the step has a backward and updates. `is_kept`: it returns the module's results beside its loss.
+    Raises CaptureError for a graph that differs from the module (`check`), for a module that gives no scalar loss,
+    cannot be exported, changes its inputs, or is on two devices, or for another optimizer; InputError for other wrong
+    arguments.
     """
     if cache and not isinstance(cache, str):
         raise InputError(
@@ -224,8 +225,8 @@ def _read(
 
 
 def _copy_given(trace: Trace) -> None:
-    """Let outputs, what buffers are set to, and the loss be copies of what no op makes, as a weight or an input, and of
-    views of that: weights and buffers change at the end of the step.
+    """Replace outputs, new values of buffers, and the loss by copies if no op makes them (a weight or an input, or a
+    view of one): weights and buffers change at the end of the step.
     """
     end, results = trace.graph.output_node(), list(trace.results)
     for at, (name, node) in enumerate(zip((*trace.writes, *trace.kept, "loss"), results, strict=False)):

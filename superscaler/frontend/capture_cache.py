@@ -1,6 +1,6 @@
 """The cache of captures: the model as text, and the constants that capture computed.
 
-An entry belongs to a name, which stands for everything that no file holds, and to facts that are known without looking
+An entry belongs to a name, which stands for everything that no file holds, and to facts that are known without a look
 into live objects: options, versions, files of code, and the module as seen from outside. The exported program is not
 kept: `verify` exports it again.
 """
@@ -92,7 +92,7 @@ def _bits(x: Tensor) -> str:
 
 
 def _installed() -> list[str]:
-    """Return the importable packages with their versions, by the folders that pip makes."""
+    """Return the importable packages with their versions, read from pip's folders."""
     return sorted(f.name for home in sys.path if _INSTALLED in home for f in Path(home).glob("*-info"))
 
 
@@ -115,7 +115,7 @@ def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
 
 
 def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs, checked: str) -> None:
-    """Keep a capture of a module, without the values that the module has itself, and what its check said."""
+    """Store a capture of a module, without the module's own values, and the result of its check."""
     own = values_of(module, model)
     head = {
         "model": print_model(model),

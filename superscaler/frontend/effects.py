@@ -26,7 +26,7 @@ State = dict[str, tuple[Any, Any]]
 
 
 class StateWasSet(Exception):
-    """The first call of a module set state that later calls find, so the graph of a later one is needed."""
+    """The first call of a module set state that later calls read, so the graph of a later one is needed."""
 
     def __init__(self, message: str, found: Sequence[tuple[Any, str]]) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class StateWasSet(Exception):
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise CaptureError where a hook changes gradients: mirrors differentiate the captured operators alone."""
+    """Raise CaptureError for a hook that changes gradients: mirrors differentiate the captured operators alone."""
     found = {f"parameter {n}": (p._backward_hooks, p._post_accumulate_grad_hooks) for n, p in module.named_parameters()}
     modules = module.named_modules()
     found |= {f"module {n or type(m).__name__}": (m._backward_hooks, m._backward_pre_hooks) for n, m in modules}
@@ -141,7 +141,7 @@ def _draws() -> list[Any]:
 
 
 def _state(module: nn.Module) -> State:
-    """Return what modules, their classes, plain objects and the user's functions keep between calls, by path."""
+    """Return the state of modules, their classes, plain objects and the user's functions between calls, by path."""
     found: State = {f"{name}.requires_grad": (p, p.requires_grad) for name, p in module.named_parameters()}
     seen: set[int] = set()
     for kind in dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__ if _is_own(kind)):

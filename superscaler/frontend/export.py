@@ -50,9 +50,9 @@ def export(
 ) -> tuple[ExportedProgram, str]:
     """Return a functional program of semantic-level ATen operators, and the form of its kept results (see `results`).
 
-    Its outputs are the loss (`is_trained`; the sum of `losses`, where there are several) and the other results
-    (`is_kept`). Calls without gradients are detached, and
-    autocast is casts. Raises CaptureError for a module without a loss, or one that torch cannot export (with the line).
+    Its outputs are the loss (`is_trained`; the sum of several `losses`) and the other results (`is_kept`). Calls
+    without gradients are detached, and autocast is casts. Raises CaptureError for a module without a loss, or one that
+    torch cannot export (with the line).
     """
     forms: list[str] = []
     refuse_hooks(module)
@@ -81,7 +81,7 @@ def export(
 
 
 def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """Export a module, a second time if its first call set state that later calls find."""
+    """Export a module, a second time if its first call set state that later calls read."""
     try:
         return torch.export.export(module, args, kwargs, strict=False)
     except StateWasSet as first:
@@ -93,7 +93,7 @@ def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
-    """Return torch's decompositions of composite operators in a program that have no rule of their own."""
+    """Return torch's decompositions of the composite operators in a program that have no rule of their own."""
     names = set(_COMPOSITE.split())
     found = {n.target for n in exported.graph.nodes if str(n.target).removeprefix("aten.").split(".")[0] in names}
     # Instance norm with running statistics changes them, although its schema does not say so.
@@ -138,8 +138,8 @@ def examples(
 def _only_wanted(
     module: nn.Module, autocast: Autocast | None, wanted: Callable[..., Any], forms: list[str]
 ) -> Iterator[None]:
-    """Make the module return tensors alone, and append the form that they had. Its own `forward` is wrapped, so that
-    all names stay what they are; what it runs is the whole call, hooks and a `__call__` of its own included.
+    """Make the module return tensors alone, and append their form. Its own `forward` is wrapped, so that all names are
+    unchanged. The wrapper runs the whole call, with hooks and an own `__call__`.
     """
     kind, run = _called(module)
 
@@ -179,7 +179,7 @@ def _called(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
 
 @contextmanager
 def _as_it_is(module: nn.Module, kind: type[nn.Module], forward: Any) -> Iterator[None]:
-    """Give a module this class, and this forward of its own, if any."""
+    """Set the class of a module, and its own forward, if any."""
     before = module.__class__, module.__dict__.pop("forward", None)
 
     def put(kind: type[nn.Module], forward: Any) -> None:
@@ -196,9 +196,9 @@ def _as_it_is(module: nn.Module, kind: type[nn.Module], forward: Any) -> Iterato
 
 
 class _Explicit(TorchFunctionMode):
-    """Makes explicit what the graph of torch.export loses: what is computed without gradients is detached (and the
-    switch is hidden, which would split autocast regions), what autocast casts inside of an einsum is cast before, and
-    dropout in place or of channels, which torch writes as draws of random numbers, is a dropout.
+    """A mode that makes explicit what torch.export's graph loses. Results without gradients are detached, with their
+    switch hidden: it would split autocast regions. Autocast's casts inside of an einsum come before it. Dropout in
+    place or of channels is a dropout; torch writes it as draws of random numbers.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,7 @@ Slots = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A call with its indices: the class and mark of each, the index whose end bounds it, if any; slots as in `ir`."""
+    """A call with its indices: the class and mark of each, the index that bounds its end, if any; slots as in `ir`."""
 
     call: Node
     classes: tuple[Span, ...]
@@ -77,7 +77,7 @@ def _instantiate(found: Inference, call: Node) -> tuple[Node, Signature, dict[st
 
 
 def _read_off(found: Inference, call: Node, rule: Signature, spans: dict[str, Span]) -> Indexed:
-    """Expand each index into its classes; where an operand's slots and its indices disagree, freeze both."""
+    """Expand each index into its classes; if an operand's slots and its indices disagree, freeze both."""
     classes: list[Span] = []
     marks: list[Mark] = []
     numbers: dict[str, range] = {}
@@ -155,7 +155,7 @@ def _registered(node: Node, site: Site, rule: Registered) -> Signature:
 
 
 def _check_call(node: Node, rule: Registered, sizes: Mapping[str, int]) -> None:
-    """Raise CaptureError where the notation is wrong for the plain values, or the sizes, of a call."""
+    """Raise CaptureError if the notation is wrong for the plain values, or the sizes, of a call."""
     parameters = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
     plain = [(k, p.name) for k, p in parameters if "Tensor" not in str(p.type)]
     missing = object()

@@ -1,8 +1,8 @@
-"""Several losses in one step, each with an optimizer of its own, as a GAN has: one loss, whose gradients are theirs.
+"""Several losses in one step, each with an optimizer of its own (a GAN), as one loss with the same gradients.
 
-The step trains by the sum of the losses. A tensor that carries no gradient from a loss to the parameters of that loss
-is detached where it is read for that loss; an op that carries the gradients of several losses has a copy for each. So
-the gradient of the sum is, for each parameter, the gradient of its own loss, and all are taken at the same weights.
+The step trains by the sum of the losses. A reader for one loss gets a tensor detached if it carries no gradient from
+that loss to its parameters. An op that carries the gradients of several losses has a copy for each. So the gradient of
+the sum is, for each parameter, the gradient of its own loss, and all are taken at the same weights.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -20,8 +20,8 @@ from superscaler.ops.table import RANDOM, row_of
 
 
 def separate(trace: Trace, loss_of: Mapping[str, str]) -> None:
-    """Let the gradient of each loss reach its own parameters alone. `loss_of`: the output that is the loss of each
-    parameter, by name.
+    """Let the gradient of each loss reach its own parameters alone. `loss_of`: for each parameter, by name, the output
+    that is its loss.
 
     Raises CaptureError for a loss that depends on none of its parameters, and for a dropout between several losses and
     the parameters of each.

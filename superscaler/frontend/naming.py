@@ -77,7 +77,7 @@ def _dims(found: Inference, tensor: Node, stem: str) -> Iterator[tuple[Span, str
 
 
 def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[Span, str]]:
-    """Yield the roles of factors: by the operators that read them, then by the weights that have them."""
+    """Yield the roles of factors: by the operators that read them, then by their weights."""
     from_inputs = depends(trace, "input")
     heads: set[int] = set()
     for indexed in found.calls:

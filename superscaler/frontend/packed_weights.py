@@ -1,7 +1,7 @@
 """Packed projections of unequal parts: a dim that is only ever read in segments becomes one tensor per segment.
 
 Slices of a projection's result move up to its weight (`x W` sliced is `x` times a slice of W), so that each segment has
-indices of its own and can be cut by itself. The weight becomes one parameter per segment.
+indices of its own and can be cut separately. The weight becomes one parameter per segment.
 """
 
 from collections.abc import Container, Mapping
@@ -81,7 +81,7 @@ def _ranges(node: Node) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _chain(node: Node, cut: Cut) -> dict[Node, Cut] | None:
-    """Return the cut of each tensor from a packed weight to this one; None if one is not made of segments."""
+    """Return the cut of each tensor from a packed weight to this one; None if one has no segments."""
     if "kind" in node.meta:
         return {node: cut} if node.meta["kind"] == "parameter" else None
     found = {node: cut}

@@ -1,4 +1,4 @@
-"""Weights in bf16 or fp16: a copy of a module in that dtype, of whose weights the optimizer keeps float32 copies."""
+"""Weights in bf16 or fp16: a copy of a module in that dtype. The optimizer keeps float32 copies of its weights."""
 
 import copy
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Refusals: things that a captured step cannot hold, in one sentence: the user's line, its effect, and the remedy."""
+"""Refusals of what a captured step cannot hold, in one sentence: the user's line, its effect, and the remedy."""
 
 import inspect
 import os
@@ -163,7 +163,7 @@ def _refusing_hooks(original: Any) -> Any:
 def _refusing_apply(original: Any) -> Any:
     """torch's own functions do what their operators do, and a registered operator runs as it is written.
 
-    Of any other one the forward is captured, if its own backward is the derivative of that.
+    Of any other function the forward is captured, if its own backward is the derivative of that.
     """
     known: dict[tuple[type[Function], str], bool] = {}
 

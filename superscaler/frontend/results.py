@@ -56,8 +56,8 @@ def _loss_at(output: Any, name: str, key: Any) -> Tensor:
 def returned(
     output: Any, name: str, is_trained: bool, is_kept: bool, keys: Sequence[Any] = ()
 ) -> tuple[tuple[Tensor, ...], str]:
-    """Return the tensors of a step, the trained loss last, and the form of the others in JSON, if they are kept. Of
-    several losses, at `keys`, the sum is trained, and each is among the others.
+    """Return the tensors of a step, the trained loss last, and the form of the others in JSON, if they are kept. The
+    sum of several losses, at `keys`, is trained, and each is among the others.
     """
     loss = loss_of(output, name, keys) if is_trained else None
     form, tensors = form_and_tensors(output, name, loss) if is_kept else (None, {})

@@ -28,11 +28,11 @@ from superscaler.ops.table import RANDOM, row_of
 class Trace:
     """A graph in execution order, and the known values of its leaves by name.
 
-    The metadata of a node are its value without data (`val`), its `module` and `source`, the number of the checkpointed
-    `region` that it is in, if any, the `kind` and, if known, the `value` of a leaf, and the name of the `op` where that
-    is not its result; of a buffer, whether the model saves it and nothing reads it (`is_state`). All results of a call
-    that has several are nodes behind it. The graph returns what each of the buffers in `writes` is set to at the end of
-    the step, then each of the outputs in `kept`, and last the loss, if it trains.
+    The metadata of a node are its value without data (`val`), its `module` and `source`, and the number of its
+    checkpointed `region`, if any. A leaf has its `kind` and, if known, its `value`. A node that is not the result of
+    its `op` has that op's name. A buffer has `is_state` if the model saves it and no call reads it. All results of a
+    call with several are nodes behind it. The graph returns the new value of each of the buffers in `writes`, then each
+    of the outputs in `kept`, and last the loss, if it trains.
     """
 
     graph: Graph
@@ -91,7 +91,7 @@ class Trace:
     def rewrite(self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Replace a call by the calls of a torch function on these arguments, without data.
 
-        The function may return the first ones of several results, None for those that nobody reads, and NotImplemented
+        The function may return the first ones of several results, None for results without readers, and NotImplemented
         if the call stays. The results, and random draws, keep the names of the call.
         """
         writer = _Writer(self, node)
@@ -136,7 +136,7 @@ class _Writer(TorchDispatchMode):
         self.made: list[Node] = []
 
     def give(self, node: Node) -> Tensor:
-        """Return the stand-in of an operand that the function is given."""
+        """Return the stand-in of an operand for the function."""
         self.known[id(node.meta["val"])] = node
         return node.meta["val"]  # type: ignore[no-any-return]
 

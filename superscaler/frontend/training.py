@@ -23,7 +23,7 @@ _DETACH = "aten.detach.default"
 
 
 def remove_idle_detaches(trace: Trace, trained: Iterable[Node]) -> None:
-    """Drop detaches without a gradient to stop, or on the way to another stop only."""
+    """Drop detaches without a gradient to stop, or with readers that only lead to other stops."""
     stopped = _stopped(trace)
     reached = _forward(trace, trained, stopped)
     for node in trace.calls():
@@ -86,8 +86,8 @@ _DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
 class Training:
     """The optimizer, and the parameter group of each parameter that it updates, by canonical name.
 
-    `losses`: where there are several, their keys in the output of the module; `loss_of`: the output, by name, that is
-    the loss of a parameter.
+    `losses`: the keys of several losses in the output of the module; `loss_of`: for a parameter, the name of the output
+    that is its loss.
     """
 
     optimizer: Optimizer
@@ -153,7 +153,7 @@ def read_optimizer(
     """Return the training half of a captured optimizer. None means SGD on all parameters that require gradients, for a
     graph that is only inspected; `ss.capture` refuses None.
 
-    Raises CaptureError for a class that is not one of OPTIMIZERS, and for parameters that are not the module's.
+    Raises CaptureError for a class outside OPTIMIZERS, and for parameters of another module.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     scaling = tuple(scaler.state_dict().items()) if scaler is not None else ()
@@ -214,7 +214,7 @@ _NOT_SET = ("params", "lr", "foreach", "capturable", "differentiable", "fused")
 
 
 def _refuse_changed(optimizer: torch.optim.Optimizer) -> None:
-    """Raise CaptureError where the step of an optimizer is not torch's own alone."""
+    """Raise CaptureError for an optimizer whose step is not torch's own alone."""
     kind = type(optimizer).__name__
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     for tables, whose in ((own, f"this {kind} has"), ((_global_pre_hooks, _global_post_hooks), "all optimizers have")):

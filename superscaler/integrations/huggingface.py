@@ -25,7 +25,7 @@ class Trainer(transformers.Trainer):
     """A `transformers.Trainer` whose training steps run under a plan, in each process that torchrun has started.
 
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. The loss is that of
-    `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch, which the plan shares out.
+    `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
     Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
     rank. Raises InputError for gradient accumulation and fp16.
     """
@@ -65,7 +65,7 @@ class Trainer(transformers.Trainer):
         )  # fmt: skip
 
     def get_tp_size(self) -> int:
-        """Return how many processes see each batch."""
+        """Return the number of processes that see each batch."""
         return self.args.world_size
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **options: Any) -> Any:

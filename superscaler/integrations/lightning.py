@@ -25,9 +25,9 @@ class PlanStrategy(DDPStrategy):
     """A Lightning strategy whose training steps run under a plan: `Trainer(strategy=PlanStrategy("zero:stage=3"))`.
 
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `training_step` of the
-    module is captured, with the tensors that it logs, for the batch number that it gets first. The batches of the
+    module is captured, with the tensors that it logs, for the first batch number that it gets. The batches of the
     module's loader are the global ones. Callbacks, loggers, schedules and checkpoints are Lightning's own. Validation
-    runs in the whole module on each rank. Raises InputError for what no plan does: see `_check`.
+    runs in the whole module on each rank. Raises InputError for loops that no plan can run: see `_check`.
     """
 
     def __init__(self, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:

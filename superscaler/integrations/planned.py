@@ -1,7 +1,7 @@
-"""A plan in the place of the forward, the backward and the update of another library's loop.
+"""A plan as the forward, the backward and the update of another library's loop.
 
-The loop keeps its own module and optimizer. A step takes the learning rates that the optimizer has; the module and the
-optimizer get the trained weights and states before they are saved or evaluated, so that checkpoints are the loop's own.
+The loop keeps its own module and optimizer. A step reads the optimizer's learning rates; the module and the optimizer
+get the trained weights and states before they are saved or evaluated, so that checkpoints are the loop's own.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Compute = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
 class Planned:
     """The steps of a loop under a plan, which rank 0 compiles for the shapes of the first batch.
 
-    All ranks give equal global batches. `cluster`: default, the processes of this machine. `directory`: where the plan
-    is written, read by all ranks. `steps`: those that the module and the optimizer were trained before. `notes`: what
-    `compute` notes while it is captured on rank 0; all ranks get it.
+    All ranks pass equal global batches. `cluster`: default, the processes of this machine. `directory`: of the plan,
+    read by all ranks. `steps`: the earlier steps of the module and the optimizer. `notes`: what `compute` notes during
+    the capture on rank 0; all ranks get it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Planned:
         self.notes = {} if notes is None else notes
 
     def __call__(self, batch: Any, clip: float | None = None) -> Tensor:
-        """Train on a global batch and return its loss. One of other shapes is filled, or has a plan of its own."""
+        """Train on a global batch and return its loss. A batch of other shapes is filled, or has a plan of its own."""
         tensors, spec = _named(batch)
         if self.step is not None:
             tensors = filled(tensors, self.step.inputs, self.step.padding)
@@ -65,7 +65,7 @@ class Planned:
         return loss
 
     def put(self) -> None:
-        """Give the module and the optimizer of each rank the trained weights and states; all ranks call this."""
+        """Set the trained weights and states in the module and the optimizer of each rank; all ranks call this."""
         if self.step is not None and self._is_stale:
             put(self.step, self._around, self._optimizer)
         self._is_stale = False
@@ -117,7 +117,7 @@ class Planned:
         return self._directory / str(len(self._made))
 
     def _save(self, tensors: Mapping[str, Tensor], spec: Any, world: int) -> None:
-        """Write the plan. What the loop draws afterwards does not depend on this."""
+        """Write the plan. It leaves the loop's random numbers unchanged."""
         states, self._optimizer.state = self._optimizer.state, defaultdict(dict)
         try:
             with torch.random.fork_rng():
@@ -146,7 +146,7 @@ class _Loss(nn.Module):
 
 
 def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of a batch by the names of their places, and the form of it."""
+    """Return the tensors of a batch by the names of their places, and the form of the batch."""
     pairs, spec = pytree.tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
     found: dict[str, Tensor] = {}
     for path, value in pairs:

@@ -40,8 +40,8 @@ def put(step: Step, module: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def take(step: Step, module: nn.Module, optimizer: torch.optim.Optimizer, has_weights: bool = False) -> None:
-    """Set the states of a step's optimizer to its pieces of those of the user's, and its weights to the module's where
-    it has not these already.
+    """Set the states of a step's optimizer to its pieces of the user's, and its weights to the module's if they
+    differ.
     """
     theirs, states = _by_name(module), dict[str, dict[str, Any]]()
     for entry in step.state.tables["weights"]:
@@ -69,7 +69,7 @@ def _by_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _from_all(entries: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
-    """Return of each rank the entries of its pieces, and the shape and dtype of each of their tensors."""
+    """Return, for each rank, the entries of its pieces, and the shape and dtype of each of their tensors."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (entries, {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()}))
     return found

@@ -1,4 +1,4 @@
-"""The source of a program that stands for a fork of another process: it hands signals on, and ends as the fork does."""
+"""The source of a program that stands for a fork of another process: it passes signals on, and ends with the fork."""
 
 # After `server`, a socket, is connected, and once `ask()` has asked for the fork. The other end sends its process
 # number, and how it ended: an exit code, or minus a signal. Nothing comes where the other end was killed.

@@ -25,7 +25,7 @@ _FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The program to start, its options, cluster and name, and how often all ranks restart after a failure."""
+    """The program to start, its options, cluster and name, and the number of restarts of all ranks after a failure."""
 
     cluster: Cluster
     program: Path
@@ -35,7 +35,7 @@ class Start:
 
     @property
     def sizes(self) -> list[str]:
-        """The options of torchrun that say how many ranks there are on this server, and how often they may start."""
+        """The options of torchrun for the number of ranks on this server, and of restarts."""
         restarts = ["--max-restarts", str(self.restarts)] if self.restarts else []
         return ["--nproc-per-node", str(self.cluster.devices_per_server), *restarts]
 
@@ -47,7 +47,7 @@ class Start:
 
 
 def torchrun(start: Start) -> str:
-    """Return a command; several servers run the same one each, with the name of one of them for HOST.
+    """Return a command. Several servers all run the same one, with the name of one of them for HOST.
 
     >>> torchrun(Start(cluster=Cluster.preset("v100", 2, 8), program=Path("run.py"), options=["--steps", "9"]))
     'torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 run.py --steps 9'
@@ -59,7 +59,7 @@ def torchrun(start: Start) -> str:
 
 
 def how_to_start(cluster: Cluster, program: Path) -> str:
-    """Return half a sentence that says how.
+    """Return half a sentence with the command.
 
     >>> how_to_start(Cluster.local(4), Path("plan/run.py"))
     'start it with: torchrun --nproc-per-node 4 plan/run.py'
@@ -160,7 +160,7 @@ def _check(**options: str | None) -> None:
 
 
 def job_name(directory: Path) -> str:
-    """Return the name of a folder as Kubernetes takes one: letters, digits and '-', a letter first, at most 40.
+    """Return a valid name of Kubernetes for a folder: letters, digits and '-', a letter first, at most 40.
 
     >>> job_name(Path("plans/GPT_2.tiny"))
     'gpt-2-tiny'

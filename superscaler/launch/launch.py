@@ -59,9 +59,9 @@ def launch(
     """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all have ended.
 
     `folder`: for the agent's files (default: a temporary one); a program may write a rank's standard error to
-    `rank<number>` there. `stop`: a file that the first SIGTERM makes, to ask the ranks to end; a second SIGTERM ends
-    them, as the first does without it. `python`: the words before the program; default: Python. Raises RuntimeFailure
-    naming the first rank that failed, or InputError if it raised that.
+    `rank<number>` there. `stop`: a file that the first SIGTERM makes, to ask the ranks to end. A second SIGTERM ends
+    them; without `stop` the first one does. `python`: the words before the program; default: Python. Raises
+    RuntimeFailure with the first rank that failed, or InputError if it raised that.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="superscaler-") as made:
@@ -104,7 +104,7 @@ def launch(
 
 
 def _ask_to_stop(stop: Path, number: int, frame: object) -> None:
-    """Make the file that asks the ranks to end; the second time, end them."""
+    """Make the file that asks the ranks to end; on the second call, end them."""
     if stop.exists():
         raise SignalException("a second SIGTERM came", signal.Signals(number))
     stop.touch()
@@ -121,7 +121,7 @@ _LOST = ("PeerLost:", "RuntimeError: Gloo connectFullMesh failed")
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed by itself, not because of the others.
+    """Return the first rank with a failure of its own, not caused by the others.
 
     Failures come in the order in which they were seen. The agent ends the others by SIGTERM; a rank that lost a peer is
     a consequence, too.
@@ -168,7 +168,7 @@ def _standard_error(folder: Path, rank: int) -> str:
 
 @contextmanager
 def _agent_environment(threads: int) -> Iterator[None]:
-    """Set the number of threads of the ranks, and undo the agent's changes to this process, which it expects to own."""
+    """Set the number of threads of the ranks, and undo the agent's changes to this process after the block."""
     names = ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE", LAUNCHER)
     variables = {name: os.environ.get(name) for name in names}
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -1,4 +1,4 @@
-"""The watchdog of a rank under torchrun: no rank waits for one that hangs or was stopped, or outlives its launcher.
+"""The watchdog of a rank under torchrun: no rank waits for a hanging or stopped one, or outlives its launcher.
 
 It is a thread that reads the position of the rank's own thread: its line of the plan's code, and whether it waits there
 for other ranks. Each rank publishes its position every second, and watches that of the next rank.
@@ -36,7 +36,7 @@ Progress = tuple[int, int]
 
 @dataclass
 class Spot:
-    """The position of a rank: the step, the segments run, the plan's line (0: none), if and since when it waits."""
+    """The position of a rank: the step, the segments run, the plan's line (0: none), the start of its wait, if any."""
 
     step: int = 0
     works: int = 0
@@ -129,7 +129,7 @@ class Watch:
         return f"{os.path.basename(name)}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()[:120]})"
 
     def _listen(self) -> None:
-        """Raise the alarm if the next rank has published nothing new for long."""
+        """Raise the alarm if the next rank has published no news for long."""
         key, now = f"watch{self._next}", time.monotonic()
         word = self._store.get(key) if self._world > 1 and self._store.check([key]) else b"closed"
         if word != self._word or word == b"closed":

@@ -21,9 +21,8 @@ _SHAPE = "(module, args) or (module, args, kwargs)"
 class BuiltModel:
     """A module in training mode whose `module(*args, **kwargs)` gives a scalar loss or an object with `.loss`.
 
-    `make_batch(step)` gives real tensors for the inputs by name, equal for equal steps, also when the module is on
-    the meta device; it is None for a model from a file, whose inputs only their author knows. `reads` is what that file
-    read.
+    `make_batch(step)` returns real tensors for the inputs by name, equal for equal steps, even if the module is on the
+    meta device. It is None for a model from a file: only its author knows the inputs. `reads`: the reads of that file.
     """
 
     name: str
@@ -35,7 +34,7 @@ class BuiltModel:
 
     @property
     def cache(self) -> str | None:
-        """Return the name of its captures on disk, with what its file read to build it; None where that is unknown."""
+        """Return the name of its captures on disk, with the reads of its file's build; None if these are unknown."""
         if self.reads is None:
             return self.name
         return None if self.reads.unknown else f"{self.name} {sorted(self.reads.found)}"
@@ -47,7 +46,7 @@ def names() -> list[str]:
 
 
 def build(spec: str) -> BuiltModel:
-    """Return the model that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` describes.
+    """Return the model of `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]`.
 
     Common keys of the named models: size, layers (of swin: depths), hidden, batch, seed (default 0) and device (cpu or
     meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown

@@ -1,14 +1,14 @@
 """The Evoformer of AlphaFold2 (Jumper et al. 2021, supplementary algorithms 3 to 15 and 32), with two of its losses.
 
 Tokens of a multiple sequence alignment (MSA) become an MSA representation (batch, sequences, residues, hidden) and a
-pair representation (batch, residues, residues, pair). `layers` Evoformer blocks refine both, `passes` times: all
-passes but the last run without gradients, and each starts from the results of the one before (recycling). The loss is
-2.0 times the cross entropy of the masked tokens and 0.3 times that of the distances between residues (distogram).
+pair representation (batch, residues, residues, pair). `layers` Evoformer blocks refine both, `passes` times: all passes
+but the last run without gradients, and each starts from the results of the one before (recycling). The loss is 2.0
+times the cross entropy of the masked tokens and 0.3 times that of the distances between residues (distogram).
 
-Sizes are those of the paper's table, which gives layers, hidden and heads; pair, pair_heads and outer (the width of the
+Sizes are those of the paper's table: layers, hidden and heads. The others (pair, pair_heads and outer, the width of the
 outer product mean) are chosen to meet its parameter counts (87.9 and 947 million, 2.41 and 3.21 billion), and are
-AlphaFold2's own for 87m. Transitions are 4 times as wide. What the Evoformer of AlphaFold2 has beside this (templates,
-extra MSA, structure module, recycled positions) is left out.
+AlphaFold2's own for 87m. Transitions are 4 times as wide. Other parts of AlphaFold2 (templates, extra MSA, structure
+module, recycled positions) are left out.
 """
 
 import torch
@@ -37,7 +37,7 @@ _MASK = _TOKENS - 1
 
 
 class Attention(nn.Module):
-    """Gated self-attention along dim 2, biased by the pair representation where there is one (algorithms 7, 8, 13)."""
+    """Gated self-attention along dim 2, biased by the pair representation if given (algorithms 7, 8, 13)."""
 
     def __init__(self, width: int, heads: int, pair: int = 0) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class OuterProductMean(nn.Module):
 
 
 class TriangleMultiplication(nn.Module):
-    """Gated products of the two other edges of each triangle, as an einsum says them (algorithms 11 and 12)."""
+    """Gated products of the two other edges of each triangle, as an einsum (algorithms 11 and 12)."""
 
     def __init__(self, pair: int, edges: str) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class AlphaFold2(nn.Module):
     def refine(self, m: Tensor, z: Tensor, row: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
         """Return both representations after one pass, given the results of the last: the first row of m, and z.
 
-        Nothing was there before the first pass: zeros, which may have fewer dims (algorithm 32).
+        The first pass starts from zeros, which may have fewer dims (algorithm 32).
         """
         row = self.recycled_row(row).expand(m[:, :1].shape)
         m, z = m + F.pad(row, (0, 0, 0, 0, 0, m.shape[1] - 1)), z + self.recycled_pair(pair)

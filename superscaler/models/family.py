@@ -1,4 +1,4 @@
-"""Named models: their sizes, and how they are built and fed. Batches are random, by the seed and the step only."""
+"""Named models: their sizes, their construction and their batches, which are random by the seed and the step only."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -73,7 +73,7 @@ def library() -> ModuleType:
 
 
 def _tokens(options: Options, step: int) -> dict[str, Tensor]:
-    """Return `input_ids` of shape (batch, seq) and `labels` of the same shape, or (batch, target) where it is given."""
+    """Return `input_ids` of shape (batch, seq) and `labels` of the same shape, or of (batch, target) if it is given."""
     sequences = (options["seq"], options.get("target", options["seq"]))
     return family.tokens(options["seed"], step, options["batch"], sequences, options["vocab"])
 

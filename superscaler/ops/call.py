@@ -116,7 +116,7 @@ class Local:
 
     @property
     def is_summed_in_parts(self) -> bool:
-        """Return whether an index that this op sums over is cut, so that the result is a value part."""
+        """Return whether this op sums over a cut index, so that the result is a value part."""
         pairs = zip(self.op.indices, self.box, strict=True)
         return any(i.mark == "summed" and hi - lo < i.size for i, (lo, hi) in pairs)
 

@@ -1,4 +1,4 @@
-"""Operators on elements beside those that torch tags as pointwise, and operators that draw or count elements."""
+"""Operators on elements beside torch's pointwise ones, and operators that draw or count elements."""
 
 from collections.abc import Callable
 

@@ -24,8 +24,8 @@ def _embedding_text(x: Local) -> str:
 
 
 def _index(site: Site) -> str | None:
-    """Return the notation of x[:, i, j]. Adjacent index tensors replace the dims that they index by their own, which
-    can be cut; the indexed dims of x are whole.
+    """Return the notation of x[:, i, j]. Adjacent index tensors replace the dims that they index by their own dims,
+    which can be cut; the indexed dims of x are whole.
     """
     found = _indexed(site, len(site.ins))
     return found and f"{found[0]} -> {' '.join(found[1])}"

@@ -7,7 +7,7 @@ index of its own that cannot be cut; in an operand it is read whole. `1` is a di
 last operands.
 
 `s<=l` marks index s as frozen and bounded: element l of the results needs the elements of s up to l only, as the keys
-in causal attention. Parts read s up to their end on l. Where l has another size they read s whole.
+in causal attention. Parts read s up to their end on l. If l has another size they read s whole.
 """
 
 import re
@@ -53,7 +53,7 @@ class _Word:
 
 
 def check(notation: str) -> None:
-    """Raise InputError, with a caret below the place, for a notation that has no meaning."""
+    """Raise InputError, with a caret below the place, for a notation without a meaning."""
     words, first, count = _words(notation)
     # The result of an op without operands (random numbers by element) can be cut on any index.
     is_source = not notation.partition("->")[0].strip()
@@ -135,9 +135,9 @@ def resolve(
     broadcasts: bool = True,
     given: Sequence[int] | None = None,
 ) -> Signature | None:
-    """Return the signature of a call with these shapes, or None where the notation does not fit them.
+    """Return the signature of a call with these shapes, or None if the notation does not fit them.
 
-    Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere. `given`: the operands of the
+    Unless it `broadcasts`, a dim of size 1 fits only if its letters are 1 everywhere. `given`: the operands of the
     notation that the call has, if they are not the first ones.
     """
     plain = without_until(notation)
@@ -183,7 +183,7 @@ def without_until(notation: str) -> str:
 
 
 def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
-    """Return the reason why a notation does not fit a call with these shapes, where no dim broadcasts."""
+    """Return the reason why a notation does not fit a call with these shapes, in which no dim broadcasts."""
     notation = without_until(notation)
     sizes: dict[str, tuple[int, str]] = {"1": (1, "the notation")}
     for kind, side, shapes in zip(("operand", "result"), notation.split("->"), (inputs, outputs), strict=True):

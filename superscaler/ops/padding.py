@@ -1,4 +1,4 @@
-"""Batches with fewer rows than a plan has: rows that are added, with ignored labels, change nothing that is trained."""
+"""Batches with fewer rows than a plan has: added rows with ignored labels, which do not change the training."""
 
 from collections.abc import Collection, Container
 
@@ -12,7 +12,7 @@ _LOSSES = aten(True, "ss.cross_entropy ss.nll_loss ss.count_labels ss.row_losses
 def pads_rows(model: Model, labels: Collection[str], moves: Container[str]) -> bool:
     """Return whether rows with ignored `labels` (inputs) change neither the loss nor a gradient nor a buffer.
 
-    Every op must keep the rows apart, but for losses whose labels come from these inputs by `moves`.
+    Every op must keep the rows separate, except losses whose labels come from these inputs by `moves`.
     """
     inputs = [model.tensors[name] for name in model.inputs if model.tensors[name].shape]
     rows = {tensor.slots[0] for tensor in inputs}

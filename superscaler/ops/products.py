@@ -38,7 +38,7 @@ _QUERIES, _EXPERTS = (0, -2), (3, 0)
 
 
 def _of_causal(op: Op, tensors: Mapping[str, PTensor]) -> Dims:
-    """Return the dims of the queries, if attention is causal and the keys do not determine which queries a part has."""
+    """Return the dims of the queries, if attention is causal and the keys do not determine the queries of a part."""
     is_causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal")
     return (_QUERIES,) if is_causal and all(i.until is None for i in op.indices) else ()
 

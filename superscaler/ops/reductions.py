@@ -52,7 +52,7 @@ def _mse_loss(x: Local) -> str:
 
 
 def _cross_entropy(site: Site) -> str | None:
-    """Return the notation for labels that are classes or their probabilities; not for a mean, whose denominator depends
+    """Return the notation for labels that are classes or their probabilities. A mean has none: its denominator depends
     on all labels.
     """
     if site.argument(3, "reduction", 1) == 1 or len(site.ins[0]) < 2:

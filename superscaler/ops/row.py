@@ -27,18 +27,18 @@ class Row:
     """The facts of an operator. A default states that nothing special holds.
 
     notation  the index of each dim (see notation.py), or a recipe: a call -> its notation, with the sizes of letters
-              that stand in products only, or None where nothing can be cut. Without one, torch's tag decides:
+              that occur in products only, or None if no index can be cut. Without one, torch's tag decides:
               pointwise, or frozen.
     text      an op on one part -> its source, with the sizes in arguments adapted to the part
     linear    an op -> the sets of inputs in which it is linear (not affine), as `Op.linear` has them
-    placed    the dims on which the start of a part matters to its result, not only its size: the op gets its range
+    placed    the dims on which the result depends on the start of a part, not only on its size: the op gets its range
               there as data (`Local.part`); dims of operands, and of results behind them
     random    an op on one part -> its random numbers: box, sizes of the whole, shape
     rate      the position of the argument that is the rate of a dropout
     flops     an op, shapes of operands, shapes of results -> floating-point operations of the forward
     roles     (operand, dim, role): names for the factors of a dim, see frontend/naming.py
     biased    the source of the op and the addition of a bias in one call, of operands 0, 1 and the bias
-    is_view   the results lie in the memory of the first operand, where no copy must be made; all others in their own
+    is_view   the results lie in the memory of the first operand if no copy is needed; all others in their own
     stops     no gradient passes
     """
 
@@ -81,7 +81,7 @@ def elementwise(site: Site) -> str:
 
 
 def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
-    """Return the recipe of operators that need some dims whole, and those whose size differs between operands."""
+    """Return the recipe of operators that need some dims whole, and the dims whose size differs between operands."""
 
     def recipe(site: Site) -> str | None:
         names = site.letters

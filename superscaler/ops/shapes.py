@@ -25,7 +25,7 @@ from superscaler.ops.spans import Span, leaves, unify
 
 
 def _view(site: Site) -> Sized:
-    """Refine both shapes where they group the same elements; dims that do not fit are frozen, only there."""
+    """Refine both shapes if they group the same elements; dims that do not fit are frozen, only there."""
     (before, *_), after = site.ins, site.outs[0]
     left = [[Span(s)] if s > 1 else [] for s in before]
     right = [[Span(s)] if s > 1 else [] for s in after]
@@ -95,7 +95,7 @@ def _gated(site: Site) -> Sized:
 
 
 def _packed(site: Site, dim: int, count: int) -> Sized:
-    """Return the notation where a dim of the operand has `count` times the size of that dim in the results."""
+    """Return the notation for a dim of the operand that is `count` times as large as in the results."""
     names = site.letters
     packed = [*names[:dim], f"(t^ {names[dim]})", *names[dim + 1 :]]
     return site.alike(" ".join(packed), " ".join(names)), {"t": count, names[dim]: site.outs[0][dim]}

@@ -1,7 +1,7 @@
 """Union-find with splitting: the index along a dim, refined until both sides of every edge agree.
 
-A `Span` is an index before its factors are known. Its leaves, major to minor, are its factors: 384 meeting (3, 4, 32)
-becomes three leaves, everywhere 384 flows.
+A `Span` is an index before its factors are known. Its leaves, major to minor, are its factors: when 384 meets (3, 4,
+32), it becomes three leaves in all tensors that carry it.
 """
 
 from collections.abc import Iterable

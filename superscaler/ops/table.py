@@ -53,7 +53,7 @@ def with_linearity(ops: Iterable[Op]) -> list[Op]:
 
 def biased_products(ops: Sequence[Op], outputs: Container[str], tensors: Mapping[str, PTensor]) -> dict[str, Op]:
     """Return the matrix products of a segment that become one call with the addition of a bias, by the name of that
-    addition: the only reader of the product, which adds a tensor of one dim.
+    addition. It must be the only reader of the product, and add a tensor of one dim.
     """
     uses = Counter(o.tensor for op in ops for o in op.inputs)
     made = {op.outputs[0].tensor: op for op in ops if row_of(op.target).biased}

@@ -1,7 +1,7 @@
-"""One block of attention, queries to a chunk of keys: its result and log-sum-exp, and its gradients given those of all.
+"""One block of attention, queries to a chunk of keys: its result and log-sum-exp, and its share of the gradients.
 
-Torch's kernels give the log-sum-exp, and their backward takes that of all keys, so that it makes the share of a block
-in the gradients: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K, dK = dS^T Q
+Torch's kernels give the log-sum-exp. Their backward takes the log-sum-exp of all keys, so that it makes the share of a
+block in the gradients: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K, dK = dS^T Q
 (FlashAttention, Dao et al. 2022; Ring Attention, Liu et al. 2023). They keep no scores.
 """
 
@@ -37,7 +37,7 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_ca
 
 
 def forward(block: Block) -> Pair:
-    """Return the attention of a block, and its log-sum-exp: finite, and too small to count, where no key is seen."""
+    """Return the attention of a block, and its log-sum-exp: finite, and too small to count, if no key is visible."""
     q, k, v, mask, scale, sees = block
     if sees == "none":
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], _least(q), dtype=_wide(q))
@@ -108,7 +108,7 @@ _ROWS = 32
 
 
 def _kernel(block: Block) -> str:
-    """Return which kernel of torch computes a block: "cpu", "flash", "efficient"; '' for none."""
+    """Return the torch kernel that computes a block: "cpu", "flash", "efficient"; '' for none."""
     q, k, v, mask, *_ = block
     alike = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1]
     if not alike or (mask is not None and mask.dim() not in (2, 4)):

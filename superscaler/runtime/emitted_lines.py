@@ -1,4 +1,4 @@
-"""The ops of emitted segments, by line: which op of a segment a frame of the interpreter is at, in loops too."""
+"""The ops of emitted segments by line: the op of a segment that a frame of the interpreter is at, in loops too."""
 
 import ast
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 
 def op_at(frame: FrameType, source: str) -> int | None:
-    """Return the number, among the ops of a segment as they run, of the one that a frame is at; None for no op."""
+    """Return the number, among the ops of a segment as they run, of the op that a frame is at; None for no op."""
     place = _places(source).get(frame.f_lineno)
     if place is None or not place.turns:
         return place and place.number

@@ -1,4 +1,4 @@
-"""Evaluation: the forward of a module in eval mode, on the weights that a training step has in memory.
+"""Evaluation: the forward of a module in eval mode, on the weights of a training step in memory.
 
 The forward has a plan of its own. Both plans share the tensor of a weight that rests on a device in the same piece
 under both. Other pieces are filled before each evaluation by the ranks that have their elements.
@@ -41,9 +41,7 @@ def check_models(plan: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
 
 
 class Filler:
-    """The copies of weights that evaluation keeps in other pieces than training: `fill` gives them their present
-    values.
-    """
+    """Copies of weights that evaluation keeps in other pieces than training: `fill` sets their present values."""
 
     def __init__(self, evaluation: Step, step: Step) -> None:
         self.evaluation, self._step = evaluation, step

@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 def _with_ways(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a method of `Rank` for a bucket whose tensors have ways: it may take the number of these in a table, which
-    has the shape of each in slots, the slot that is gathered or scattered, and the sizes of uneven chunks.
+    """Return a method of `Rank` for a bucket of tensors with ways. It also accepts the number of these ways in a table,
+    which has the shape of each in slots, the gathered or scattered slot, and the sizes of uneven chunks.
     """
     run = _over_group(function)
 
@@ -169,8 +169,8 @@ class Rank:
     ) -> Tensors:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: not read).
 
-        `again`: the weights that the forward did not keep. Gradients are added to the sums `into` instead, by the
-        number of their first one.
+        `again`: the weights that the forward did not keep. With `into`, gradients are added to these sums instead, from
+        the number of their first one on.
         """
         if again:
             self._dropped.pop(tag).give(again)
@@ -193,7 +193,7 @@ class Rank:
         return _filled(tape, halves.second_half(rest), numbers, into)
 
     def sums(self, count: int) -> list[Tensor | None]:
-        """Return a list for `count` sums of gradients, which the first addition makes."""
+        """Return a list for `count` sums of gradients; the first addition makes each sum."""
         return [None] * count
 
     def random(self, number: int) -> Callable[[int], Tensor]:
@@ -284,7 +284,7 @@ class Rank:
             self.apply(pairs)
 
     def weights_at(self, number: int) -> list[Tensor]:
-        """Return the weights at rest that a table names."""
+        """Return the weights at rest in an entry of a table."""
         return [self.weights[name] for name in self.tables["updates"][number]]
 
     def name_of(self, weight: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Functions of emitted code that torch lacks: normalized losses, and random numbers that no plan changes."""
+"""Functions of emitted code that torch lacks: normalized losses, and random numbers that are equal under all plans."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ def segment(
     """Mark a segment with the gradients that it needs.
 
     `constant`: inputs without a gradient, by name or number. `wide`: inputs with a float32 gradient. `again`: inputs
-    that the tape does not keep but the backward is given. `saved`: the numbers of the results whose gradients come back
-    (default: all).
+    that the tape does not keep; the backward gets them. `saved`: the numbers of the results whose gradients the
+    backward gets (default: all).
     """
 
     def marked(function: Callable[..., T]) -> Callable[..., T]:
@@ -122,7 +122,7 @@ def uniform(random: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return standard normal numbers made of as many numbers in [0, 1), by the inverse of the distribution."""
+    """Return standard normal numbers from as many numbers in [0, 1), by the inverse of the distribution."""
     # Halfway between the multiples of 2**-24 that `draw` returns, so that neither 0 nor 1 occurs.
     return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
 
@@ -146,7 +146,7 @@ def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.
 
 
 def embedding_part(ids: Tensor, weight: Tensor, box: Box, extents: Sizes, padding_idx: int | None = None) -> Tensor:
-    """Return the rows of `ids` (any shape) in `weight`, zeros for others: a part of the value of F.embedding.
+    """Return the rows of `ids` (any shape) in `weight`, zeros for other ids: a part of the value of F.embedding.
 
     `weight` has the rows `box` of a table of `extents` rows. Row `padding_idx` gets no gradient.
     """
@@ -189,7 +189,7 @@ def attention_dropout(
     """Return scaled dot product attention with dropout on the probabilities.
 
     q (..., heads, L, E), k and v (..., heads or a divisor of it, S, E); `mask` bool (True takes part) or added;
-    `random` has the elements of (..., heads, L, S). A query that may attend to nothing gives zeros.
+    `random` has the elements of (..., heads, L, S). A query without any visible key gives zeros.
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
     scores = attention_blocks.scores(q, k, mask, scale, is_causal)
@@ -213,10 +213,10 @@ def attention_block(
 ) -> Pair:
     """Return scaled dot product attention of chunks of queries, each to one chunk of keys, and its log-sum-exp.
 
-    `blocks`: for each chunk of q (..., heads, L, E), the number of the chunk that it sees, of the `chunks` of k and v
-    (..., heads or a divisor of it, S, E), and how: "all", "before" (as many keys as queries), "none". `mask`: as in
-    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite where no key is seen.
-    With gradients, it writes out scores.
+    `blocks`: for each chunk of q (..., heads, L, E), the number of its chunk of the `chunks` of k and v (..., heads or
+    a divisor of it, S, E), and the visible keys: "all", "before" (as many keys as queries), "none". `mask`: as in
+    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite for queries that see no
+    key. With gradients, it writes out scores.
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
     run = attention_blocks.dense if torch.is_grad_enabled() else attention_blocks.forward
@@ -236,7 +236,7 @@ def _chunks(
     blocks: Sequence[tuple[int, str]],
     chunks: int,
 ) -> Iterator[Block]:
-    """Yield each block: a chunk of the queries with the chunk of keys that it sees."""
+    """Yield each block: a chunk of the queries with its chunk of keys."""
     keys, values = k.chunk(chunks, -2), v.chunk(chunks, -2)
     for n, (rows, (at, sees)) in enumerate(zip(q.chunk(len(blocks), -2), blocks, strict=True)):
         yield Block(rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), scale, sees)
@@ -253,8 +253,8 @@ def attention_gradient(
     blocks: Sequence[tuple[int, str]],
     chunks: int,
 ) -> Tensor:
-    """Return zeros, without memory, whose backward takes the gradient of attention to all keys and gives those of
-    queries, and of the keys and values of `attention_block`.
+    """Return zeros, without memory. Their backward turns the gradient of attention to all keys into those of the
+    queries, keys and values of `attention_block`.
 
     `out`, `total`: attention to all keys, and its log-sum-exp.
     """
@@ -366,8 +366,8 @@ def dispatch(x: Tensor, ids: Tensor, experts: int, groups: int, capacity: int) -
 def expert_rows(rows: Tensor, wanted: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """Return down @ (activation(gate @ row) * (up @ row)) of the rows of each expert in use, zeros for the others.
 
-    rows (experts, groups, capacity, hidden), of which the first `wanted` (experts, groups) are in use; gate_up
-    (experts, 2 width, hidden), down (experts, outputs, width).
+    rows (experts, groups, capacity, hidden), the first `wanted` (experts, groups) in use; gate_up (experts, 2 width,
+    hidden), down (experts, outputs, width).
     """
     made = []
     for own, count, up_weight, down_weight in zip(rows, wanted, gate_up, down, strict=True):
@@ -423,7 +423,7 @@ def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
 
 
 def _nonzero(mask: Tensor, expected: int) -> tuple[Tensor, ...]:
-    """Return the places where a mask holds. A fake one has no data, so that it holds at `expected` places."""
+    """Return the places of true elements of a mask. A fake mask has no data: it is true at `expected` places."""
     if type(mask) is not Tensor:
         return tuple(mask.new_empty(expected, dtype=torch.int64) for _ in mask.shape)
     return mask.nonzero(as_tuple=True)
@@ -445,7 +445,7 @@ def _linear_index(box: Box, extents: Sizes, device: torch.device | str) -> Tenso
 
 
 def _key(seed: int, step: int, op: int) -> int:
-    """Return 64 bits that mix the three numbers, which may be any integers."""
+    """Return 64 bits that mix the three integers, of any size."""
     key = 0
     for word in (seed, step, op):
         key = (key + word + 1) * _GAMMA % _WORD

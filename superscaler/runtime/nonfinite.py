@@ -1,7 +1,7 @@
-"""The origin of numbers that are not finite: a failed step is run again, and each call of it is watched.
+"""The origin of numbers that are not finite: a failed step runs again, and each of its calls is watched.
 
 A value that is not finite has its origin in the values that its call read; if these are all finite, the call itself is
-the origin. Only values that reach the loss, a gradient or another rank are asked for their origin, so a mask of -inf is
+the origin. Only the origins of values that reach the loss, a gradient or another rank count, so a mask of -inf is
 harmless.
 """
 
@@ -89,7 +89,7 @@ def _text(origin: Origin) -> str:
 
 
 class WatchedRank:
-    """The `rt` of emitted code that runs again: a rank whose calls are watched, and which updates nothing."""
+    """The `rt` of emitted code in a second run: a rank that watches its calls and updates nothing."""
 
     def __init__(self, step: TrainingStep, function: FunctionType) -> None:
         self.step, self.rank, self._program = step, step.state, function
@@ -148,7 +148,7 @@ class WatchedRank:
         self.left += [bad.origin for bad in self.watch.read(tensors_in(given))]
 
     def _start(self, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Start a communication or a copy; the values that it brings have the origins of those that it was given."""
+        """Start a communication or a copy; its results have the origins of its inputs."""
         watch = self.watch
         with watch.off():
             line = watch.line(watch.frame())

@@ -1,5 +1,5 @@
-"""Torch's optimizer of a rank over its slices, or over float32 copies of these; the loss scale; whether torch's fused
-updates are the plain ones.
+"""Torch's optimizer of a rank over its slices, or over float32 copies of these; the loss scale; a check that torch's
+fused updates equal the plain ones.
 """
 
 import json
@@ -25,11 +25,11 @@ ROUNDING = 4 * torch.finfo(torch.float32).eps
 class WithCopies(torch.optim.Optimizer):
     """An optimizer that updates float32 copies of 16-bit weights, and rounds each weight from its copy.
 
-    The copy of a weight is one of its states, `copy`. It is made from the weight where it is missing.
+    The copy of a weight is one of its states, `copy`. A missing copy is made from the weight.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take parameter groups; gradients of 16-bit weights are float32, and states that are made here are."""
+        """Take parameter groups; gradients of 16-bit weights are float32, and so are states that are made here."""
         some = _halves(groups)
         for weight in some:
             weight.grad_dtype = torch.float32
@@ -68,7 +68,7 @@ def _empty(weights: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _as_data(weights: Sequence[Tensor], data: Sequence[Tensor]) -> Iterator[None]:
-    """Let weights have other data meanwhile."""
+    """Replace the data of weights in the block."""
     own = [w.data for w in weights]
     try:
         for weight, other in zip(weights, data, strict=True):
@@ -156,9 +156,9 @@ class Together(torch.optim.Optimizer):
 
 
 def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float) -> None:
-    """Move the averages of weights, which are states of the optimizer, towards their values; the first are these.
+    """Move the averages of weights, states of the optimizer, towards the weights; the first averages are the weights.
 
-    That of a 16-bit weight with a float32 copy is float32.
+    The average of a 16-bit weight with a float32 copy is float32.
     """
     states = [optimizer.state[weight] for weight in weights]
     values = [state.get("copy", weight.detach()) for state, weight in zip(states, weights, strict=True)]
@@ -171,7 +171,7 @@ def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: 
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Let weights have the values of their averages meanwhile, where they have some."""
+    """Replace weights by their averages in the block, as far as they have some."""
     states = optimizer.state if optimizer is not None else {}
     pairs = [(weight.detach(), state[AVERAGE]) for weight, state in states.items() if AVERAGE in state]
     kept = [weight.clone() for weight, _ in pairs]
@@ -185,7 +185,7 @@ def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Lay states that were loaded out as their weights."""
+    """Give loaded states the strides of their weights."""
     for weight, states in optimizer.state.items():
         for name, value in states.items():
             if isinstance(value, Tensor) and value.shape == weight.shape:
@@ -221,7 +221,7 @@ def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, i
 def _updated(
     name: str, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, is_contiguous: bool
 ) -> list[Tensor]:
-    """Return a weight and the optimizer's states of it after two updates, in float64."""
+    """Return a weight and its optimizer states after two updates, in float64."""
     draw = torch.Generator().manual_seed(0)
 
     def drawn() -> Tensor:

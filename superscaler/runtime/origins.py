@@ -1,6 +1,6 @@
-"""Origins of values that are not finite: which torch call, or which node of a backward, made them of finite ones.
+"""Origins of values that are not finite: the torch calls, or nodes of a backward, that made them from finite ones.
 
-A watch runs emitted code as it is. It sees each call of torch in it (a `TorchFunctionMode`), and each node of the
+A watch runs emitted code unchanged. It sees each call of torch in it (a `TorchFunctionMode`), and each node of the
 backward (a hook), and finds the line in the emitted file in the frames of the interpreter.
 """
 
@@ -87,10 +87,10 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 class Watch(TorchFunctionMode):
-    """A mode that records the origin of each non-finite value that a torch call makes.
+    """A mode that records the origin of each non-finite result of a torch call.
 
-    `sources`: the lines of each emitted file. `op_at` returns the op of the line of a segment that a frame is at, None
-    outside of segments. `where`: the rank and the microbatch, for messages.
+    `sources`: the lines of each emitted file. `op_at` returns the op of a frame's line in a segment, None outside of
+    segments. `where`: the rank and the microbatch, for messages.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Watch(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Record nothing inside, because emitted code makes one call of it."""
+        """Record nothing in the block: emitted code makes one call of it."""
         self.is_on = False
         try:
             yield
@@ -148,7 +148,7 @@ class Watch(TorchFunctionMode):
         return [bad for x in values if (bad := self.bad.get(x)) is not None]
 
     def mark(self, x: Tensor, read: Sequence[Bad], where: object, kind: str, describe: Callable[[], str]) -> None:
-        """Record whether a value that `where` made is finite, as `judge` does."""
+        """Record the origin of a value made by `where`, if it is not finite; see `judge`."""
         self.bad.pop(x, None)
         if is_bad(x):
             self.bad[x] = self.judge(x, read, where, kind, describe)
@@ -192,13 +192,13 @@ class Watch(TorchFunctionMode):
     # The backward.
 
     def enter(self, edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
-        """Record the gradients that are given to a backward at some edges."""
+        """Record the gradients that a backward gets at some edges."""
         for edge, gradient in zip(edges, gradients, strict=True):
             if edge is not None and gradient is not None and (bad := self.bad.get(gradient)) is not None:
                 self.arriving.setdefault((edge.node, edge.output_nr), []).append(bad)
 
     def leave(self, edge: GradientEdge | None, gradient: Tensor, line: Line, before: Sequence[Bad] = ()) -> None:
-        """Record the gradient that a backward gives at an edge, or the sum that it adds it to, which was `before`."""
+        """Record the gradient of a backward at an edge, or the sum after its addition; `before`: the sum before it."""
         read = self.arriving.get((edge.node, edge.output_nr), []) if edge is not None else []
         self.mark(gradient, [*before, *read], line, BACKWARD, partial(self.made, str(line), gradient, {}))
 
@@ -218,7 +218,7 @@ class Watch(TorchFunctionMode):
         self, node: Node, line: Line, where: str, read: list[Bad], names: Sequence[str], values: Mapping[str, Any],
         made: Sequence[Tensor | None], given: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
-        """Record the gradients that a node made, and those given to it that are a sum of several."""
+        """Record the gradients made by a node, and those of its inputs that are sums of several."""
         found = list(read)
         for k, gradient in enumerate(given):
             if gradient is not None and is_bad(gradient):

@@ -1,8 +1,8 @@
-"""The profile of steps on a rank: torch's profiler, under the names that the plan has for its work and communication.
+"""The profile of steps on a rank: torch's profiler, under the plan's names for its work and communication.
 
-A call of emitted code is an event `superscaler WHAT NUMBER`: the name of a task, or how many calls of its sort came
-before it in the step. So `superscaler report --run` finds the instruction of each. On a GPU the time of an event is
-that of its kernels.
+A call of emitted code is an event `superscaler WHAT NUMBER`: the name of a task, or the number of earlier calls of its
+sort in the step. So `superscaler report --run` finds the instruction of each. On a GPU the time of an event is that of
+its kernels.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Recorded:
 
 
 class Profile:
-    """Records `count` steps of a rank, after a first one that warms up, into a file of a folder."""
+    """A recorder of `count` steps of a rank, after a first one that warms up, into a file of a folder."""
 
     def __init__(self, step: Step, count: int, folder: Path) -> None:
         self._step, self._left, self._folder, self._is_warm = step, count, folder, False
@@ -84,7 +84,7 @@ class Profile:
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Record the step that is run in the block, if it is one of those that are asked for."""
+        """Record the step of the block, if it is one of the requested ones."""
         if not self._is_warm or not self._left:
             yield
             self._is_warm = True
@@ -143,7 +143,7 @@ class Profile:
 
 
 def clock_offset(communicator: Communicator) -> tuple[int, float]:
-    """Return the nanoseconds from this rank's clock to that of rank 0, and how far rounds differ, in seconds.
+    """Return the nanoseconds from this rank's clock to that of rank 0, and the spread of the rounds, in seconds.
 
     All ranks leave a barrier at nearly the same time.
     """

@@ -12,12 +12,12 @@ from superscaler.comm.communicator import Handle, Later
 
 
 def storage_of(x: Tensor) -> int:
-    """Return the identity of the storage of a tensor, which another one may get once it is freed."""
+    """Return the identity of the storage of a tensor. Another tensor may get it once the storage is freed."""
     return x.untyped_storage()._cdata
 
 
 class RegatheredTensors:
-    """The weights of a tape. What autograd saves of them, or of their views, is made again from regathered ones."""
+    """The regathered weights of a tape: saved tensors that are such weights, or views of them, are made anew."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.given: Sequence[Tensor] = ()

@@ -1,6 +1,6 @@
 """A backward in two halves: the gradients of some leaves first, those of the others on demand.
 
-The first half walks the autograd graph to its leaves once. Where a node on the way also leads to other leaves, its
+The first half walks the autograd graph to its leaves once. If a node on the way also leads to other leaves, its
 incoming gradient is kept; the second half continues from there, to the other leaves only.
 """
 
@@ -23,8 +23,7 @@ Nodes = Mapping[Node, Sequence[tuple[Node, int]]]
 
 @dataclass(frozen=True)
 class Rest:
-    """The state of the second half: gradients made already, by the number of the leaf, and the edges from which it
-    continues.
+    """The state of the second half: gradients made already, by the number of the leaf, and the edges to continue from.
 
     `roots` own the graph, which nodes written in Python do not.
     """
@@ -36,7 +35,7 @@ class Rest:
 
 
 def grad(given: Given, ends: Sequence[GradientEdge], keep: bool = False) -> Gradients:
-    """Return the gradients at some ends, None where nothing arrives; `keep` the graph to walk it again."""
+    """Return the gradients at some ends, None for an end that gets none; `keep` the graph to walk it again."""
     if not given or not ends:
         return [None] * len(ends)
     edges, gradients = zip(*given, strict=True)
@@ -47,8 +46,8 @@ def first_half(given: Given, leaves: Sequence[Tensor], is_first: Sequence[bool])
     """Return the gradients of the first leaves (None for others), and the state of the second half.
 
     If several nodes on the way lead to another leaf (a weight that is used twice), its gradient is made here, because
-    one of its uses may be behind the other. So are gradients where only vectors branch off (the weight and bias of a
-    norm): the second half would need what this half reads, an activation and its gradient, for a few numbers. Tensors
+    one of its uses may be behind the other. Where only vectors branch off (the weight and bias of a norm), their
+    gradients are made here, too: the second half would need an activation and its gradient for a few numbers. Tensors
     that the forward saved for this half alone are freed as they are read.
     """
     ends, roots = [get_gradient_edge(leaf) for leaf in leaves], [edge for edge, _ in given]
@@ -96,7 +95,7 @@ def _nodes(starts: Iterable[Node]) -> Nodes:
 def _ways(
     nodes: Nodes, number: Mapping[Node, int], is_first: Sequence[bool]
 ) -> tuple[dict[Node, bool], dict[Node, set[int]]]:
-    """Return for each node whether it leads to first leaves, and the other leaves that it reaches by its own way."""
+    """Return for each node whether it leads to first leaves, and the other leaves that only it leads to."""
     is_passed, own = dict[Node, bool](), dict[Node, set[int]]()
     for node, edges in nodes.items():
         n = number.get(node, -1)
@@ -107,7 +106,7 @@ def _ways(
 
 
 def _saved(nodes: Iterable[Node]) -> list[Tensor | None]:
-    """Return a list that from now on alone holds the saved tensors of some nodes, each until its node has read it.
+    """Return a list that becomes the only holder of the saved tensors of some nodes, each until its node has read it.
 
     A node written in Python may read it any number of times.
     """

@@ -123,7 +123,7 @@ class Step:
         return self.outputs
 
     def infer(self, batch: Mapping[str, Tensor]) -> Any:
-        """Return what the module returns for a batch in eval mode, with the present weights; all ranks call this.
+        """Return the module's result for a batch in eval mode, with the present weights; all ranks call this.
 
         It needs a plan of evaluation: `plan.save(directory, evaluation=...)`. Raises InputError without one.
         """
@@ -215,8 +215,8 @@ class Step:
     def save(self, directory: str | Path, keep: int | None = None) -> Path:
         """Save a checkpoint into a folder of checkpoints, and wait until it is whole; all ranks call this.
 
-        Returns the checkpoint. `keep`: how many whole ones stay; the oldest are removed (default: all stay). Raises
-        InputError if it cannot be saved; earlier ones stay as they were.
+        Returns the checkpoint. `keep`: the number of whole ones to keep; the oldest are removed (default: all stay).
+        Raises InputError if it cannot be saved; earlier ones are unchanged.
         """
         return save(self, directory, keep)
 
@@ -224,8 +224,8 @@ class Step:
         """Continue from a checkpoint, saved under any plan of the same model; all ranks call this.
 
         `path`: a checkpoint, or a folder of them (the last whole one). Returns the number of its steps. Under the same
-        plan training continues bit for bit. Raises InputError, on all ranks and with nothing changed on any, for one
-        that is damaged or of another model or optimizer.
+        plan training continues bit for bit. Raises InputError, on all ranks and with nothing changed on any, for a
+        damaged checkpoint or one of another model or optimizer.
         """
         return int(restore(self, path)["step"])
 
@@ -237,9 +237,9 @@ class Step:
 
     @property
     def ema(self) -> float | None:
-        """The decay of averages of the weights over steps, a number from 0 to 1; None (the default): there are none.
+        """The decay of averages of the weights over steps, a number from 0 to 1; None (the default): no averages.
 
-        They are saved in checkpoints beside the weights, and restored where the step has a decay.
+        They are saved in checkpoints beside the weights, and restored if the step has a decay.
         """
         return self.state.ema
 
@@ -250,7 +250,7 @@ class Step:
         self.state.ema = decay
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the averages are in the place of the weights: `with step.averaged():
+        """Return a context in which the weights have the values of their averages: `with step.averaged():
         step.evaluate(batches)`.
         """
         return averaged(self.state.optimizer)
@@ -268,7 +268,7 @@ class Step:
     def lr(self) -> float | tuple[float, ...]:
         """The learning rate; if the parameter groups differ, one for each group of the user's optimizer.
 
-        Assign a number where all groups have one rate, else one for each group: `step.lr = [r * 0.5 for r in step.lr]`.
+        Assign a number if all groups have one rate, else one for each group: `step.lr = [r * 0.5 for r in step.lr]`.
         Raises InputError for a number that would make different rates equal, and for another number of rates.
         """
         rates = self.rates()
@@ -295,7 +295,7 @@ class Step:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """Return an optimizer for schedules of `torch.optim.lr_scheduler`, with the learning rates of the parameter
-        groups: `schedule = CosineAnnealingLR(step.optimizer, 100)`. A step takes the rates that it has then.
+        groups: `schedule = CosineAnnealingLR(step.optimizer, 100)`. A step reads the rates when it starts.
         """
         groups = [{"params": [torch.nn.Parameter(torch.zeros(0))], "lr": rate} for rate in self.rates()]
         made = torch.optim.SGD(groups)
@@ -395,7 +395,7 @@ def build_step(
     shared: Mapping[str, Tensor] | None = None,
 ) -> Step:
     """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices. `fixed`: on
-    rank 0, the module's tensors that no device holds. `shared`: slices by local name that are there already.
+    rank 0, the module's tensors that no device holds. `shared`: existing slices by local name.
     """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
     local = dict(shared or {})

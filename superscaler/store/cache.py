@@ -1,7 +1,7 @@
 """A folder of files by hash, shared by any number of processes: each is written whole or not at all, and their number
 is bounded.
 
-An unreadable entry counts as missing, an unwritable one is not kept: a cache is never the cause of an error.
+An unreadable entry counts as missing, and an entry that cannot be written is skipped: a cache never causes an error.
 """
 
 import functools
@@ -32,7 +32,7 @@ def sources() -> str:
 
 
 def folder() -> Path:
-    """Return XDG_CACHE_HOME/superscaler, or the platform's own cache folder. As XDG has it, a relative path does not
+    """Return XDG_CACHE_HOME/superscaler, or the platform's own cache folder. By XDG's rules, a relative path does not
     count.
     """
     variable, below = _FOLDERS.get(sys.platform, ("", ".cache"))

@@ -154,9 +154,9 @@ class CheckpointHead(Head):
 
 
 def lock(directory: Path, is_first: bool) -> int:
-    """Hold a folder of checkpoints for a run, until the file that is returned is closed or the process ends. The first
-    rank makes the folder, writes there which process holds it, and removes leftovers of killed runs. Raises OSError,
-    and InputError where another run holds the folder.
+    """Lock a folder of checkpoints for a run, until the returned file is closed or the process ends. The first rank
+    makes the folder, writes its process there, and removes leftovers of killed runs. Raises OSError, and InputError if
+    another run holds the folder.
     """
     if is_first:
         directory.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def lock(directory: Path, is_first: bool) -> int:
 
 
 def _flock(file: int, kind: int) -> None:
-    """Lock a file unless another run did. Not every file system has locks; nothing is held there."""
+    """Lock a file unless another run did. On a file system without locks this does nothing."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,7 +192,7 @@ def _flock(file: int, kind: int) -> None:
 
 
 def check_folder(directory: Path) -> None:
-    """Raise InputError unless a run may save into a folder, which need not be there and is not made."""
+    """Raise InputError unless a run may save into a folder. The folder may be missing; it is not made."""
     made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     try:
         with writing(directory, "choose another folder"):
@@ -207,7 +207,7 @@ def check_folder(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove incomplete checkpoints that hold nothing but files of a checkpoint."""
+    """Remove incomplete checkpoints that hold only files of a checkpoint."""
     for folder in directory.iterdir():
         is_ours = FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
         if is_ours and all(_PARTS.fullmatch(name) for name in os.listdir(folder)):
@@ -271,7 +271,7 @@ def write_shard(
 
 
 def table_of(draft: Draft, rank: int) -> Path:
-    """Return the file that shows that a shard is whole, until the checkpoint is."""
+    """Return the file that marks a shard as whole until the checkpoint is."""
     return (draft.path / shard_name(rank)).with_suffix(".json")
 
 
@@ -307,7 +307,7 @@ def pointed(directory: Path) -> Path:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, in the order in which they were saved."""
+    """Return the whole checkpoints in a folder, the oldest first."""
     found = [f for f in directory.glob(f"step-*/{MANIFEST_FILE}") if FOLDER.fullmatch(f.parent.name) and _is_own(f)]
     return [file.parent for file in sorted(found, key=lambda file: (file.stat().st_mtime_ns, file))]
 

@@ -40,8 +40,8 @@ _TRUST = (
 
 
 def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) -> list[str]:
-    """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, of tied weights
-    one, and for a model of Hugging Face's library its `config.json`; `ema`: the averages. Returns the files.
+    """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, one for tied
+    weights, and for a model of Hugging Face's library its `config.json`; `ema`: the averages. Returns the files.
     """
     with _replaced(out) as folder:
         more = load_weights(module, path, ema)
@@ -60,8 +60,8 @@ def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) ->
 
 
 def export_distributed(path: Path, out: Path) -> list[str]:
-    """Write a folder of `torch.distributed.checkpoint`: `model` by the user's names, and `optimizer` where there is
-    one, as `torch.distributed.checkpoint.state_dict` has it.
+    """Write a folder of `torch.distributed.checkpoint`: `model` by the user's names, and `optimizer` if there is one,
+    as `torch.distributed.checkpoint.state_dict` has it.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -84,8 +84,8 @@ def _states(stored: TensorReader, name: str) -> dict[str, Tensor]:
 
 
 def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
-    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, with the
-    optimizer's state of them if that has one, as the first checkpoint of a folder. Returns the checkpoint.
+    """Write weights as the first checkpoint of a folder, from a safetensors file or folder, or from
+    `torch.distributed.checkpoint` with `trust`. An optimizer's state there is kept. Returns the checkpoint.
     """
     with reading(source, ANOTHER):
         is_theirs = (source / DISTRIBUTED_FILE).is_file()
@@ -125,7 +125,7 @@ def _publish(directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str
 
 
 def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return the tensors under `model.`, or all where there are none, and those under `optimizer.state.` by name."""
+    """Return the tensors under `model.`, else all, and those under `optimizer.state.`, by name."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -152,7 +152,7 @@ def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[s
 
 @contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
-    """Give a folder aside, which replaces `out` when it is whole. Raises InputError if `out` is not empty."""
+    """Yield a new folder, which replaces `out` when it is whole. Raises InputError if `out` is not empty."""
     out = out.absolute()
     with reading(out, "choose another folder"):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -164,7 +164,7 @@ def _replaced(out: Path) -> Iterator[Path]:
 
 
 def inspect(path: Path) -> Mapping[str, Any]:
-    """Return the contents of a checkpoint, after every shard was checked."""
+    """Return the contents of a checkpoint, after a check of every shard."""
     stored = open_checkpoint(path)
     if stored.whole is not None:
         stored.whole.check()

@@ -1,7 +1,7 @@
-"""One folder that is whole: a head, which is JSON of known types and written last, and files with the hashes in it.
+"""A folder that is whole or refused: files, and a head (JSON of known types) with their hashes, written last.
 
-A `Draft` writes a folder. `read` gives a `Whole`, which checks each file when it is read; it runs nothing.
-An error is one line that names the file, the fault and the remedy.
+A `Draft` writes a folder. `read` returns a `Whole`, which checks each file when it is read; it runs nothing. An error
+is one line that names the file, the fault and the remedy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Checked(BaseModel):
-    """Has these fields, of these types, and no others."""
+    """A base of JSON objects with exactly these fields, of these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,8 +69,8 @@ class Checked(BaseModel):
 class Head(Checked):
     """The types of a JSON file, which may be the head of a folder.
 
-    `NAME`: of the file; `KIND`: in errors; `VERSION`: the only one that is read; `DIFFERS`: the fault of a file whose
-    stamp is another one; `REMEDY`: for damage; `MAY_LINK`: whether files may be links.
+    `NAME`: of the file; `KIND`: in errors; `VERSION`: the only readable one; `DIFFERS`: the fault of a file with
+    another stamp; `REMEDY`: for damage; `MAY_LINK`: whether files may be links.
     """
 
     NAME: ClassVar[str]
@@ -142,7 +142,7 @@ def _fault(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """A folder whose `head` was checked. A file that differs from its stamp is refused; without hashes none has one."""
+    """A folder with a checked `head`. A file that differs from its stamp is refused; without hashes none has one."""
 
     path: Path
     head: dict[str, Any]
@@ -166,7 +166,7 @@ class Whole:
         return parse(self.path / name, self.bytes(name), types)
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Raise InputError unless files (default: all) are as they were written."""
+        """Raise InputError unless files (default: all) are unchanged since they were written."""
         for name in self.stamps if names is None else names:
             if "header" in self.stamps[name]:
                 self.check_tensors(name, self.stamps[name]["tensors"])
@@ -176,7 +176,7 @@ class Whole:
                 self._compare(name, {"bytes": stream.tell(), "sha256": found})
 
     def check_tensors(self, name: str, tensors: Iterable[str]) -> None:
-        """Raise InputError unless the header of a file of tensors, and these tensors, are as they were written."""
+        """Raise InputError unless the header of a file of tensors, and these tensors, are unchanged."""
         header, found = tensor_hashes(self._file(name), self.types.REMEDY, tensors)
         kept = self.stamps[name]["tensors"] if name in self.stamps else {}
         self._compare(name, {"header": header, "tensors": {**kept, **found}})
@@ -227,7 +227,7 @@ class Draft:
         return {"bytes": (self.path / name).stat().st_size, "sha256": found}
 
     def finish(self, head: Mapping[str, Any]) -> None:
-        """Write the head with the hashes of itself, when all else is on the disk."""
+        """Write the head with the hashes of itself, after all other files are on the disk."""
         for folder in (*filter(Path.is_dir, self.path.rglob("*")), self.path):
             sync(folder)
         lines = ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in self.types.signed(head).items())
@@ -254,7 +254,7 @@ def written(folder: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all, and make it last: aside first, then in the place of an older one."""
+    """Write a file whole or not at all, and sync it: aside first, then in the place of an older one."""
     aside = file.with_name(f".{file.name[:80]}.{uuid4().hex}{ASIDE}")
     try:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)

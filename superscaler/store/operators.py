@@ -1,4 +1,4 @@
-"""Operators of users in a plan directory: copies of the files that register them, which a rank imports."""
+"""Operators of users in a plan directory: copies of the files that register them, to be imported by ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from superscaler.store.plan import OPERATORS
 
 
 def copies(targets: Iterable[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the entries of operators in plan.json, by target, and the files that go into its directory.
+    """Return the entries of operators in plan.json, by target, and the files to copy into its directory.
 
-    A module lies where its name says, so that it is imported by name; a file that is run by its path lies in a numbered
-    folder. Modules of installed packages are not copied, and typed-in code is in no file. None stands for an
+    A module has the path of its dotted name, so that it is imported by name; a file that is run by its path has a
+    numbered folder. Modules of installed packages are not copied, and typed-in code is in no file. None stands for an
     unregistered operator.
     """
     files: dict[str, bytes] = {}
@@ -36,7 +36,7 @@ def copies(targets: Iterable[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _home(rule: Registered, files: dict[str, bytes]) -> dict[str, str]:
-    """Add the copies that an operator needs; return the file and module that register it."""
+    """Add the copies that an operator needs; return the file and module of its registration."""
     name = ""
     if not rule.module and rule.file:
         path = Path(rule.file).name
@@ -56,7 +56,7 @@ def _place(module: str, file: str) -> str:
 
 
 def _add(name: str, files: dict[str, bytes]) -> None:
-    """Add a loaded module, if it is the user's own, with the packages that it is in and all that they import."""
+    """Add a loaded module, if it is the user's own, with its packages and all its imports."""
     parent = name.rpartition(".")[0]
     if parent:
         _add(parent, files)
@@ -87,7 +87,7 @@ def _imports(source: bytes, package: str) -> Iterator[str]:
 def import_operators(
     operators: Mapping[str, Any], sources: Mapping[str, bytes], plan: Path, is_checked: bool = True
 ) -> None:
-    """Import the copied files that register operators unknown to this process.
+    """Import the copied files of operators that are not registered in this process.
 
     `operators` and `sources` (copies by file) are those of the plan directory. Raises InputError for an operator that
     is then still missing, and (if `is_checked`) for one that another file registered.
@@ -187,7 +187,7 @@ class _Copies(MetaPathFinder):
 
 
 class _Source(SourceLoader):
-    """A loader that runs the checked text, and no bytecode that Python may have kept of it."""
+    """A loader that runs the checked text, never cached bytecode of it."""
 
     def __init__(self, file: Path, source: bytes) -> None:
         self.file, self.source = file, source

@@ -27,7 +27,7 @@ def runs(sizes: Sequence[int], box: Sequence[Sequence[int]]) -> list[tuple[int, 
 
 
 def located(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, Ranges]:
-    """Return the user's tensor that a resident weight is a piece of, and the piece."""
+    """Return the user's tensor of a resident weight, and the weight's piece of it."""
     whole, box = plan["tensors"][entry["tensor"]], iter(entry["box"])
     found = [runs(sizes, [next(box) for _ in sizes]) for sizes in plan["slots"][entry["tensor"]]]
     if whole["start"]:
@@ -38,7 +38,7 @@ def located(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, Ran
 def owners(plan: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     """Return the weights that each rank saves; together they are the model, once.
 
-    A trained weight is saved where it counts in norms; any other box on the first device that has it.
+    A trained weight is saved by the device that counts it in norms; any other box by the first device that has it.
     """
     seen: set[tuple[str, str]] = set()
     found: list[list[Mapping[str, Any]]] = []
@@ -79,7 +79,7 @@ def _indices(found: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def covers(shape: Sequence[int], pieces: Sequence[Ranges]) -> bool:
-    """Return whether pieces cover each element of a tensor once. Counts of elements do not show this: one may be there
+    """Return whether pieces cover each element of a tensor once. Counts of elements do not show this: one may occur
     twice.
 
     Every index of every dim gets a random word; an element weighs the product of its dims' words, modulo 2**64. The

@@ -1,7 +1,7 @@
-"""Plan directories: the types of plan.json, reading one (which runs none of its code), and writing over an older plan.
+"""Plan directories: the types of plan.json, reading without running any code, and replacing an older plan.
 
-A new plan is written aside, into a folder in its directory, and then takes the places of the files of the older one.
-While its files are moved, the directory holds neither plan, which its hashes show; the next writer finishes that.
+A new plan is written aside, into a folder in its directory, and then replaces the files of the older one. While its
+files are moved, the directory holds neither plan. Its hashes show this; the next writer finishes the move.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Draw(Checked):
 
 
 class Tables(Checked):
-    """Of one device."""
+    """The tables of one device."""
 
     weights: list[Weight]
     inputs: list[tuple[str, Box]]
@@ -95,7 +95,7 @@ class Tables(Checked):
 
 
 class Owned(Checked):
-    """Which of the user's tensors a tensor is."""
+    """The user's tensor that holds a tensor."""
 
     name: str
     kind: Literal["parameter", "buffer"]
@@ -113,7 +113,7 @@ class Optimizer(Checked):
 
 
 class Operator(Checked):
-    """Who registers an operator of the user's: `file` is the copy, empty for a module that is installed."""
+    """The registration of a user's operator: `file` is the copy, empty for a module that is installed."""
 
     module: str
     file: Inside | Literal[""]
@@ -226,7 +226,7 @@ def operators_of(plan: disk.Whole) -> dict[str, bytes]:
 
 
 def weights_of(plan: disk.Whole, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the whole tensors of a rank's weights, and on rank 0 also those that no device holds."""
+    """Return the whole tensors of a rank's weights, and on rank 0 also the tensors that no device holds."""
     placed = [{w["tensor"] for w in device["weights"]} for device in plan.head["devices"]]
     fixed = plan.head["manifest"]["tensors"].keys() - set[str]().union(*placed) if rank == 0 else set()
     if plan.stamps:
@@ -276,9 +276,8 @@ def warn_versions(saved: disk.Whole) -> None:
 
 
 def plan_files(directory: Path) -> frozenset[str]:
-    """Return the names of the files in a directory that are of the plan which compile wrote there, or was writing; none
-    if it is empty or not there. Raises InputError for a file, and for a directory that holds something, but no plan of
-    ours: nothing there is ours.
+    """Return the names of the plan's files in a directory, also of an unfinished plan; none if it is empty or missing.
+    Raises InputError for a file, and for a directory that holds something, but no plan of ours.
     """
     with reading(directory, "choose another directory"):
         if directory.exists() and not directory.is_dir():
@@ -302,7 +301,7 @@ def _listed(folder: Path) -> frozenset[str]:
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Draft]:
-    """Give a draft of a new plan, which replaces the older plan of a directory. After an error that is as it was."""
+    """Yield a draft of a new plan, which replaces the older plan of a directory; after an error the older one stays."""
     recover(directory)
     with disk.written(directory / NEW) as folder:
         yield Draft(folder, PlanHead)
@@ -310,7 +309,7 @@ def staged(directory: Path) -> Iterator[Draft]:
 
 
 def recover(directory: Path) -> None:
-    """Move a whole plan that is aside into its place; remove an unfinished one. May be repeated from any point."""
+    """Move a whole plan that is aside into its place; remove an unfinished one. It may be repeated from any point."""
     folder = directory / NEW
     if (folder / PLAN_FILE).is_file():
         _move(folder, directory)

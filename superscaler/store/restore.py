@@ -1,6 +1,4 @@
-"""Restoring: a checkpoint of any plan, or weights of another program, loaded into the step of a rank, only the slices
-it needs.
-"""
+"""Restoring: a rank loads its slices from a checkpoint of any plan, or from weights of another program."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +31,7 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     """Continue from a checkpoint of any plan of the same model, on any number of devices. Returns its manifest.
 
     `path`: a checkpoint, or a folder of them (the last whole one). Nothing is changed on any rank before all ranks have
-    read and checked all they need; a failure then raises InputError on all ranks.
+    read and checked their tensors; a failure then raises InputError on all ranks.
     """
 
     def read() -> tuple[Mapping[str, Any], Values, dict[str, dict[str, Any]]]:
@@ -77,7 +75,7 @@ def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
 
 
 def _agreed(step: TrainingStep, read: Callable[[], T]) -> T:
-    """Return the result of `read`. Where it fails on any rank, raise on all ranks the error of the first one."""
+    """Return the result of `read`. If it fails on any rank, raise the error of the first one on all ranks."""
     found: list[T] = []
     error = ""
     try:
@@ -130,7 +128,7 @@ def _check_names(step: TrainingStep, stored: TensorReader) -> None:
 
 
 def _names(step: TrainingStep) -> Iterator[str]:
-    """Yield all names of the model's tensors that this rank knows."""
+    """Yield all names of the model's tensors on this rank."""
     yield from (tensor["name"] for tensor in step.plan["tensors"].values())
     yield from step.plan["aliases"]
     yield from step.fixed

@@ -1,8 +1,7 @@
 """Checkpoints: the state of training in the user's own tensors, saved under one plan and loaded under any other.
 
 A folder of checkpoints has one folder per checkpoint, and a file `latest` that names the last whole one. A checkpoint
-has one shard per rank, each with elements that no other shard has, and a manifest, which is written when all shards are
-there.
+has one shard per rank, each with elements that no other shard has, and a manifest, which is written after all shards.
 """
 
 import os
@@ -63,8 +62,8 @@ class _Save:
 class Saver:
     """A writer of a rank's state into a folder of checkpoints, in the background, one save at a time.
 
-    All ranks call each method. `keep`: how many whole checkpoints stay (default: all). `failures`: the reason of each
-    failed save; `on_failure` is called with it on rank 0. `last`: the last whole checkpoint of this object.
+    All ranks call each method. `keep`: the number of whole checkpoints to keep (default: all). `failures`: the reason
+    of each failed save; `on_failure` gets it on rank 0. `last`: the last whole checkpoint of this object.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Saver:
             return f"!{reason(self.directory, error)}"
 
     def open(self) -> None:
-        """Hold the folder until `close`, so that no other run saves there. Raises InputError where that cannot be."""
+        """Hold the folder until `close`, so that no other run saves there. Raises InputError if it cannot be held."""
         if self._lock is not None:
             return
         for is_first in (True, False):
@@ -208,8 +207,8 @@ class Saver:
 def snapshot(
     step: TrainingStep, owned: list[Mapping[str, Any]], older: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return copies on the CPU of the tensors that a rank saves, by key, and the entries of the user's tensors that
-    they are pieces of. Buffers of an older snapshot are reused.
+    """Return copies on the CPU of a rank's saved tensors, by key, and the entries of the user's tensors that hold them.
+    Buffers of an older snapshot are reused.
     """
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}

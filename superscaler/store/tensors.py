@@ -49,7 +49,7 @@ def numbers_of(entry: Entry) -> dict[str, float]:
 
 @dataclass
 class TensorReader:
-    """A checkpoint, or weights of another program: those have no stamps and an empty `head`."""
+    """A reader of a checkpoint, or of weights of another program: those have no stamps and an empty `head`."""
 
     directory: Path
     tensors: Mapping[str, Entry]
@@ -192,9 +192,9 @@ class Target(NamedTuple):
 def read_targets(stored: TensorReader, targets: Iterable[Target], state: str = "") -> list[tuple[Target, Tensor]]:
     """Return tensors with their stored values, without those that are not stored; nothing is set.
 
-    `state`: in place of the values, that state of theirs where they have it. Raises InputError for a needed tensor that
-    is not stored, for another shape, a dtype that this one cannot hold exactly, and for tensors that are
-    tied here and differ there.
+    `state`: return that state of each tensor instead of its value, if stored. Raises InputError for a needed tensor
+    that is not stored, for another shape, a dtype that this one cannot hold exactly, and for tensors that are tied here
+    and differ there.
     """
     found = []
     for target in targets:
@@ -223,7 +223,7 @@ def _value(stored: TensorReader, name: str, target: Target, state: str) -> Tenso
 
 
 def _is_exact(theirs: torch.dtype | None, ours: torch.dtype) -> bool:
-    """Return whether every number of their dtype is one of ours."""
+    """Return whether our dtype can hold every number of theirs."""
     if theirs is None or theirs == ours:
         return theirs == ours
     return theirs.is_floating_point and ours.is_floating_point and torch.promote_types(theirs, ours) == ours
@@ -239,7 +239,7 @@ def load_weights(module: nn.Module, path: str | Path, ema: bool = False) -> list
     """Set a module's parameters and buffers from a checkpoint, or from a safetensors file or folder.
 
     `path` may also be a folder of checkpoints; the last one is taken. Tied parameters stay tied; buffers that are not
-    stored stay as they are. With `ema` averages of weights are taken. Returns the names there that the module lacks.
+    stored are unchanged. With `ema` averages of weights are taken. Returns the stored names that the module lacks.
     Raises InputError, with nothing changed, for a damaged file, a missing parameter, and for another shape or dtype.
     """
     stored, tensors = open_stored(path), named(module)

@@ -77,7 +77,7 @@ def _with_gradients(model: Model, blocks: _Blocks, made: tuple[Op, ...], again: 
 
 
 class _Blocks:
-    """The ops that replace one attention, and the tensors that they make."""
+    """The ops that replace one attention, and their tensors."""
 
     def __init__(self, model: Model, op: Op, parts: int) -> None:
         self.op, self.parts, self.known = op, parts, dict(model.tensors)
@@ -138,7 +138,7 @@ class _Blocks:
             yield self._detached(*before)
 
     def _made_from(self, tensor: str) -> list[Op]:
-        """Return the ops that repeat a tensor: heads of keys, for all queries that share them."""
+        """Return the ops that repeat the heads of keys for all queries that share them."""
         found, least = list[Op](), 0
         while (maker := self.makers.get(tensor)) and maker.target.split(".")[1] in REPEATING:
             found.append(maker)

@@ -20,7 +20,7 @@ from superscaler.transform.losses import Decompose
 @runtime_checkable
 class Algorithm(Protocol):
     """An algorithm of `op_trans` that cuts parts. `cut` returns the axis that it adds to a part; `sizes` are those of
-    the part, in elements, for each of `op.indices`. It raises TransformError where it does not apply.
+    the part, in elements, for each of `op.indices`. It raises TransformError if it does not apply.
     """
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
@@ -77,9 +77,9 @@ class Replicate(_ShortRepr):
 class Split(_ShortRepr):
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
 
-    Of several factors, the first is taken that the op has and that `parts` divides. `h.*.mlp` is any factor that fits
-    (that of each block); `sequence@1` the second of `op.indices` with that factor, `hidden@summed` the first that is
-    summed; without either it is the first of the op's output.
+    Of several factors, the first one is cut that the op has and `parts` divides. `h.*.mlp` is any factor that fits
+    (that of each block); `sequence@1` the second of `op.indices` with that factor, `hidden@summed` the first summed
+    one; the default is the first of the op's output.
 
     An op without the factor, or with an uncuttable one, is replicated; with `required` this is an error. A scalar op
     that is linear in a sum over the factor (a scaled loss) splits that value. `axis`: the mesh axis along which
@@ -118,7 +118,7 @@ class Split(_ShortRepr):
         return Replicate(count, axis=self.axis).cut(op, sizes)
 
     def index_of(self, op: Op, sizes: tuple[int, ...]) -> int | None:
-        """Return the index of an op that is cut, one that the number of parts divides if there is one."""
+        """Return the index of an op to cut, one that the number of parts divides if there is one."""
         count = self.parts or len(self.sizes)
         found = [index for factor in self.factors if (index := op.find(factor)) is not None]
         return next((i for i in found if sizes[i] % count == 0), next(iter(found), None))
@@ -170,7 +170,7 @@ class Shard(_ShortRepr):
 class ValueSplit(_ShortRepr):
     """Make `parts` parts whose results add up: each reads some addends of input `operand` (and of tensors added to it).
 
-    y = a x1 + a x2  ->  y1 = a x1; y2 = a x2.  For ops that are linear in an input whose value comes in parts.
+    y = a x1 + a x2  ->  y1 = a x1; y2 = a x2.  For ops that are linear in an input with a value in parts.
     """
 
     parts: int
@@ -195,8 +195,8 @@ class Microbatch(_ShortRepr):
     Microbatch(4) of a batch of 8: 2 2 2 2    of 10: 3 3 2 2
 
     Microbatches can be split further: `Microbatch(2, "sequence")` of microbatch 1 makes microbatches 2 and 3. Of
-    several factors, the one is taken that `Split` would take. An update runs once: it keeps its parts, but its gradient
-    is reduced in each microbatch, not once at the end.
+    several factors, the same one is cut as by `Split`. An update runs once: it keeps its parts, but its gradient is
+    reduced in each microbatch, not once at the end.
     """
 
     parts: int
@@ -304,8 +304,8 @@ def _check_factor(graph: Graph, name: str, where: str) -> None:
 
 
 def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> Axis:
-    """Return the axis that an algorithm (possibly a user's) makes of a part. Raises TransformError if that is no axis,
-    loses elements, or computes another value.
+    """Return the axis that an algorithm (possibly a user's) makes of a part. Raises TransformError for a result that is
+    no axis, loses elements, or computes another value.
     """
     try:
         axis = algorithm.cut(op, sizes)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in steps, between which only the tokens travel that an expert was chosen for."""
+"""Mixtures of experts in steps. Between these, a token is sent only to its experts."""
 
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
@@ -17,8 +17,8 @@ class Dispatch:
 
     r is [experts, groups, capacity, hidden]. A group is one of the outer slot of the tokens: a sequence of the batch.
     An expert has `capacity` times its even share of the group's choices as rows; the default is one row for each token
-    of the group, which is exact. Choices that find no row left are dropped: they give zero. With dispatch cut on the
-    batch and rows cut on the experts, an all_to_all goes between.
+    of the group, which is exact. Choices without a free row are dropped: they give zero. With dispatch cut on the batch
+    and rows cut on the experts, an all_to_all goes between.
     """
 
     capacity: float | None = None

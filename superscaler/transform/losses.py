@@ -13,13 +13,13 @@ _HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Decompose:
-    """Replace losses over classes by steps, each of which can be cut on the classes.
+    """Replace losses over classes by steps that can be cut on the classes.
 
-    y = cross_entropy(x, c)  ->  m = max(x); t, p = sum(exp(x - m)), x[c]; y = sum(log(t) + m - p) / count
-    y = log_softmax(x)       ->  m = max(x); t = sum(exp(x - m)); y = x - m - log(t)
-    y = nll_loss(x, c)       ->  p = x[c]; y = sum(-p) / count
+    y = cross_entropy(x, c)  ->  m = max(x); t, p = sum(exp(x - m)), x[c]; y = sum(log(t) + m - p) / count y =
+    log_softmax(x)       ->  m = max(x); t = sum(exp(x - m)); y = x - m - log(t) y = nll_loss(x, c)       ->  p = x[c];
+    y = sum(-p) / count
 
-    Parts of the classes make parts of m, whose value is their largest, and of the sums t and p: three numbers a row.
+    Parts of the classes make parts of m (its value is their largest), and of the sums t and p: three numbers a row.
     """
 
     @staticmethod

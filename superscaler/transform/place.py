@@ -1,4 +1,4 @@
-"""Placement on a mesh: the position of each part along its named axes, from the names that algorithms gave the cuts."""
+"""Placement on a mesh: the position of each part along its named axes, by the names that algorithms gave the cuts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,7 +67,7 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
 
 
 def check_cut_first(graph: Graph) -> None:
-    """Raise InputError for an op that was cut along a mesh axis after it was placed along that axis."""
+    """Raise InputError for an op that was placed along a mesh axis before it was cut along it."""
     for op in graph.model.ops:
         grid = graph.grids[op.name]
         named = [(axis.name, at) for at, axis in enumerate(grid.axes) if axis.name and len(axis.sizes) > 1]

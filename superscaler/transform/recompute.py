@@ -1,4 +1,4 @@
-"""Recomputation: the algorithms of `op_trans` that choose what the backward computes again, and regions in regions."""
+"""Recomputation: the algorithms of `op_trans` that choose the recomputed ops, and nested regions."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -16,13 +16,13 @@ class Recompute:
 
     y = f(x); d(x) += d.f(d(y))  ->  y = f(x), no tape; y.r = f(x); d(x) += d.f.r(d(y))
 
-    All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the tensors that the region
-    reads from outside are kept. They run when the backward reaches the region (`select(kind="R")` orders them
-    otherwise), on the parts of their ops. Weights and values inside are communicated a second time; random numbers are
-    those of the ops. With `copies`, copies among the ops are recomputed, too.
+    All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the region's inputs are
+    kept. They run when the backward reaches the region (`select(kind="R")` orders them otherwise), on the parts of
+    their ops. Weights and values inside are communicated a second time; random numbers are those of the ops. With
+    `copies`, copies among the ops are recomputed, too.
 
-    A region may be inside another one, in any depth. The outer region is then recomputed without a tape for the inner
-    one, which is recomputed once more, of values of the outer, when its own backward comes:
+    Regions nest, in any depth. The outer region is recomputed without a tape for the inner one. The inner one is
+    recomputed once more, from values of the outer, when its own backward comes:
 
     y.r = f(x); d(x) += d.f.r(d(y))  ->  y.r = f(x), no tape; y.r.r = f(x); d(x) += d.f.r.r(d(y))
     """
@@ -58,7 +58,7 @@ class Save:
 
 
 def recompute_checkpoints(graph: Graph) -> None:
-    """Recompute the regions that the model itself asks for, except where the plan says otherwise."""
+    """Recompute the model's own checkpointed regions, except where the plan says otherwise."""
     found: dict[str, list[Op]] = {}
     for op in (op for op in graph.forward_ops if op.checkpoint):
         found.setdefault(op.checkpoint, []).append(op)
@@ -87,7 +87,7 @@ def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
 def with_twins(model: Model, ops: Sequence[Op]) -> Model:
     """Return the model with a recomputed op for each op of a region, which reads values of its own region.
 
-    What is recomputed are the ops, or their recomputed ops in the region around. A region inside reads the new values.
+    A nested region recomputes the outer region's recomputed ops. A region inside reads the new values.
     """
     names = {op.name: op for op in ops}.keys()
     around, inside = _neighbours(model, names)
@@ -121,7 +121,7 @@ def with_twins(model: Model, ops: Sequence[Op]) -> Model:
 
 
 def _neighbours(model: Model, names: Set[str]) -> tuple[set[str], set[str]]:
-    """Return the regions around a new one, and those inside it. Raises TransformError for one that is neither."""
+    """Return the regions around a new one, and those inside it. Raises TransformError for a partial overlap."""
     members: dict[str, dict[str, None]] = {}
     for op in (op for op in model.ops if op.origin):
         members.setdefault(op.region, {})[op.origin] = None

@@ -1,4 +1,4 @@
-"""The algorithms of `op_trans` that replace ops by others, and the rules that any such algorithm must keep."""
+"""The algorithms of `op_trans` that replace ops by others, and the common rules of all such algorithms."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +23,10 @@ class Rewrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Read the weights of ops as they were `updates` updates ago, wherever they are read; updates change the newest
-    ones.
+    """Read the weights of ops as they were `updates` updates ago, in all their readers; updates change the newest ones.
 
-    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w))
-    w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
+    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w)) w(t+1) = update(w(t),
+    gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
 
     With 1 for all weights this is PipeDream-2BW, with p - 1 - s for stage s of p it is PipeDream. The forward and the
     backward of a step read one version. The steps are not those of the model: `verify` compares them with this
@@ -73,7 +72,7 @@ def version(weight: str, age: int) -> str:
 
 
 def write_op(update: Op, weight: str, age: int) -> Op:
-    """Return the op that sets an older version of a weight to the next younger one, before that changes."""
+    """Return the op that sets an older version of a weight to the next younger one, before the younger one changes."""
     older, younger = (replace(update.inputs[0], tensor=version(weight, of)) for of in (age, age - 1))
     name = f"write.{older.tensor}"
     made = replace(update, name=name, target="ss.write", args=(Ref(0), Ref(1)), kwargs=(), group=0)
@@ -131,8 +130,8 @@ class Insert:
     z = g(y); d(y) += d.g(d(z))  ->  y.c = identity(y); z = g(y.c); d(y) += d.g(d(z))
 
     `tensor`: the activation to copy; by default all that the ops of one `op_trans` read from outside, except those made
-    of data alone. All of these ops read one copy; the gradient goes past it. A copy has the portions that its first
-    reader reads, on the same devices, unless it is cut or placed itself. It reaches readers on another device late.
+    of data alone. All of these ops read one copy; the gradient bypasses it. An uncut, unplaced copy has the portions
+    and the devices of its first reader. A copy is sent to a reader on another device as late as possible.
     """
 
     tensor: str = ""
@@ -181,9 +180,9 @@ def check_once(algorithm: str, taken: Sequence[Op]) -> None:
 
 
 def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
-    """Apply an algorithm that replaces ops. Returns the parts of the ops that it made.
+    """Apply an algorithm that replaces ops. Returns the parts of the new ops.
 
-    An op named `old.word`, with no op `old` any more, gets the parts of `old`, cut on the same factors.
+    If op `old` is gone, an op named `old.word` gets the parts of `old`, cut on the same factors.
     """
     before = graph.model
     names = {op.name for op in ops}
@@ -229,7 +228,7 @@ def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:
 
 
 def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:
-    """Return the grid of an op that is cut on the same factors as another one, and replicated where it lacks them."""
+    """Return the grid of an op with the cuts of another one on the same factors, replicated if it lacks them."""
     at = [None if a.index is None else op.find(old.indices[a.index].factor) for a in grid.axes]
     pairs = zip(grid.axes, at, strict=True)
     axes = (

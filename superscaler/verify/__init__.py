@@ -1,4 +1,4 @@
-"""Verification: the checks that every plan must pass, and its steps against those of the model."""
+"""Verification: the checks that every plan must pass, and comparisons of its steps with those of the model."""
 
 from superscaler.verify.run import certify, verify
 

@@ -1,4 +1,4 @@
-"""Comparison of a plan directory with a module: its model and weights, which no hash can judge."""
+"""Comparison of a plan directory with a module: its model and weights, beyond what hashes show."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

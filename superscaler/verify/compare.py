@@ -70,7 +70,7 @@ class Errors:
 
 
 class Comparison:
-    """A comparison of the steps of a plan one by one, each from the weights that the plan has before it.
+    """A comparison of the steps of a plan one by one, each from the plan's weights before it.
 
     A gradient whose true value is zero is noise, and Adam turns noise into steps of any size. So the update of each
     slice is compared with that of torch's own optimizer on the plan's gradient of the slice. In mixed precision torch
@@ -180,7 +180,7 @@ class Comparison:
             self.errors.add("parameter_error", float("inf"), name, f"{name}, a buffer that the module changes{here},")
 
     def _updated(self, own: Tensor, state: dict[str, Tensor], weight: Weight, rank: int, here: str) -> Tensor:
-        """Return a slice that torch updated. A float32 copy is taken out of `state`, and compared with torch's; then
+        """Return a slice that torch updated. A float32 copy is taken out of `state`, and compared with torch's. Then
         the slice is that copy, rounded, and torch's next step starts from it.
         """
         kept = state.pop("copy", None)
@@ -254,7 +254,7 @@ class _Kept:
         return copy.deepcopy((self.rank.gradients.get(name), weight.detach(), tensors))
 
     def keeping(self, change: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that calls `change` and then keeps copies of the changed weights."""
+        """Return a function that calls `change` and then copies the changed weights."""
 
         def changing(weights: Sequence[Tensor] = (), *more: Any, **options: Any) -> None:
             change(weights, *more, **options)
@@ -274,8 +274,8 @@ _TINY, _CHANGE, _TIMES = 1e-9, 1e-12, 100
 def noise_of(run: Callable[[Values], Reference], known: Values, expected: Reference) -> tuple[float, float]:
     """Return the least sizes to which errors of the loss and of gradients are relative; 0 unless these are tiny.
 
-    Weights that differ in their last digits change the rounding of a true zero entirely, but hardly change a value that
-    is only small: so a small loss is compared like any other.
+    Weights that differ in their last digits change the rounding of a true zero entirely, but hardly change a small
+    value. So a small loss is compared like any other.
     """
     is_tiny = [expected.loss is not None and size < _TINY for size in _sizes(expected)]
     if not any(is_tiny):

@@ -130,7 +130,7 @@ def _floats(module: nn.Module) -> torch.dtype | None:
 
 
 def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
-    """Return a function that gives the uniform numbers of the next random call, in the order of the graph."""
+    """Return a function that returns the uniform numbers of the next random call, in the order of the graph."""
     ops = (op for op in model.ops if op.target in RANDOM and row_of(op.target).rate is None)
 
     def following(shape: tuple[int, ...]) -> Tensor:
@@ -172,11 +172,11 @@ class _GivenDraws(WithoutDropout):
 
 
 class _Wide(_GivenDraws):
-    """A mode in which a module computes in float64 all that depends on an input or a parameter, whatever dtypes its
-    code names.
+    """A mode in which a module computes in float64 whatever depends on an input or a parameter, despite the dtypes in
+    its code.
 
-    The rest is part of the model: it is computed in its own dtype, and widened where it is used. The code of the module
-    still reads the dtype of its parameters (`shown`), so that it takes the same branches.
+    All other values are part of the model: they are computed in their own dtype, and widened where they are used. The
+    code of the module still reads the dtype of its parameters (`shown`), so that it takes the same branches.
     """
 
     def __init__(self, shown: torch.dtype | None, following: Callable[..., Tensor]) -> None:
@@ -215,7 +215,7 @@ class _Wide(_GivenDraws):
         return result
 
     def _rounded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return arguments in which tensors that are part of the model are rounded as autocast rounds them."""
+        """Return arguments in which the tensors that are part of the model are rounded as under autocast."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         own = [x for x in flat if isinstance(x, Tensor) and x.dtype == torch.float32 and not self._is_live(x)]
         if not own or name.endswith("_") or not torch.is_autocast_enabled(own[0].device.type):
@@ -234,7 +234,7 @@ class _Wide(_GivenDraws):
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records the dtypes to which tensors are cast."""
+    """A mode that records the target dtypes of casts."""
 
     def __init__(self, watched: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -256,7 +256,7 @@ def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dt
 
 
 def _widen_in_place(x: Any) -> None:
-    """Widen a tensor that the module made, so that it can hold float64 values written into it."""
+    """Widen a tensor made by the module, so that it can hold float64 values."""
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != _WIDE:
         x.data = x.data.to(_WIDE)
 

@@ -68,7 +68,7 @@ def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Valu
 
 
 def _whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:
-    """Return a model as it was captured, all its forward ops as one function, and what that reads: each tensor, and
+    """Return a captured model, all its forward ops as one function, and that function's inputs: each tensor, and
     whether it wants a gradient.
     """
     model = once(without_twins(model))
@@ -92,7 +92,7 @@ def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeou
 
 
 def _record(exact: Compiled, values: Values, batch: Values, timeout: float) -> tuple[Events, str]:
-    """Return inputs and outputs of each segment by device, tag and kind, and why the step did not end, if so."""
+    """Return inputs and outputs of each segment by device, tag and kind, and the reason if the step did not end."""
     events: Events = {}
 
     def run(step: Step) -> None:
@@ -181,7 +181,7 @@ class _Search:
         return "" if error <= TOLERANCE else f"{text}, in {len(branch)} parts, the last"
 
     def _inner(self, node: Node, segment: Segment, event: Event) -> str:
-        """Return the first op inside a segment that goes wrong, on the segment's recorded inputs."""
+        """Return the first wrong op inside a segment, on the segment's recorded inputs."""
         code = self.exact.program.devices[node.key[0]].instructions
         ran = next(i for i in code if isinstance(i, Forward) and i.task == task(node.number, node.key))
         function = self.exact.program.functions[ran.function]

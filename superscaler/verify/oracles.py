@@ -51,7 +51,7 @@ def graph_step(exact: Compiled, inputs: Values) -> Oracle:
 
 
 def recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Reference:
-    """Return a step with gradients at the oldest versions of weights; then each has the next younger one's value."""
+    """Return a step with gradients at the oldest weights; then each version takes the value of the next younger one."""
     versions = model.versions
     step = oracle({**known, **{weight: known[version] for version, weight in versions.items()}}, number)
     pairs = ((op.inputs[0].tensor, op.inputs[1].tensor) for op in model.ops if op.is_write)
@@ -69,10 +69,10 @@ def draw_of(step: int) -> Draw:
 
 
 def retype(graph: Graph, dtype: str | None) -> Graph:
-    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype` (None: as they are).
+    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype` (None: unchanged).
 
     Probabilities of dropout are zero, so that the result can be compared. Communication is chosen by the sizes of the
-    dtypes there were, so that the same exchanges are compared as train.
+    original dtypes, so that the compared exchanges are the trained ones.
     """
     return graph.copy(retype_model(graph.model, dtype))
 

@@ -32,11 +32,11 @@ from superscaler.store.tensor_file import kinds, opened
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
-    """Certify the program in a plan directory, and check that its code and plan.json are those of the program; with
+    """Certify the program in a plan directory, and check that its code and plan.json belong to the program; with
     `manifest` also that each file has the hash in plan.json.
 
-    Raises ScheduleError for a program that a check refuses, InputError for a directory that cannot be read or whose
-    files disagree.
+    Raises ScheduleError for a refused program, InputError for a directory that cannot be read, or with files that
+    disagree.
     """
     saved, damage = read_plan(directory, has_hashes=False), _damage(directory)
     plan, program = saved.head, program_of(saved, damage)

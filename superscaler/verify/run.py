@@ -41,15 +41,15 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
     no copy can run; "small" on few elements and places (see `shrink`) against the graph on one device; "auto" is
     "small" for a plan that is too large to run here. The checks of the program always see the whole plan.
 
-    Returns equal (in both), trained_dtype, trained_error (the one nearest to its limit), trained_allowed (that limit);
-    in float64 the largest relative loss_error, gradient_error (with a floor), parameter_error (weights, buffers and
-    optimizer state) and output_error (of `outputs`); worst_tensor; first_difference (text: the first failed check, the
-    first wrong tensor in execution order, or a fault of capture; empty when equal); conservation and deadlock_free (see
-    `certify.certificate`); trains; reference ("eager", "export" or "graph"), module_compared (whether it is the user's
-    module), note (why not); bytes_moved (on links in a step, measured on all ranks) and bytes_planned (equal); stale
-    (ages of the weights that are read, in updates: for [0, 1, 3] the reference is the recurrence with these ages);
-    shapes; dropped (choices of experts without a row in the first step, and all choices); shrunk (sizes before and
-    after, by factor). Raises InputError for a plan that cannot run smaller but must.
+    Returns a dict. equal: in both precisions. trained_dtype, trained_error (the one nearest to its limit),
+    trained_allowed (that limit). The largest relative errors in float64: loss_error, gradient_error (with a floor),
+    parameter_error (weights, buffers and optimizer state), output_error (of `outputs`). worst_tensor. first_difference:
+    text, empty when equal: the first failed check, the first wrong tensor in execution order, or a fault of capture.
+    conservation and deadlock_free: see `certify.certificate`. trains. reference: "eager", "export" or "graph";
+    module_compared: whether it is the user's module; note: why not. bytes_moved: on links in a step, measured on all
+    ranks; bytes_planned: must be equal. stale: ages of the read weights, in updates; for [0, 1, 3] the reference is the
+    recurrence with these ages. shapes. dropped: choices of experts without a row in the first step, and all choices.
+    shrunk: sizes before and after, by factor. Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
@@ -115,7 +115,7 @@ def certify(exact: Compiled, backend: str = "threads", batch: Values | None = No
 
 
 def _limits(model: Model) -> dict[str, int]:
-    """Return the rows of experts where a group has more tokens, by the tensor that counts the wanted rows."""
+    """Return the rows of experts, if a group has more tokens, by the tensor that counts the wanted rows."""
     found = {}
     for op in (op for op in model.ops if op.target == "ss.dispatch"):
         x, rows = model.tensors[op.inputs[0].tensor], model.tensors[op.outputs[0].tensor]
@@ -142,7 +142,7 @@ def _certificate(
 ) -> Found:
     """Check the program, run it, and compare it with the first available oracle.
 
-    If it differs, it is compared with the next one too, to find whether the plan or the captured graph is at fault.
+    If it differs, it is compared with the next one too, which shows whether the plan or the captured graph is wrong.
     """
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
@@ -213,7 +213,7 @@ def _refusal(check: Callable[[], None]) -> str:
 
 
 def _steps(compiled: Compiled) -> int:
-    """Return the number of compared steps: until the weights that are read have changed, and one more."""
+    """Return the number of compared steps: until all read weights have changed, and one more."""
     return STEPS + max(compiled.graph.model.ages.values(), default=0)
 
 

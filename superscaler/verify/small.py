@@ -104,7 +104,7 @@ def _drop_microbatches(graph: Graph) -> None:
 
 
 def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
-    """Return the new size of each factor: as many elements as its cuts need, or its own where an op needs it whole."""
+    """Return the new size of each factor: the elements that its cuts need, or its own size if an op needs it whole."""
     parts, must = dict.fromkeys(whole.factors, 1), set[str]()
     pinned = _looked_up(whole.model, whole.captured.values)
     for op in whole.model.ops:
@@ -141,10 +141,9 @@ def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
 
 
 def _looked_up(model: Model, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the factors that a model selects from by numbers of its own, with the reason: these must not shrink.
+    """Return the factors that a model selects from by its own numbers, with the reason: these must not shrink.
 
-    Safe are numbers of inputs, which are drawn below a bound, zeros and ones, and positions in a tensor with that
-    factor.
+    Safe are numbers of inputs (drawn below a bound), zeros and ones, and positions in a tensor with that factor.
     """
     safe, producers = set(bounds(model)), model.producers
     safe |= {n for n, v in values.items() if not v.is_floating_point() and v.numel() and v.min() >= 0 and v.max() < 2}
@@ -176,8 +175,8 @@ def _looked_up(model: Model, values: Mapping[str, Tensor]) -> dict[str, str]:
 def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict[str, int], dict[str, str]]:
     """Run each op on tensors of the new sizes, up to the first that gives other shapes.
 
-    Returns either its sizes for free factors that no operand has, or the factors that must keep their size for it, with
-    the reason.
+    Returns its sizes for free factors that no operand has, or the factors that must keep their size for it, with the
+    reason.
     """
     for op, shapes in _run(model, model.ops, sizes)[:1]:
         own = None if shapes is None else _own(model, op, sizes, shapes)
@@ -194,7 +193,7 @@ def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict
 
 
 def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> dict[str, int] | None:
-    """Return the factors that an op resizes, each a dim that no operand has; None if it differs elsewhere."""
+    """Return the factors that an op resizes: dims that no operand has. None if other dims differ."""
     given = {f for o in op.inputs for f in model.tensors[o.tensor].factors}
     found: dict[str, int] = {}
     for o, shape in zip(op.outputs, shapes, strict=True):
@@ -270,7 +269,7 @@ def _leading(whole: Model, small: Model, name: str, value: Tensor) -> Tensor:
 
 
 def _batch(whole: Model, small: Model, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch for the small model: the first elements of the example, or drawn numbers for one on meta."""
+    """Return a batch for the small model: first elements of the example, or drawn numbers for one on meta."""
     limits, uncounted, found = bounds(small), ignored(small), {}
     generator = torch.Generator().manual_seed(0)
     for name, value in batch.items():

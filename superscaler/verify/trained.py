@@ -1,4 +1,4 @@
-"""Steps in the trained dtypes: a plan may differ from eager steps as much as these differ by rounding.
+"""Steps in the trained dtypes: a plan may differ from eager steps as much as rounding makes these differ.
 
 A plan splits sums differently from torch, and uses other kernels. The effect is measured by repeated eager steps: with
 products and sums in parts, and with other adding operators computed in float64 and rounded up or down at random.

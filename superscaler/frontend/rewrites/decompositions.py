@@ -1,9 +1,8 @@
 """Decompositions of operators into others with rules, as plain torch functions: a coupling becomes a sum, which is
-exact however it is cut.
+exact for any cut.
 
 As in the tables of `ExportedProgram.run_decompositions`, a function takes the arguments of a call, and returns
-NotImplemented if the call stays as it is. Of several results it returns the first ones, None for those that nobody
-reads.
+NotImplemented if the call stays. Of several results it returns the first ones, None for those without readers.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""One form for calls that mean the same: decompositions, fused chains, defaults."""
+"""One form for calls with one meaning: decompositions, fused chains, defaults."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -68,7 +68,7 @@ def _keep_loss(trace: Trace) -> None:
 
 
 def remove_dead(trace: Trace) -> None:
-    """Drop calls, buffers and constants that no result depends on. Parameters, inputs and what is `is_state` stay."""
+    """Drop calls, buffers and constants that no result depends on; parameters, inputs and `is_state` buffers stay."""
     for node in reversed(trace.calls()):
         if not any(result.users for result in outputs(node)):
             trace.replace(node)

@@ -36,7 +36,7 @@ _MISSING = object()
 
 
 class CannotRun(InputError):
-    """The operator raises on the operands that were drawn."""
+    """The operator raises on the drawn operands."""
 
 
 @dataclass(frozen=True, slots=True)

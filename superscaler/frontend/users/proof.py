@@ -82,9 +82,9 @@ def prove(op: Op, tensors: Tensors, values: Sequence[Tensor], run: Run, kind: Ki
 
     `values`: those of `op.inputs`, floating ones in float64. All floating inputs except buffers have gradients. Each
     index that may be cut is cut in 2 and 3 parts, even and uneven, and each pair of indices in 2 parts each. The marks
-    say how results of parts are joined. The backward of a part gets its piece of a random output gradient; gradients of
-    an input are added where parts read it. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
-    Values of a kind other than NORMAL are cut less.
+    determine how results of parts are joined. The backward of a part gets its piece of a random output gradient;
+    gradients of an input are added on the elements that each part reads. In each set of inputs in `op.linear` the op
+    must be 0 at 0 and additive. Values of a kind other than NORMAL are cut less.
     """
     job = _Job(op, tensors, values, run)
     cut: Cut = {}

@@ -40,13 +40,13 @@ def register(
     """Give a function or a torch operator its notation (see docs/ops.md), so that plans can cut it.
 
     register(notation)(function) -> a function that calls a new torch operator, one op of every captured graph
-    register(notation, operator) -> the operator: an OpOverload, its packet, or what torch.library.custom_op makes
+    register(notation, operator) -> the operator: an OpOverload, its packet, or the result of torch.library.custom_op
 
     The function takes tensors and plain values, returns one or several tensors, and is differentiated as it is written.
-    Parameters without annotation are tensors, or what their default is. With `check`, the op is executed on `device` in
-    float64 on small random operands: every index in 2 and 3 parts, forward and backward, must give the whole.
-    `sizes`: those of letters that cannot be any. `example`: arguments by name, or a function from sizes to them; needed
-    for values without default, and for tensors that are not just random numbers. Raises InputError.
+    Parameters without annotation are tensors, or have the type of their default. With `check`, the op is executed on
+    `device` in float64 on small random operands: every index in 2 and 3 parts, forward and backward, must give the
+    whole. `sizes`: of letters that cannot have any size. `example`: arguments by name, or a function from sizes to
+    them; needed for values without default, and for tensors that are not just random numbers. Raises InputError.
     """
     caller = sys._getframe(1)
     try:
