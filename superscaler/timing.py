@@ -55,8 +55,7 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():
-                # Together these mark all objects as old without scanning them.
-                gc.freeze()
-                gc.unfreeze()
+            # Together these mark all objects as old without scanning them.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()
