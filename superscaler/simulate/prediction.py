@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superscaler.specs.sizes import duration, size
+from superscaler.specs.sizes import duration, number, size
 
 # Parts of a step below this share are not said.
 _SMALL = 0.005
@@ -124,7 +124,7 @@ def _lines(p: Prediction) -> Iterator[str]:
     largest = "; ".join(f"{size(count)} {name}" for name, count in full.largest)
     yield f"the peak is in {full.peak_at}" + (f": {largest}" if largest else "")
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
-    speed = f"{amount / p.step_seconds:,.4g} {what}/s"
+    speed = f"{number(amount / p.step_seconds)} {what}/s"
     peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.peak_flops else ""
     spread = f"{duration(p.low)} to {duration(p.high)}"
     condition = "" if p.fits else ", if it did fit"

@@ -48,3 +48,13 @@ def duration(seconds: float) -> str:
     ('12.3 us', '12.3 ms', '2.5 s')
     """
     return scaled(seconds, ((1, "s"), (1e-3, "ms")), ".3g") or f"{seconds * 1e6:.3g} us"
+
+
+def number(value: float) -> str:
+    """Return a number of four digits in words.
+
+    >>> number(3.3219), number(34_512.3), number(0.01234)
+    ('3.322', '34,510', '0.01234')
+    """
+    rounded = float(f"{value:.4g}")
+    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:.4g}"

@@ -39,6 +39,7 @@ def event(page: Any, lane: str, time: float) -> tuple[float, float]:
     found = page.evaluate(
         """([name, time]) => {
             const t = report.timeline, lane = t.lanes.find((l) => l.compute && l.name === name);
+            t.box.scrollIntoView({ block: "nearest" });
             const box = t.canvas.getBoundingClientRect();
             return [box.x + t.x(time), box.y + lane.y - t.box.scrollTop + lane.h / 2];
         }""",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.prediction import COLUMNS, Prediction, device_rows, devices_text
-from superscaler.specs.sizes import duration, size
+from superscaler.specs.sizes import duration, number, size
 
 # How many times as much work as on average makes a device the one that the others wait for.
 _UNEVEN = 1.2
@@ -60,7 +60,7 @@ def verdict(subject: Subject) -> Markup:
     facts = [f"{duration(p.low)} to {duration(p.high)} on fast and slow devices of the kind"]
     facts += [f"{p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)"] if p.peak_flops else []
     facts += [
-        f"{amount / p.step_seconds:,.4g} {what}/s",
+        f"{number(amount / p.step_seconds)} {what}/s",
         p.precision,
         f"{p.world} devices of {subject.simulation.cluster.name}",
     ]
@@ -101,16 +101,14 @@ def _limits(p: Prediction) -> list[Markup]:
     """Return the limit of a step and the remedies that would help most, each as a line."""
     losses = sorted(parts(p)[1:], key=lambda part: -part.seconds)
     most = losses[0]
-    times = (
-        f"{p.step_seconds / p.bound:.2f} times what this hardware allows" if p.bound else "all of it beside products"
-    )
+    allowed = f"{number(p.step_seconds / p.bound)} times what this hardware allows" if p.bound else ""
     lines = [
         Markup(
             tag("b", "What limits it: ")
             + tag(
                 "x",
                 f"{most.name}, {_said(most, p.step_seconds)[len(most.name) + 1 :]} "
-                f"of the step in the mean over devices; the step is {times}.",
+                f"of the step in the mean over devices; the step is {allowed or 'all of it beside products'}.",
             )[3:-4]
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import ceil, log2
 
 import numpy as np
@@ -9,12 +10,15 @@ import numpy as np
 from superscaler.ir.codes import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Program, Send, links
+from superscaler.report.model import group
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.simulate.ports import Floats
 from superscaler.specs.sizes import size
 
 # Rows of a matrix; of more devices several share one.
 MOST = 48
+# Rows of the table of the largest entries.
+_SHOWN = 20
 _CELL, _LEFT, _TOP = 14, 64, 30
 _NOTE = (
     "Bytes of a step from a device (row) to a device (column){together}. A collective counts as a ring in the order of "
@@ -54,10 +58,12 @@ def matrix(program: Program) -> Markup:
         return tag("p", "Nothing: no device sends to another.")
     together = f", {share} neighbouring devices in one" if share > 1 else ""
     names = [_name(k, share, program.world) for k in range(len(found))]
-    order = np.argsort(found, axis=None)[::-1][:20]
+    order = np.argsort(found, axis=None, kind="stable")[::-1]
     pairs = [divmod(int(k), len(found)) for k in order if found.flat[k]]
-    rows = ((names[a], names[b], size(found[a, b])) for a, b in pairs)
-    largest = table(("from", "to", "bytes"), rows, left=2, title="The largest entries.")
+    equal = group(pairs, lambda pair: (size(found[pair]), pair[1] - pair[0]))
+    rows = ((names[min(p)[0]], names[min(p)[1]], key[0], len(p)) for key, p in islice(equal.items(), _SHOWN))
+    title = "The largest entries. Those of equal bytes and distance share a row, which names the first."
+    largest = table(("from", "to", "bytes", "of these"), rows, left=2, title=title)
     caption = tag("figcaption", _NOTE.format(together=together))
     return tag("div", tag("figure", caption, _picture(found, names)), tag("div", largest, class_="tall"), class_="pair")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
+from superscaler.report.details import ranges
+from superscaler.report.model import group
 from superscaler.report.page.markup import Markup, table, tag
-from superscaler.report.schema import Block, adapter
+from superscaler.report.schema import Axis, Block, adapter
 from superscaler.report.subject import Subject
 from superscaler.report.words import axes_text, heading
 from superscaler.specs.sizes import size
@@ -14,27 +17,66 @@ from superscaler.specs.sizes import size
 _NAMES = ("block", "operators", "devices", "cut", "weights", "on all devices", "on links, each")
 _WIDTH = 120
 _RANGE = re.compile(r"(\d+)(?: to (\d+)(?: by (\d+))?)?")
+# The number of a device in a text: no step, and no number of groups.
+_DEVICE = re.compile(r"(?<!by )\b\d+\b(?! groups)")
+_NUMBER = re.compile(r"(\d+)")
 
 
 def model_table(subject: Subject) -> Markup:
-    """Return a row for each distinct block of a model, in the order of the forward."""
+    """Return a row for each distinct block of a model, in the order of the forward. Blocks that are equal but for the
+    numbers of their devices, as in stages of a pipeline, share a row.
+    """
     blocks: list[Block] = adapter().validate_python(subject.account["blocks"])
     world = subject.simulation.prediction.world
     most = max((_moved(block) for block in blocks), default=0)
-    return tag("div", table(_NAMES, (list(_row(block, world, most)) for block in blocks), left=4), class_="tall")
+    rows = (list(_row(some, world, most)) for some in group(blocks, _form).values())
+    return tag("div", table(_NAMES, rows, left=4), class_="tall")
 
 
-def _row(block: Block, world: int, most: int) -> Iterator[object]:
-    count = len(block.names)
-    yield heading(block.names) + (f" ({count} equal)" if count > 1 else "")
+def _form(block: Block) -> tuple[object, ...]:
+    """Return the facts of a block, with devices counted from its first."""
+    first = next(_devices(block.devices), 0)
+    cuts = tuple((_counted(split.axes, first), split.of) for split in block.splits)
+    weights = tuple(w.of for w in block.weights), *_bytes(block)
+    return block.ops, block.again, _shifted(block.devices, first), cuts, weights, _moved(block)
+
+
+def _counted(axes: tuple[Axis, ...], first: int) -> tuple[Axis, ...]:
+    devices = [tuple(_shifted(text, first) for text in axis.devices) for axis in axes]
+    nested = [tuple(_counted(inner, first) for inner in axis.axes) for axis in axes]
+    return tuple(replace(axis, devices=d, axes=n) for axis, d, n in zip(axes, devices, nested, strict=True))
+
+
+def _shifted(text: str, first: int) -> str:
+    return _DEVICE.sub(lambda number: str(int(number[0]) - first), text)
+
+
+def _devices(text: str) -> Iterator[int]:
+    for first, last, step in _RANGE.findall(text):
+        yield from range(int(first), int(last or first) + 1, int(step or 1))
+
+
+def _row(equal: Sequence[Block], world: int, most: int) -> Iterator[object]:
+    block, names = equal[0], [name for b in equal for name in b.names]
+    names.sort(key=lambda name: [int(word) for word in _NUMBER.findall(name)])
+    yield heading(names) + (f" ({len(names)} equal)" if len(names) > 1 else "")
     again = f", {block.again} again" if block.again else ""
     yield f"{block.ops}{again}"
-    yield Markup(_strip(block.devices, world) + tag("span", f" {block.devices}", class_="quiet"))
-    yield Markup("".join(dict.fromkeys(tag("div", axes_text(split.axes)) for split in block.splits)))
-    whole, held = (sum(getattr(w, name) for w in block.weights) for name in ("bytes", "held_bytes"))
+    every = {d for b in equal for d in _devices(b.devices)}
+    shown = f"{ranges(every)}, {len(set(_devices(block.devices)))} each" if len(equal) > 1 else block.devices
+    yield Markup(_strip(every, shown, world) + tag("span", f" {shown}", class_="quiet"))
+    cuts = [dict.fromkeys(tag("div", axes_text(split.axes)) for split in b.splits) for b in equal]
+    is_shifted = any(other != cuts[0] for other in cuts)
+    yield Markup("".join([*cuts[0], *[tag("div", "(of the first block)", class_="quiet")] * is_shifted]))
+    whole, held = _bytes(block)
     yield size(whole) if whole else ""
     yield size(held) if held else ""
     yield Markup(tag("div", size(_moved(block)) if _moved(block) else "") + _amount(_moved(block), most))
+
+
+def _bytes(block: Block) -> tuple[int, int]:
+    """Return the bytes of the weights of a block, and those on all devices."""
+    return sum(w.bytes for w in block.weights), sum(w.held_bytes for w in block.weights)
 
 
 def _moved(block: Block) -> int:
@@ -46,14 +88,13 @@ def _amount(count: int, most: int) -> Markup:
     return tag("svg", tag("rect", width=width, height=4, fill="var(--transfer)"), width=_WIDTH, height=4)
 
 
-def _strip(devices: str, world: int) -> Markup:
-    """Return a bar of all devices, in which the devices of a text are filled."""
+def _strip(devices: Collection[int], text: str, world: int) -> Markup:
+    """Return a bar of all devices, in which some are filled."""
     each, shapes = _WIDTH / world, [tag("rect", width=_WIDTH, height=10, fill="var(--line)")]
-    for first, last, step in _RANGE.findall(devices):
-        ends = range(int(first), int(last or first) + 1, int(step or 1))
-        runs = [(ends[0], len(ends))] if ends.step == 1 else [(d, 1) for d in ends]
-        shapes += [
-            tag("rect", x=f"{each * d:.2f}", width=f"{each * n:.2f}", height=10, fill="var(--backward)")
-            for d, n in runs
-        ]
-    return tag("svg", *shapes, width=_WIDTH, height=10, role="img", aria_label=f"devices {devices}")
+    starts = [d for d in sorted(devices) if d - 1 not in devices]
+    ends = [d + 1 for d in sorted(devices) if d + 1 not in devices]
+    shapes += [
+        tag("rect", x=f"{each * a:.2f}", width=f"{each * (b - a):.2f}", height=10, fill="var(--backward)")
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    return tag("svg", *shapes, width=_WIDTH, height=10, role="img", aria_label=f"devices {text}")

@@ -707,21 +707,42 @@ class Editor {
       });
     }
     const stuck = rows.map((row, d) => row[at[d]]).filter(Boolean);
-    return { starts, ends, stuck, seconds: Math.max(...free) };
+    return { starts, ends, stuck, seconds: Math.max(...free), crossing: this.crossing(rows, known) };
+  }
+
+  /* Return two works that read messages of one device in another order than it sends them, in words. */
+  crossing(rows, known) {
+    const place = new Map(rows.flatMap((row, d) => row.map((work, k) => [work, [d, k]])));
+    const last = new Map();
+    for (const [d, row] of rows.entries()) {
+      for (const work of row) {
+        for (const need of this.needs(work, known).filter((other) => place.has(other))) {
+          const [from, at] = place.get(need), key = `${from} ${d} ${need.replace(/\d+$/, "")}`;
+          if (from !== d && last.get(key)?.at > at) {
+            return `${last.get(key).work} is before ${work}, but ${this.table.names[from]} sends to ${work} before`;
+          }
+          last.set(key, { at, work });
+        }
+      }
+    }
+    return "";
   }
 
   draw() {
-    const { starts, ends, stuck, seconds: end } = this.finish(this.rows), width = Math.max(end, this.before) * 1.02;
+    const { starts, ends, stuck, crossing, seconds: end } = this.finish(this.rows);
+    const width = Math.max(end, this.before) * 1.02;
     this.box.replaceChildren(...this.rows.map((row, d) => this.row(row, d, starts, ends, end, width)));
     this.text.value = this.rows.map((row) => row.join(" ")).join("\n") + "\n";
     const change = end === this.before ? "as it was" : `before: ${seconds(this.before)}`;
     this.said.textContent = stuck.length
       ? `This order cannot run: ${stuck.map((work) => `${work} waits for ever`).join(", ")}.`
-      : `All works end after ${seconds(end)} (${change}).`;
+      : `All works end after ${seconds(end)} (${change}).${crossing && ` Compile refuses this order: ${crossing}.`}`;
   }
 
   row(row, d, starts, ends, end, width) {
     const box = element("div", "", { className: "works" });
+    // A work is wide enough for its name.
+    box.style.minWidth = `${GUTTER + 30 * Math.max(...this.rows.map((works) => works.length))}px`;
     box.append(element("b", this.table.names[d]));
     row.forEach((work, k) => box.append(this.work(work, d, k, starts, ends, end, width)));
     return box;
@@ -735,6 +756,7 @@ class Editor {
     made.style.left = share(start);
     made.style.width = `calc((100% - ${GUTTER}px) * ${((stop - start) / width).toFixed(6)})`;
     made.style.background = `var(--${isStuck ? "bad" : LETTER_KINDS[kind]})`;
+    if ("FR".includes(kind) && !isStuck) made.style.color = "#14161a";
     made.dataset.work = work;
     made.addEventListener("pointerdown", (e) => this.grab(e, made, d, k));
     made.addEventListener("keydown", (e) => this.key(e, d, k));

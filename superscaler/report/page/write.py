@@ -103,7 +103,7 @@ def _editors(subjects: Sequence[Subject]) -> Iterator[Markup]:
                 tag("h2", f"Order of work{f' of {subject.title}' if len(subjects) > 1 else ''}, to edit"),
                 tag("p", _EDIT, class_="quiet"),
                 tag("p", id=f"edited{number}", aria_live="polite"),
-                tag("div", id=f"works{number}"),
+                tag("div", id=f"works{number}", class_="table"),
                 tag("details", tag("summary", "the table of works"), tag("textarea", id=f"table{number}", rows=8)),
                 tag("button", "save schedule.txt", id=f"save{number}"),
                 " ",
@@ -189,6 +189,12 @@ def _memory(subjects: Sequence[Subject]) -> Markup:
     return tag("section", *head, *charts, _pair(subjects, alive), class_="wide")
 
 
+_BUBBLES = (
+    "A bubble is time in which a device waits for work of other devices: point at one to see which work, and on which "
+    "device. The step gets shorter only where work on the critical path, which is underlined, gets shorter."
+)
+
+
 def _timeline(subjects: Sequence[Subject]) -> Markup:
     seen = {int(k) for s in subjects for t in s.timelines for lane in t.lanes for k in np.unique(lane.kind)}
     keys = (tag("span", tag("i", style=f"background:var(--{_KEYS[k]})"), WORDS[k]) for k in sorted(seen))
@@ -197,7 +203,8 @@ def _timeline(subjects: Sequence[Subject]) -> Markup:
     return tag(
         "section",
         tag("h2", "Timeline"),
-        tag("div", *keys, class_="keys"),
+        tag("div", *keys, tag("span", tag("i", class_="path"), "critical path"), class_="keys"),
+        tag("p", _BUBBLES, class_="quiet"),
         tag("div", *_buttons(), class_="keys"),
         tag("div", canvas, class_="scroll"),
         tag("div", id="chosen", aria_live="polite"),
