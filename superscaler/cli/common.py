@@ -249,12 +249,16 @@ class PlanRequest(ModelRequest):
     ] = False
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
-        """Return the sProgram and the cluster. Both are checked before the model is built."""
+        """Return the sProgram and the cluster. Both are checked, with the sizes of the model, before that is built."""
         from superscaler.cluster import Cluster
-        from superscaler.plans import resolve
+        from superscaler.plans import check, resolve
 
         self.check()
         sprogram, cluster = resolve(self.plan), Cluster.parse(self.cluster)
+        with phase("import"):
+            from superscaler.models import sizes_of
+
+        check(self.plan, sizes_of(self.model), cluster)
         return (partial(_last, sprogram) if self.no_overlap else sprogram), cluster
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models.families import FAMILIES
-from superscaler.specs.options import options_of, read_pairs
+from superscaler.specs.options import Options, options_of, read_pairs
 from superscaler.specs.reads import Reads, watched
 from superscaler.specs.user_file import from_file
 
@@ -52,13 +52,10 @@ def build(spec: str) -> BuiltModel:
     meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown
     model, key, file or function, and for a value of the wrong type.
     """
-    name, _, rest = spec.partition(":")
+    name, options = spec.partition(":")[0], sizes_of(spec)
     if name.endswith(".py"):
         return _from_file(spec)
-    if name not in FAMILIES:
-        raise InputError(f"{unknown('model', name, FAMILIES)} Or give a file: path/to/file.py:function.")
     family = FAMILIES[name]
-    options = options_of(spec, read_pairs(spec, rest), family.sizes, family.default)
     try:
         # Weights are drawn on the requested device; the caller's generator is left unchanged.
         with torch.random.fork_rng(devices=[]), torch.device(options["device"]):
@@ -70,6 +67,16 @@ def build(spec: str) -> BuiltModel:
         message = str(error).splitlines()[0].rstrip(".")
         raise InputError(f"'{spec}' is too large for this machine: {message}; choose smaller sizes.") from error
     return BuiltModel(spec, module, (), example, partial(family.make_batch, options))
+
+
+def sizes_of(spec: str) -> Options:
+    """Return the options of a named model; none for a model from a file. Raises InputError as `build` does."""
+    name, _, rest = spec.partition(":")
+    if name.endswith(".py"):
+        return {}
+    if name not in FAMILIES:
+        raise InputError(f"{unknown('model', name, FAMILIES)} Or give a file: path/to/file.py:function.")
+    return options_of(spec, read_pairs(spec, rest), FAMILIES[name].sizes, FAMILIES[name].default)
 
 
 def _from_file(spec: str) -> BuiltModel:

@@ -27,8 +27,10 @@ def _gpt(name: str, options: Options) -> Values:
 
 
 def _gpt3(name: str, options: Options) -> Values:
-    # The library's own GELU for GPT-2 has the same values, in eight kernels that keep five tensors.
-    return _gpt(name, options) | {"activation_function": "gelu_pytorch_tanh"}
+    # The library's own GELU for GPT-2 has the same values, in eight kernels that keep five tensors. Rows that pad the
+    # vocabulary are in the softmax, as Megatron-LM's (--make-vocab-size-divisible-by) and those of nanoGPT's 50,304.
+    rows = -(-options["vocab"] // options["pad"]) * options["pad"]
+    return _gpt(name, options) | {"activation_function": "gelu_pytorch_tanh", "vocab_size": rows}
 
 
 def _llama(name: str, options: Options, theta: float = 500000.0) -> Values:
@@ -110,7 +112,7 @@ _BERT = {"seq": 512, "batch": 8, "vocab": 30522, "dropout": 0.1}
 _GPT2 = {"seq": 1024, "batch": 8, "vocab": 50257, "dropout": 0.1, "attention": "sdpa"}
 _GPT2_NAMES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "seq": "n_positions",
                "dropout": "attn_pdrop embd_pdrop resid_pdrop"}  # fmt: skip
-_GPT3 = {"batch": 8, "vocab": 50257, "dropout": 0.0, "attention": "sdpa"}
+_GPT3 = {"batch": 8, "vocab": 50257, "pad": 64, "dropout": 0.0, "attention": "sdpa"}
 _LONG = {"heads": 32, "seq": 16384, **_GPT3}
 _LLAMA = {"seq": 2048, "batch": 8, "vocab": 128256, "attention": "sdpa"}
 _MBART = {"seq": 1024, "target": 1024, "batch": 8, "vocab": 500_000, "dropout": 0.1}

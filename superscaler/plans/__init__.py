@@ -6,7 +6,8 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 
 from superscaler.errors import InputError, unknown
 from superscaler.plans.lib.products import product
@@ -42,6 +43,16 @@ def resolve(spec: str) -> SProgram:
     module, given = ("pipeline", {"schedule": name}) if name in RULES else (name, {})
     function = getattr(importlib.import_module(f"{__name__}.{module}"), module)
     return functools.partial(function, **(given | for_function(spec, keys, function, skip=2)))
+
+
+def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:
+    """Raise InputError for options of a plan that no model of these sizes has on a cluster, as far as the file of the
+    plan has a function `check` that finds them without a model.
+    """
+    plan = resolve(spec)
+    file = sys.modules[getattr(plan, "func", plan).__module__]
+    if file.__name__.startswith(__name__) and hasattr(file, "check"):
+        file.check(sizes, cluster, **getattr(plan, "keywords", {}))
 
 
 def _product(spec: str, terms: list[str]) -> SProgram:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import layers
-from superscaler.plans.zero import zero
+from superscaler.plans.zero import check, zero
 from superscaler.verbs import Graph
+
+__all__ = ["check", "fsdp"]
 
 
 @along_axis(last=True)

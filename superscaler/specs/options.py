@@ -4,9 +4,10 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
-from superscaler.errors import InputError, brief, unknown
+from superscaler.errors import InputError, brief, divisors, unknown
 
 Options = Mapping[str, Any]
 
@@ -140,6 +141,21 @@ def check_divides(model: str, whole: str, part: str, options: Options) -> None:
         raise InputError(
             f"{model}: {whole}={options[whole]} cannot be shared by {part}={options[part]}; "
             f"give numbers where {part} divides {whole}."
+        )
+
+
+def check_shared(sizes: Mapping[str, int], whole: str, **counts: int) -> None:
+    """Raise InputError unless the product of some counts divides a size; a size that is not known is not checked.
+
+    >>> check_shared({"batch": 12}, "batch", dp=4, microbatches=3)
+    """
+    size, parts = sizes.get(whole, 0), prod(counts.values())
+    if size % parts:
+        shown = " x ".join(f"{name}={count}" for name, count in counts.items() if count > 1)
+        multiples = [str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n]
+        raise InputError(
+            f"{whole}={size} cannot be shared by {shown}; give {whole}={' or '.join(multiples)}, or choose numbers "
+            f"whose product divides {size}: {divisors(size)}."
         )
 
 

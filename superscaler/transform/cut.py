@@ -12,7 +12,7 @@ import numpy as np
 from superscaler.errors import InputError, TransformError, divisors, unknown
 from superscaler.ir.graph import Entry, Graph, Parts
 from superscaler.ir.grid import Axis, Grid, Mirror, covers
-from superscaler.ir.model import MARKS, Op, is_named
+from superscaler.ir.model import MARKS, Index, Op, is_named
 from superscaler.specs.arguments import fits
 from superscaler.transform.losses import Decompose
 
@@ -107,7 +107,7 @@ class Split(_ShortRepr):
             )
         index = self.index_of(op, sizes)
         if index is not None:
-            own = self._sizes(op, sizes[index], op.indices[index].factor)
+            own = self._sizes(op, sizes[index], op.indices[index])
             return Axis(index, own, name=self.axis, at=tuple(self.at))
         passed = (group for factor in self.factors for f, group in op.passes if is_named(f, factor))
         if (value := next(passed, None)) is not None:
@@ -127,7 +127,7 @@ class Split(_ShortRepr):
     def _call(self) -> str:
         return f"Split({self.factor!r}{f', {self.parts}' if self.parts else ''})"
 
-    def _sizes(self, op: Op, extent: int, factor: str) -> tuple[int, ...]:
+    def _sizes(self, op: Op, extent: int, index: Index) -> tuple[int, ...]:
         where = f"{op.name} ({op.module or op.target})"
         if self.sizes:
             whole = all(isinstance(size, Integral) and size >= 1 for size in self.sizes)
@@ -139,9 +139,10 @@ class Split(_ShortRepr):
                 )
             return tuple(int(size) for size in self.sizes)
         if extent % self.parts:
+            count = extent if extent == index.size else f"{extent} of {index.size}"
             raise TransformError(
-                f"{self._call} does not divide: {where} has {extent} elements of {factor} there, and {extent} % "
-                f"{self.parts} = {extent % self.parts}. Choose {divisors(extent)}, or give sizes=(...)."
+                f"{self._call} does not divide: {where} has {count} elements of {index.factor} there, and "
+                f"{self.parts} does not divide {extent}. Choose {divisors(extent)}, or give sizes=(...)."
             )
         return (extent // self.parts,) * self.parts
 

@@ -23,10 +23,12 @@ def compiled(spec: str, plan: str, devices: int) -> Plan:
 REFUSED = [
     ("gradient_accumulation:microbatches=9", 1, "microbatches=9 on each of 1 devices does not divide the batch of 8"),
     ("gradient_accumulation:microbatches=3", 2, "microbatches=3 on each of 2 devices does not divide the batch of 8"),
+    ("hybrid:dp=2,pp=2,microbatches=3", 4, "batch=8 cannot be shared by dp=2 x microbatches=3; give batch=6 or 12"),
+    ("zero:stage=1", 3, "batch=8 cannot be shared by devices=3; give batch=6 or 9, or choose numbers whose product"),
     (
-        "hybrid:dp=2,pp=2,microbatches=3",
-        4,
-        "Split('batch', 2) does not divide: embedding (transformer.wte) has 3 elements",
+        "pipeline_1f1b:1,microbatches=8 x data_parallel:2",
+        2,
+        "has 1 of 8 elements of batch there, and 2 does not divide 1",
     ),
     ("gradient_accumulation:microbatches=8", 2, "does not divide the batch of 8; choose a divisor of 4"),
     ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),

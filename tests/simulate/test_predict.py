@@ -53,6 +53,30 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
     assert "plans" not in json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
+REFUSED = [
+    ("heads=10,hidden=40", "hybrid:tp=4", "heads=10 cannot be shared by tp=4; give heads=8 or 12, or choose"),
+    ("batch=12", "hybrid:dp=2,tp=2,microbatches=4", "batch=12 cannot be shared by dp=2 x microbatches=4; give batch=8"),
+    ("batch=3", "hybrid:pp=4,microbatches=8", "microbatches=8 of a batch of 3; choose 1 to 3"),
+    ("seq=30", "hybrid:tp=4,sequence=true", "seq=30 cannot be shared by tp=4; give seq=28 or 32"),
+    ("layers=8", "hybrid:pp=4,chunks=2,microbatches=6", "6 microbatches do not come in rounds of 4"),
+    ("layers=2", "hybrid:tp=2", "mesh pp=1,dp=1,tp=2 needs 2 devices, but there are 4"),
+    ("batch=3", "data_parallel", "batch=3 cannot be shared by devices=4; give batch=4, or choose"),
+    ("batch=8", "fsdp:microbatches=4", "batch=8 cannot be shared by devices=4 x microbatches=4; give batch=16"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "plan", "why"), REFUSED)
+def test_sizes_that_no_plan_shares_are_refused_before_the_model_is_built(
+    sizes: str, plan: str, why: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("superscaler.models.build")
+    assert run("simulate", f"gpt3:size=tiny,{sizes}", "--plan", plan, "--cluster", "a100:1x4", "--json") == 2
+    out, err = capfd.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith("error: ")
+    assert why in err
+
+
 def test_a_plan_that_does_not_fit_comes_with_what_would_help(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

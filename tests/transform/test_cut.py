@@ -65,7 +65,7 @@ def test_a_replaced_part_says_where_it_was_replaced() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (Split("batch", 3), r"mul0 \(blocks\.0\) has 8 elements of batch .*8 % 3 = 2.*Choose 1, 2, 4 or 8"),
+        (Split("batch", 3), r"mul0 \(blocks\.0\) has 8 elements of batch .*3 does not divide 8.*Choose 1, 2, 4 or 8"),
         (Split(("batch", "hidden"), 5), r"Split\(\('batch', 'hidden'\), 5\) does not"),
         (Split("batch", sizes=(3, 4)), "covers 7 elements, but mul0 .* has 8"),
         (Split("bach", 2), "unknown factor 'bach'; did you mean 'batch'"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from superscaler.errors import divisors
-from superscaler.plans.lib.shared import is_staged, layers, reads_ahead, sequences
+from superscaler.plans.lib.shared import batch_of, is_staged, layers, reads_ahead, sequences
 from superscaler.plans.lib.tables import Table, check, computed_again, devices_of
 from superscaler.verbs import (
     Action,
@@ -28,13 +28,17 @@ def count_microbatches(graph: Graph, n: int, microbatches: int | None) -> int:
 
     Raises InputError for more than the batch has rows, and for a second pipeline.
     """
-    count, batch = 2 * n if microbatches is None else microbatches, graph.factors.get("batch")
-    size = batch.size if batch else 1
+    count, size = 2 * n if microbatches is None else microbatches, batch_of(graph)
     if is_staged(graph):
         raise InputError("two pipelines, but a model is cut into stages once; choose one, on the devices of both.")
+    check_microbatches(count, size)
+    return count
+
+
+def check_microbatches(count: int, size: int) -> None:
+    """Raise InputError for more microbatches than a batch has rows."""
     if count > size:
         raise InputError(f"microbatches={count} of a batch of {size}; choose 1 to {size}, or a larger batch.")
-    return count
 
 
 def compute_again(graph: Graph, table: Table, parts: Sequence[Sequence[Op]], when: str) -> Table:

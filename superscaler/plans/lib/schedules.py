@@ -80,6 +80,16 @@ def schedule_1f1b(devices: int, microbatches: int) -> Table:
 def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Table:
     """1F1B with several chunks on a device; groups of `devices` microbatches pass a chunk in turn (Megatron-LM)."""
     _check_counts(devices=devices, microbatches=microbatches, chunks=chunks)
+    check_rounds(devices, microbatches)
+    starts = range(0, microbatches, devices)
+    forward = [(c, first + k) for first in starts for c in range(chunks) for k in range(devices)]
+    backward = [(chunks - 1 - c, k) for c, k in forward]
+    warm = (2 * (devices - d - 1) + (chunks - 1) * devices for d in range(devices))
+    return [_alternate(d, devices, ahead, forward, backward) for d, ahead in enumerate(warm)]
+
+
+def check_rounds(devices: int, microbatches: int) -> None:
+    """Raise InputError unless the microbatches of an interleaved schedule come in rounds of as many as devices."""
     if microbatches % devices:
         rounds = microbatches // devices
         choice = f"{devices * rounds} or {devices * (rounds + 1)}" if rounds else devices
@@ -87,11 +97,6 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Table:
             f"interleaved: {microbatches} microbatches do not come in rounds of {devices}, the number of pipeline "
             f"devices; choose {choice}."
         )
-    starts = range(0, microbatches, devices)
-    forward = [(c, first + k) for first in starts for c in range(chunks) for k in range(devices)]
-    backward = [(chunks - 1 - c, k) for c, k in forward]
-    warm = (2 * (devices - d - 1) + (chunks - 1) * devices for d in range(devices))
-    return [_alternate(d, devices, ahead, forward, backward) for d, ahead in enumerate(warm)]
 
 
 def _alternate(

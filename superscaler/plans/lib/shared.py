@@ -62,6 +62,12 @@ def attentions(graph: Graph, plan: str) -> list[Op]:
     return found
 
 
+def batch_of(graph: Graph) -> int:
+    """Return the rows of the batch."""
+    batch = graph.factors.get("batch")
+    return batch.size if batch else 1
+
+
 def is_staged(graph: Graph) -> bool:
     """Return whether a pipeline has cut the model into stages."""
     return any(axis.is_stage for op in graph.forward_ops for axis in graph.grids[op.name].axes)
