@@ -7,10 +7,10 @@ float32, AdamW, dropout 0. A rank is a thread; the storages that its operators m
 second step. The numbers are those of rank 0, in MB, measured / by formula (- where there is none):
 
 states     weights at rest and their optimizer state: 12 bytes a parameter, / shard where these are cut
-weights    the most of gathered weights at once: all; with blocks computed again two blocks, and what is outside them
+weights    the most of gathered weights at once: all; with recomputed blocks two blocks, and what is outside them
 gradients  what the first of two microbatches leaves behind: 4 bytes a parameter; / shard where each microbatch is
            reduced
-blocks     what the blocks keep until the backward: with blocks computed again, the input of each: 4 x batch x sequence
+blocks     what the blocks keep until the backward: with recomputed blocks, the input of each: 4 x batch x sequence
            x hidden bytes
 transient  what is computed again before its backward, at the most at once: of co-shard in c parts 1 / c of a block's
 peak       the most of all that a step makes: without states

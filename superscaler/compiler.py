@@ -137,7 +137,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
             )
         if host >= HOSTS and ((op.is_forward and not op.is_copy) or op.is_output):
             raise InputError(
-                f"{op.name} is assigned to {place_name(host)}, where only copies (Insert) and updates can be; "
+                f"{op.name} is assigned to {place_name(host)}, but only copies (Insert) and updates can be there; "
                 "assign it to the device, and a copy of its inputs or outputs to the host."
             )
     check_copies(planned)

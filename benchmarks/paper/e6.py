@@ -25,7 +25,7 @@ def run(rows: Rows, quick: bool) -> str:
     )
     return "\n".join([
         "### E6. Swin on one GPU, over its size\n",
-        "Microbatches of one image of 1536 x 1536; every layer is computed again.\n",
+        "Microbatches of one image of 1536 x 1536; every layer is recomputed.\n",
         table(POINTS, (line for size, row in found.items() for line in point_rows(f"{size} M", row))),
         bars("e6", "E6: GB of one GPU (capacity 32)", {
             f"{size} M": {s: p["peak"] / 1e9 if p else None for s, p in row.items()} for size, row in found.items()

@@ -45,7 +45,7 @@ def run(rows: Rows, quick: bool) -> str:
     cause = "bytes of a parameter and the softmax: the table below"
     return "\n".join([
         "### E7. GPT-3 1.3B on one GPU, over the sequence\n",
-        "Microbatches of one sequence; every layer is computed again.\n",
+        "Microbatches of one sequence; every layer is recomputed.\n",
         table(POINTS, (line for s, row in found.items() for line in point_rows(str(s), row))),
         bars("e7", "E7: GB of one GPU (capacity 32)", {
             str(s): {name: p["peak"] / 1e9 if p else None for name, p in row.items()} for s, row in found.items()

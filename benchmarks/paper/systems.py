@@ -21,7 +21,7 @@ Place = Callable[..., Point]
 
 CLUSTERS: Mapping[int, str] = {1: "v100:1x1", 4: "v100:1x4", 8: "v100:1x8", 16: "v100:2x8", 32: "v100:4x8"}
 
-# One GPU, E6 and E7: each layer is computed again.
+# One GPU, E6 and E7: each layer is recomputed.
 SINGLE: Mapping[str, str] = {
     "recompute": "recompute:microbatches={m}",
     "ZeRO-3 offload": "recompute:1,microbatches={m} x swap:1,what=optimizer",

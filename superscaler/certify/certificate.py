@@ -48,14 +48,12 @@ def _check_twins(model: Model) -> None:
     for tensor in (t for t in model.tensors.values() if t.origin):
         kind = "parameter" if tensor.kind == "buffer" else tensor.kind
         if replace(tensor, name=tensor.origin, origin="", kind=kind) != model.tensors.get(tensor.origin):
-            raise ScheduleError(f"{tensor.name} differs from {tensor.origin}, which it stands for.")
+            raise ScheduleError(f"{tensor.name} differs from its original {tensor.origin}.")
         maker = makers[tensor.name][0] if tensor.name in makers else None
         copied = [(model.origin(o.tensor), o.slots) for o in maker.inputs] if maker and maker.is_copy else []
         is_recomputed = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
         if not (is_recomputed or tensor.name in versions):
-            raise ScheduleError(
-                f"{tensor.name} stands for {tensor.origin}, but no op recomputes or copies that into it."
-            )
+            raise ScheduleError(f"{tensor.name} has the original {tensor.origin}, but no op recomputes or copies that.")
     for op in (op for op in model.ops if op.origin):
         found = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs), region="")
         found = replace(found, name=op.origin, origin="", has_mirror=False)

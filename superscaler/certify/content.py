@@ -229,7 +229,7 @@ def check_view(content: Content, view: Sequence[int]) -> None:
 
 def check_bytes(count: int, sizes: Sequence[int], dtype: str) -> None:
     if count != sum(sizes) * width(dtype):
-        raise Refusal(f"is said to weigh {count} bytes, but has {sum(sizes) * width(dtype)}.")
+        raise Refusal(f"declares {count} bytes, but has {sum(sizes) * width(dtype)}.")
 
 
 def require_same_kind(a: Content, b: Content) -> None:

@@ -46,7 +46,7 @@ def on_host(program: Program, device: Device) -> set[Value]:
         else:
             is_wrong = len(places) > 1 or (is_there and not is_free) or (isinstance(i, Copy) and i.to_host == is_there)
         if is_wrong:
-            why = "reads a value in the other memory (host or device) than the one that it works in."
+            why = "reads a value from the wrong memory, that of the host or of the device."
             raise ScheduleError(f"device {device.rank}, instruction {at}: {describe(program, i)} {why}")
         if isinstance(i, Load | Copy):
             is_there = i.out in hosted if isinstance(i, Load) else i.to_host

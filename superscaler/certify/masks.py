@@ -225,7 +225,7 @@ class Masks:
         if not len(i.works) == len(i.sources) == len(i.ways):
             raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
         if (i.kind in ("reduce", "rd_gather")) != (0 <= i.root < len(i.group)):
-            raise Refusal(f"gives what it makes to device {i.root} of its group.")
+            raise Refusal(f"gives its result to device {i.root} of its group.")
         sizes = []
         for content, way in zip(read, i.ways, strict=True):
             sizes.append(way.elements)
@@ -247,7 +247,7 @@ class Masks:
     ) -> Content:
         way, given = how.ways[part], [rows_of(content, rows) for content, rows in members]
         if how.root >= 0 and (position != how.root).any():
-            raise Refusal(f"gives what it makes to device {how.root} of its group only.")
+            raise Refusal(f"gives its result to device {how.root} of its group only.")
         first = given[0]
         for content in given[1:]:
             require_same_kind(first, content)

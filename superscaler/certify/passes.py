@@ -152,7 +152,7 @@ class Passes:
         tape = self.tapes.pop((cohort.number, i.task), None)
         if tape is None or (tape.kept is None) == (i.half == "weight"):
             ran = "first half" if i.half == "weight" else "forward"
-            raise Refusal(f"has no {ran} that ran before it and kept what it needs.")
+            raise Refusal(f"has no {ran} that ran before it and kept a tape.")
         count, again = len(i.gradients), tape.function.function.again
         for n, content in zip(again, read[count:], strict=True) if i.half != "weight" else ():
             assert content is not None

@@ -56,11 +56,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
         f"forward of a step {found['flops']:.4g} FLOPs, and {_bytes(found['activation_bytes'])} of activations that "
         "mirrors read"
         + _outputs(found)
-        + (
-            f"\nregions that the model checkpoints, computed again unless a plan saves them: {regions}"
-            if regions
-            else ""
-        )
+        + (f"\nregions that the model checkpoints, recomputed unless a plan saves them: {regions}" if regions else "")
     )
 
 

@@ -25,7 +25,7 @@ class Request(PlanRequest):
         for name in ("plan", "cluster"):
             if not getattr(self, name):
                 raise InputError(
-                    f"{self.model} is no directory that can be read, so that it is a model; give --{name}, too."
+                    f"{self.model} is no directory that can be read, so it is taken for a model; give --{name}, too."
                 )
 
 
@@ -48,7 +48,7 @@ def validate(
         from superscaler.verify.plan_dir import validate_directory
 
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)
-        printer.show(f"the plan in {request.model} holds: its program is certified, and its files are what that says")
+        printer.show(f"the plan in {request.model} holds: its program is certified, and its files belong to it")
         return True
     request.check_plan()
     printer.progress.announce(f"validate {request}: capture, compile, then certify the programs; nothing is run")

@@ -49,7 +49,7 @@ def _certificate(result: Mapping[str, Any]) -> str:
     stale = f"stale by {ages}: as W(t+1) = W(t) - lr grad(W(t-n)) on one device, n={ages}" if most else ""
     verdict = stale or "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
     lost, of = result["dropped"]
-    verdict += f", whose capacity of experts drops {lost} of {of} choices" if of and result["equal"] else ""
+    verdict += f", with a capacity of experts that drops {lost} of {of} choices" if of and result["equal"] else ""
     names = [*(_ERRORS if result["trains"] else ()), *(["output_error"] if result["outputs"] else ())]
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in names)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)

@@ -155,7 +155,7 @@ def _describe(rank: int, failure: ProcessFailure, world: int, tail: str, folder:
         how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
     else:
         how = f"failed with exit code {failure.exitcode}"
-        text = text or (tail.splitlines()[-1] if tail else "see its last words above")
+        text = text or (tail.splitlines()[-1] if tail else "see its last output above")
     others = f" All {world} ranks have ended." if world > 1 else ""
     return f"rank {rank} of {world} {how}{': ' + text if text else ''}{'' if text.endswith('.') else '.'}{others}"
 

@@ -137,7 +137,7 @@ class Watch:
         elif now - self._heard > SILENCE:
             last = json.loads(word)
             _fail(
-                f"rank {self._next} on {last['host']} does not answer: it said nothing for {now - self._heard:.0f} s, "
+                f"rank {self._next} on {last['host']} does not answer: it sent nothing for {now - self._heard:.0f} s, "
                 f"and was at {last['text']} then; rank {self._rank} is at {self._spot.text}.",
                 last["pid"] if last["host"] == socket.gethostname() else None,
             )

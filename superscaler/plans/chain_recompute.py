@@ -27,7 +27,7 @@ def chain_recompute(
     if not isfinite(limit):
         raise InputError(f"chain_recompute:limit={limit}: give a number of bytes.")
     if not layers(graph):
-        raise InputError("chain_recompute: the model has no blocks that are trained, so nothing to compute again.")
+        raise InputError("chain_recompute: the model has no trained blocks, so nothing to recompute.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     chain = stretches(graph)
     if every:
@@ -43,5 +43,5 @@ def chain_recompute(
 
 def _size(every: str, count: int) -> int:
     if every != "sqrt" and not (every.isdecimal() and int(every)):
-        raise InputError(f"chain_recompute:every={every}: give sqrt, or how many blocks are computed again together.")
+        raise InputError(f"chain_recompute:every={every}: give sqrt, or the number of blocks in a recomputed run.")
     return ceil(sqrt(count)) if every == "sqrt" else int(every)

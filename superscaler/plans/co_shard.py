@@ -24,7 +24,7 @@ def co_shard(
     graph: Graph, n: int, axis: str, parts: int = 4, blocks: str = "all", factors: str = "", microbatches: int = 1
 ) -> None:
     if parts < 2:
-        raise InputError(f"co_shard:parts={parts}: give 2 or more; recompute computes whole blocks again.")
+        raise InputError(f"co_shard:parts={parts}: give 2 or more; recompute recomputes whole blocks.")
     chosen, cuts = _blocks(graph, blocks), _named(graph, parts, factors) if factors else splits_within(graph, parts)
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     groups = [(block.path, ops) for block in chosen for ops in joined(op for op in block.ops if cuts.get(op.name))]

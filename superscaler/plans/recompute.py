@@ -31,7 +31,7 @@ def recompute(graph: Graph, n: int, axis: str, what: str = "block", levels: int 
         raise InputError(f"recompute:levels={levels}: give 1 or more, and 1 for attention, whose inputs are kept.")
     found = [ops for ops in regions[what]() if any(op.has_mirror or op.region for op in ops)]
     if not found:
-        raise InputError(f"recompute:what={what}: the model has nothing of this kind to compute again.")
+        raise InputError(f"recompute:what={what}: the model has nothing of this kind to recompute.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     for first, end in _runs(len(found), levels):
         op_trans(graph, [op for ops in found[first:end] for op in ops], Recompute())

@@ -60,7 +60,7 @@ class Kind(IntEnum):
 
 
 _WORDS = (
-    "forward", "forward, computed again", "backward", "backward, gradients of weights", "optimizer",
+    "forward", "forward, recomputed", "backward", "backward, gradients of weights", "optimizer",
     "slices, sums and copies", "start of communication", "communication", "copy to or from the host",
 )  # fmt: skip
 _LETTERS = {Kind.FORWARD: "F", Kind.AGAIN: "R", Kind.BACKWARD: "B", Kind.WEIGHTS: "W"}

@@ -16,7 +16,7 @@ WIDTH, PIXELS = 100, 1000
 # A character for each kind of work without a letter, and of waits, with what it stands for.
 _CHARACTERS: Mapping[int, tuple[str, str]] = {
     Kind.FORWARD: ("F", "forward"),
-    Kind.AGAIN: ("R", "forward, computed again"),
+    Kind.AGAIN: ("R", "forward, recomputed"),
     Kind.BACKWARD: ("B", "backward"),
     Kind.WEIGHTS: ("W", "gradients of weights"),
     Kind.UPDATE: ("U", "optimizer"),

@@ -83,7 +83,7 @@ def _held(block: Block) -> Iterator[str]:
         yield f"{_on(devices)}: {axes_text(rows[0].axes[:shared], 'cut in several ways')}"
         yield from (f"  {axes_text(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)
     if block.again:
-        yield f"{block.again} op{'s' * (block.again > 1)} computed again in the backward"
+        yield f"{block.again} op{'s' * (block.again > 1)} recomputed in the backward"
     if block.split:
         yield f"backward of {block.split} op{'s' * (block.split > 1)} split into I and W"
     if block.unsplit:

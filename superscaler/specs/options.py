@@ -139,7 +139,7 @@ def check_divides(model: str, whole: str, part: str, options: Options) -> None:
     """Raise InputError unless the option `part` divides the option `whole`."""
     if options[whole] % options[part]:
         raise InputError(
-            f"{model}: {whole}={options[whole]} cannot be shared by {part}={options[part]}; "
+            f"{model}: {whole}={options[whole]} is not divisible by {part}={options[part]}; "
             f"give numbers where {part} divides {whole}."
         )
 

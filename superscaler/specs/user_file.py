@@ -61,7 +61,7 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
     try:
         parameters = inspect.signature(function)
     except ValueError:
-        raise InputError(f"{path}: {name} is {function!r}, whose arguments nobody knows; write a function.") from None
+        raise InputError(f"{path}: {name} is {function!r}, without a readable signature; write a function.") from None
     taken = [p for p in parameters.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(taken) < len(given):
         raise InputError(

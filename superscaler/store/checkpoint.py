@@ -110,7 +110,7 @@ class CheckpointHead(Head):
     KIND = "manifest of a checkpoint"
     VERSION = 1
     FORMAT: ClassVar[str] = "superscaler checkpoint"
-    DIFFERS = "is damaged: it has {found}, not {kept}, so nothing was loaded"
+    DIFFERS = "is damaged: it has {found}, not {kept}; nothing was loaded"
     REMEDY = ANOTHER
     MAY_LINK = False
 

@@ -35,7 +35,7 @@ DISTRIBUTED_FILE = ".metadata"
 # Its prefixes for tensors of a model, and for their optimizer states.
 _MODEL, _STATE = "model.", "optimizer.state."
 _TRUST = (
-    "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust who wrote it, say --trust"
+    "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust its author, give --trust"
 )
 
 
@@ -46,9 +46,7 @@ def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) ->
     with _replaced(out) as folder:
         more = load_weights(module, path, ema)
         if more:
-            raise InputError(
-                f"{path} has {len(more)} tensors that this model has not, {more[0]} first; name its model."
-            )
+            raise InputError(f"{path} has {len(more)} tensors that this model lacks, {more[0]} first; name its model.")
         own: Callable[..., Any] | None = getattr(module, "save_pretrained", None)
         if own is not None:
             own(folder)

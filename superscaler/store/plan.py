@@ -192,7 +192,7 @@ class PlanHead(Head):
 
     @classmethod
     def refuse(cls, file: Path, found: str, kept: str) -> NoReturn:
-        mine = "; what was edited on purpose runs by ss.load(DIR, manifest=False)" if file.suffix == ".py" else ""
+        mine = "; a plan edited on purpose runs by ss.load(DIR, manifest=False)" if file.suffix == ".py" else ""
         refuse(file, cls.DIFFERS, cls.REMEDY + mine)
 
 
@@ -251,7 +251,7 @@ def _check_torch(saved: disk.Whole) -> None:
     plan, file = saved.head, saved.path / PLAN_FILE
     dtypes = [plan["loss_dtype"] or "float32", *(dtype for _, dtype in plan["inputs"].values())]
     if odd := [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]:
-        raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} has not; {REWRITE}.")
+        raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} lacks; {REWRITE}.")
     for group in plan["optimizer"]["groups"]:
         name, options = kind_of(group, plan["optimizer"]["name"])
         if name not in OPTIMIZERS.values():

@@ -122,7 +122,7 @@ def _check_names(step: TrainingStep, stored: TensorReader) -> None:
     more = sorted(stored.names - set(_names(step)))
     if more:
         raise InputError(
-            f"{stored.directory} has {len(more)} tensors that this model has not, {more[0]} first; "
+            f"{stored.directory} has {len(more)} tensors that this model lacks, {more[0]} first; "
             "it is of a model of other options. Load the weights only, or compile that model."
         )
 

@@ -82,7 +82,7 @@ def _of_files(model: Model, plan: Whole, weights: Values) -> Iterator[str]:
     """Yield the saved files and weights that differ from those of this process."""
     for name, source in copies(own_operators(model))[1].items():
         if plan.bytes(name) != source:
-            yield f"{name} is another file than the one that registers an operator here"
+            yield f"{name} is not the file that registers an operator here"
     with opened(plan.path / WEIGHTS_FILE, REWRITE) as stored:
         for name in sorted(weights.keys() ^ set(stored.keys())):
             yield f"{name} is in {'the module' if name in weights else WEIGHTS_FILE} only"

@@ -163,7 +163,7 @@ def test_a_value_in_the_wrong_memory_is_named(change: Callable[[Device], Device]
     check_program(program)
     assert {w.name for w in device.weights if w.trained} <= on_host(program, device)
     wrong = Program(program.model, program.functions, (change(device),), program.notes)
-    with pytest.raises(ScheduleError, match=f"{told}.* reads a value in the other memory"):
+    with pytest.raises(ScheduleError, match=f"{told}.* reads a value from the wrong memory"):
         check_program(wrong)
 
 

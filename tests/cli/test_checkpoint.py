@@ -103,7 +103,7 @@ def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.
     assert "one of the model's own" in capfd.readouterr().err
     smaller = MODEL.replace("layers=2", "layers=1")
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", smaller) == 2
-    assert "has 12 tensors that this model has not, transformer.h.1.attn.c_attn.bias first" in capfd.readouterr().err
+    assert "has 12 tensors that this model lacks, transformer.h.1.attn.c_attn.bias first" in capfd.readouterr().err
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--format", "pickle") == 2
     assert not (tmp_path / "no").exists()
 

@@ -46,7 +46,7 @@ def test_a_failed_probe_tells_which_rank_and_how(monkeypatch: pytest.MonkeyPatch
     check = rooms.gloo()
     assert not check.ok
     assert check.required
-    assert check.found.startswith("rank 0 of 2 failed with exit code 1: see its last words above.")
+    assert check.found.startswith("rank 0 of 2 failed with exit code 1: see its last output above.")
 
 
 def test_missing_torch_is_not_ready_and_says_what_to_install(

@@ -36,7 +36,7 @@ PLANS: dict[str, Case] = {
     "brackets too deep": Case(f"f = {_DEEP}", "mine.py:1 cannot be imported: SyntaxError: too many nested"),
     "no UTF-8": Case(b"f = '\xff\xfe'", "cannot be imported: SyntaxError"),
     "nothing": Case("", "unknown function 'f'. Known: none."),
-    "a type": Case("f = dict\n", "f is <class 'dict'>, whose arguments nobody knows"),
+    "a type": Case("f = dict\n", "f is <class 'dict'>, without a readable signature"),
     "a built-in": Case("f = max\n", "f is <built-in function max>"),
     "a name nearly right": Case(plan("pass"), "unknown function 'ff'; did you mean 'f'?", "ff"),
     "no name": Case(plan("pass"), "names no function; write", ""),

@@ -150,7 +150,7 @@ def test_a_saved_plan_knows_its_hosts(tmp_path: Path) -> None:
     assert "28 to_host of 539.6 KB, 0 B on links" in plan.explain()
     text = (tmp_path / "plan" / "program.txt").read_text()
     (tmp_path / "plan" / "program.txt").write_text(text.replace("to_host=True", "to_host=False", 1))
-    with pytest.raises(ScheduleError, match=r"Copy of .* reads a value in the other memory"):
+    with pytest.raises(ScheduleError, match=r"Copy of .* reads a value from the wrong memory"):
         validate_directory(tmp_path / "plan", manifest=False)
 
 

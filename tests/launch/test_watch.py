@@ -121,7 +121,7 @@ def test_no_rank_outlives_its_launcher(launches: dict[str, Launch]) -> None:
 @pytest.mark.dist
 def test_a_stopped_rank_is_named(launches: dict[str, Launch]) -> None:
     text = launches["stop"].end()
-    assert f"rank 1 on {socket.gethostname()} does not answer: it said nothing for" in text
+    assert f"rank 1 on {socket.gethostname()} does not answer: it sent nothing for" in text
     assert "rank 0 is at program_0.py:" in text
 
 

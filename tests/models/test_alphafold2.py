@@ -60,7 +60,7 @@ def test_the_loss_reaches_every_parameter_and_batches_differ_in_what_they_leave_
 
 @pytest.mark.parametrize(
     ("keys", "message"),
-    [("heads=3", "hidden=40 cannot be shared by heads=3"), ("pair_heads=5", "pair=24 cannot be shared by pair_heads=5"),
+    [("heads=3", "hidden=40 is not divisible by heads=3"), ("pair_heads=5", "pair=24 is not divisible by pair_heads=5"),
      ("pair_dropout=1", "pair_dropout is 1.0")],
 )  # fmt: skip
 def test_bad_keys_are_told_what_is_wrong(keys: str, message: str) -> None:

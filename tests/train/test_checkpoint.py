@@ -353,7 +353,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path)
     tensors = json.loads(file.read_text())["tensors"]
     edit(file, tensors=tensors | {"more.weight": tensors["frozen"]})
     message = refusal("mixed", "single", "AdamW", lambda step: step.restore(checkpoint))
-    assert "has 1 tensors that this model has not, more.weight first" in message
+    assert "has 1 tensors that this model lacks, more.weight first" in message
     edit(file, tensors=tensors | {"frozen": tensors["unread"]})
     message = refusal("mixed", "single", "AdamW", lambda step: step.restore(checkpoint))
     assert "frozen is float32 of shape (3,) in " in message

@@ -63,7 +63,7 @@ def test_what_a_capacity_drops_is_told_and_equal_to_one_device() -> None:
     lost, of = found["dropped"]
     assert 0 < lost < of == 8 * 20 * 2
     assert found["reference"] == "graph"
-    assert f"equal to one device, whose capacity of experts drops {lost} of {of} choices" in _certificate(
+    assert f"equal to one device, with a capacity of experts that drops {lost} of {of} choices" in _certificate(
         plan_of("expert_parallel:capacity=0.75", 2).verify()
     )
     exact = equal(graph_of(MODEL, "SGD"), "expert_parallel", 2).found
