@@ -223,7 +223,7 @@ def _shape(value: Any) -> Hashable:
     return tuple(map(_shape, value)) if isinstance(value, tuple) else ()
 
 
-# The least number of repetitions of a body that counts as a loop.
+# The least number of repetitions of a body that counts as a loop, unless fewer are asked for.
 SEEN = 3
 # The microbatch of an instruction or value that is equal in all microbatches.
 NONE = -1
@@ -371,8 +371,10 @@ class Span:
         return self.start + self.length * self.count
 
 
-def find_spans(forms: Sequence[Hashable], microbatches: Sequence[int], period: int) -> list[Span]:
-    """Return the spans in which a sequence repeats with microbatches `period` later each time; NONE stays NONE."""
+def find_spans(forms: Sequence[Hashable], microbatches: Sequence[int], period: int, seen: int = SEEN) -> list[Span]:
+    """Return the spans in which a sequence repeats, `seen` times at least, with microbatches `period` later each time.
+    NONE stays NONE.
+    """
     known: dict[Hashable, int] = {}
     form = np.array([known.setdefault(f, len(known)) for f in forms], dtype=np.int64)
     at = np.array(microbatches, dtype=np.int64)
@@ -383,9 +385,9 @@ def find_spans(forms: Sequence[Hashable], microbatches: Sequence[int], period: i
         if lag > 0 and lag not in runs:
             runs[lag] = _runs(form, at, period, lag)
         count = int(runs[lag][here]) // lag + 1 if lag > 0 else 0
-        if count >= SEEN:
+        if count >= seen:
             found.append(Span(here, lag, count))
-        here += max(lag * count, 1) if count >= SEEN else 1
+        here += max(lag * count, 1) if count >= seen else 1
     return found
 
 

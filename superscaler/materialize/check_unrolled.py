@@ -202,7 +202,7 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
     found = dict[int, Rolled]()
     for _, samples in program.groups:
         first = samples[0]
-        shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
+        shape = find_shape(first.instructions, steady.period, steady.total - steady.few, steady.seen)
         for device in samples:
             repeated = roll(device.instructions, shape, steady.added, steady.period)
             # All devices of a group use the names of the first one.

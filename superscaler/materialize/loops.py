@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from superscaler.ir.codes import NONE, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
+from superscaler.ir.codes import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
 from superscaler.ir.program import FIELDS, ROLES, VALUES, Backward, Forward, Instruction, Loss, Role, Value
 
 
@@ -59,13 +59,13 @@ class Shape:
     outside: Mapping[int, tuple[int, int, int]]
 
 
-def find_shape(code: Sequence[Instruction], period: int, missing: int) -> Shape:
+def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: int = SEEN) -> Shape:
     """Return the loops of code that lacks `missing` microbatches. Raises Aperiodic if the code does not determine
     them.
     """
     forms, at = zip(*map(form, code), strict=True)
     is_work = [isinstance(i, Forward | Backward) for i in code]
-    spans = steady_spans(find_spans(forms, at, period), forms, at, is_work)
+    spans = steady_spans(find_spans(forms, at, period, seen), forms, at, is_work)
     bodies: dict[Hashable, dict[int, int]] = {}
     for span in spans:
         for n in range(span.start, span.start + span.length):

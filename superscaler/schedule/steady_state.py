@@ -6,8 +6,8 @@ decides whether all others only repeat these (materialize/loops.py).
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil, prod
+from itertools import pairwise, product, takewhile
+from math import prod
 
 from superscaler.ir.codes import SEEN, Span, find_spans, steady_spans
 from superscaler.ir.graph import Graph, Group, Order
@@ -18,18 +18,20 @@ Name = tuple[int, int]
 # Microbatches of each work that are compiled besides the repeating ones, before the code of all devices repeats.
 AROUND = 3
 # The longest period of a steady state, in microbatches.
-LONGEST = 16
+LONGEST = 64
 
 
 @dataclass(frozen=True)
 class SteadyState:
     """A plan with `few` of `total` microbatches compiled; the schedule repeats every `period`.
 
-    `inner`: slices per microbatch. `orders`: those of all microbatches. `works`: a group for each number. `rows`: per
-    device, pairs (work in the short schedule, the work that it stands for in the full one).
+    `seen`: repetitions that a loop must have. `inner`: slices per microbatch. `orders`: those of all microbatches.
+    `works`: a group for each number. `rows`: per device, pairs (work in the short schedule, the work that it stands for
+    in the full one).
     """
 
     period: int
+    seen: int
     few: int
     total: int
     inner: int
@@ -53,30 +55,33 @@ def find_steady(graph: Graph) -> SteadyState | None:
     rows = None if found_names is None else _rows(found_names[0])
     if found_names is None or rows is None:
         return None
-    for period in range(inner, min(LONGEST, total // SEEN) + 1, inner):
-        spans = [_spans(row, period) for row in rows]
-        left = [_left(row, span, inner) for row, some in zip(rows, spans, strict=True) for span in some]
-        added = min(left, default=total // period - SEEN - AROUND) if all(spans) else 0
+    # Of long rounds (interleaved ones) two may be all that repeat; warm-up and cool-down have two more.
+    for seen, period in product((SEEN, SEEN - 1), range(inner, min(LONGEST, total // SEEN) + 1, inner)):
+        spans = list(takewhile(bool, (_spans(row, period, seen) for row in rows)))
+        left = [_left(row, span, inner, period, seen) for row, some in zip(rows, spans, strict=False) for span in some]
+        added = min(left, default=total // period - seen - AROUND) if len(spans) == len(rows) else 0
         if 2 * added * period < total:
             continue
         few = total - added * period
         kept = [_kept(row, some, few, total) for row, some in zip(rows, spans, strict=True)]
         found = [row for row in kept if row is not None]
         if len(found) == len(kept):
-            return SteadyState(period, few, total, inner, *found_names, found)
+            return SteadyState(period, seen, few, total, inner, *found_names, found)
     return None
 
 
-def _spans(row: Sequence[Name], period: int) -> list[Span]:
+def _spans(row: Sequence[Name], period: int, seen: int) -> list[Span]:
     """Return the spans in which a row is in its steady state."""
     forms, at = zip(*row, strict=True)
-    return steady_spans(find_spans(forms, at, period), forms, at, [True] * len(row))
+    return steady_spans(find_spans(forms, at, period, seen), forms, at, [True] * len(row))
 
 
-def _left(row: Sequence[Name], span: Span, inner: int) -> int:
+def _left(row: Sequence[Name], span: Span, inner: int, period: int, seen: int) -> int:
     """Return the number of repetitions that need not be compiled."""
-    body = [row[n][0] for n in span.body]
-    return span.count - SEEN - ceil(AROUND * inner * len(set(body)) / len(body))
+    kinds, end = {row[n][0] for n in span.body}, span.end
+    while end < len(row) and row[end] == (row[end - span.length][0], row[end - span.length][1] + period):
+        end += 1
+    return (end - span.start - AROUND * inner * len(kinds)) // span.length - seen
 
 
 def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> list[tuple[Name, Name]] | None:
