@@ -11,7 +11,7 @@ from superscaler.certify.coverage import SEED, Addends, Boxes, Chain, Kinds, cli
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
-from superscaler.ir.model import width
+from superscaler.ir.model import Model, width
 from superscaler.ir.program import Instruction
 
 
@@ -243,3 +243,14 @@ def must_equal(found: Ints, wanted: Ints, what: str, swap: bool = False) -> None
     row = 0 if found.shape != wanted.shape else int(np.argmax((found != wanted).any(axis=(1, 2))))
     a, b = (wanted, found) if swap else (found, wanted)
     raise Refusal(f"{what} [{text_of(a[row])}], but it has [{text_of(b[row])}].", row)
+
+
+def check_largest(model: Model, content: Content, largest: bool) -> None:
+    if largest != model.tensors[content.tensor].largest:
+        raise Refusal(f"{'takes the largest part of' if largest else 'adds up the parts of'} {kind_of(content)}.")
+
+
+def check_shape(model: Model, content: Content, shape: Sequence[int]) -> None:
+    expected = model.tensors[content.tensor].local_shape(tuple(content.lengths.tolist()))
+    if tuple(shape) != expected:
+        raise Refusal(f"gives {kind_of(content)} the shape {tuple(shape)}, but it has {expected}.")

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from superscaler.certify.collectives import Collectives
 from superscaler.certify.content import (
     Content,
     Memory,
     Sums,
     box_of,
     check_bytes,
+    check_largest,
+    check_shape,
     check_view,
-    chunk_of,
     cut_of,
     kind_of,
     must_equal,
@@ -39,7 +41,6 @@ from superscaler.ir.program import (
     Accumulate,
     Backward,
     Collective,
-    CollectiveArg,
     Combine,
     Copy,
     Forward,
@@ -66,6 +67,7 @@ class Masks:
         self.program, self.model = program, program.model
         self.kinds = Kinds(program.model)
         self.sums = Sums(self.kinds)
+        self.collectives = Collectives(self.sums)
         self.passes = Passes(program, self.sums)
         updates = [op for op in program.model.ops if not op.is_forward]
         self.homes = {op.inputs[0].tensor: op for op in updates if not op.is_output}
@@ -97,7 +99,7 @@ class Masks:
             assert source is not None
             check_bytes(i.bytes, [prod(source.lengths.tolist())], source.dtype)
         elif isinstance(i, Collective):
-            self._check_collective(cohort, at, i, read)
+            self.collectives.check(cohort, at, i, read)
         self.memories.start(cohort.number, i, read)
         # The sources stay readable until the communication ends; an update checks that.
         return read
@@ -107,12 +109,12 @@ class Masks:
 
     def arrive(self, cohort: Cohort, at: int, recv: Instruction, value: Content) -> Content:
         if isinstance(recv, Recv):
-            self._check_shape(value, recv.shape)
+            check_shape(self.model, value, recv.shape)
             if recv.dtype != value.dtype:
                 raise Refusal(f"receives {recv.dtype}, but {value.dtype} is sent.")
         wait = cohort.code[at]
         assert isinstance(wait, Wait)
-        self._check_shape(value, wait.shape)
+        check_shape(self.model, value, wait.shape)
         return replace(value, memory=self.memories.arrive(cohort.number, wait.work))
 
     # Local instructions.
@@ -143,7 +145,7 @@ class Masks:
             row = int(np.argmax(outside.any(axis=1)))
             raise Refusal(f"cuts {text_of(ranges[row])} of a value of {size.tolist()}.", row)
         found = cut_of(source, source.box[..., :1] + ranges)
-        self._check_shape(found, i.shape)
+        check_shape(self.model, found, i.shape)
         return [found]
 
     def _combine(self, cohort: Cohort, at: int, i: Combine, read: Sequence[Content]) -> Sequence[Content]:
@@ -168,9 +170,9 @@ class Masks:
         self._check_inside(self._tensor(first.tensor), whole)
         if (boxes[..., 0] < 0).any() or (boxes[..., 1] > np.array(i.view, dtype=np.int64)).any():
             raise Refusal(f"puts a piece outside of a value of {list(i.view)}.")
-        self._check_largest(first, i.largest)
+        check_largest(self.model, first, i.largest)
         found = self.sums.sum(first, whole, read)
-        self._check_shape(found, i.shape)
+        check_shape(self.model, found, i.shape)
         if i.dtype != first.dtype:
             raise Refusal(f"is {i.dtype}, but its pieces are {first.dtype}.")
         # The sum of one piece is that piece itself, in the same memory.
@@ -199,7 +201,7 @@ class Masks:
 
     def _added(self, into: Content, value: Content, name: object, largest: bool = False) -> Content:
         require_same_kind(into, value)
-        self._check_largest(into, largest)
+        check_largest(self.model, into, largest)
         must_equal(value.box, into.box, f"{name} is")
         return self.sums.sum(into, into.box, (into, value))
 
@@ -221,74 +223,10 @@ class Masks:
 
     # Communication.
 
-    def _check_collective(self, cohort: Cohort, at: int, i: Collective, read: Sequence[Content | None]) -> None:
-        if not len(i.works) == len(i.sources) == len(i.ways):
-            raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
-        if (i.kind in ("reduce", "rd_gather")) != (0 <= i.root < len(i.group)):
-            raise Refusal(f"gives its result to device {i.root} of its group.")
-        sizes = []
-        for content, way in zip(read, i.ways, strict=True):
-            sizes.append(way.elements)
-            if content is None:
-                continue
-            if i.kind == "broadcast" and cohort.devices[0] != cohort.data(at, "group")[0, 0]:
-                raise Refusal("is given a value by a device that only receives.")
-            check_view(content, way.view)
-            self._check_shape(content, way.local)
-            if content.dtype != (i.wide or i.dtype):
-                raise Refusal(f"moves {content.dtype} as {i.wide or i.dtype}.")
-            is_own = content.is_gradient and i.dtype == self.model.tensors[content.tensor].dtype
-            if i.wide and not (is_own and i.kind in ("reduce_scatter", "all_gather")):
-                raise Refusal(f"rounds {kind_of(content)} to {i.dtype} to move it.")
-        check_bytes(i.bytes, sizes, i.dtype)
-
     def join(
         self, how: Collective, part: int, members: Sequence[tuple[Content, Ints]], position: Ints, group: Ints
     ) -> Content:
-        way, given = how.ways[part], [rows_of(content, rows) for content, rows in members]
-        if how.root >= 0 and (position != how.root).any():
-            raise Refusal(f"gives its result to device {how.root} of its group only.")
-        first = given[0]
-        for content in given[1:]:
-            require_same_kind(first, content)
-        joined: Content
-        match how.kind:
-            case "broadcast":
-                return self._arrived(rows_of(first, group), way)
-            case "all_reduce" | "reduce_scatter" | "reduce":
-                self._check_largest(first, how.largest)
-                for k, content in enumerate(given[1:], 1):
-                    must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
-                joined = rows_of(self.sums.sum(first, first.box, given), group)
-                if how.kind == "reduce_scatter":
-                    joined = chunk_of(joined, way.give, len(given), position, way.sizes)
-                return self._arrived(joined, way)
-            case "all_gather" | "rd_gather":
-                return self._arrived(rows_of(self._gathered(given, way), group), way)
-            case "all_to_all":
-                chunks = [chunk_of(rows_of(content, group), way.give, len(given), position) for content in given]
-                return self._arrived(self._gathered(chunks, way), way)
-        raise Refusal(f"is a {how.kind}, which is no collective.")
-
-    def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
-        """Return one value, concatenated from chunks along a slot."""
-        if not 0 <= way.take < given[0].box.shape[1]:
-            raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
-        box = given[0].box.copy()
-        sizes = way.sizes or (int(box[0, way.take, 1] - box[0, way.take, 0]),) * len(given)
-        if len(sizes) != len(given):
-            raise Refusal(f"gathers {len(given)} slices as {list(sizes)}.")
-        ends = np.cumsum([0, *sizes]) + box[:, way.take, :1]
-        for k, content in enumerate(given):
-            expected = box.copy()
-            expected[:, way.take] = ends[:, k : k + 2]
-            must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
-        box[:, way.take, 1] = ends[:, -1]
-        return self.sums.sum(given[0], box, given)
-
-    def _arrived(self, content: Content, way: CollectiveArg) -> Content:
-        self._check_shape(content, way.shape)
-        return content
+        return self.collectives.join(how, part, members, position, group)
 
     # The end of a step.
 
@@ -335,7 +273,7 @@ class Masks:
             raise Refusal(f"gives the output {i.tensor} twice.")
         box = cohort.data(at, "box").reshape(len(cohort), -1, 2)
         must_equal(value.box, box, f"the output {i.tensor} is given as")
-        self._check_shape(replace(value, tensor=i.tensor), i.shape)
+        check_shape(self.model, replace(value, tensor=i.tensor), i.shape)
         value = self.sums.simplified(value, deep=True)
         if value.addends is not None:
             raise Refusal(f"gives {i.tensor}, but {self.sums.fault(value)}", self.sums.faulty(value))
@@ -373,15 +311,6 @@ class Masks:
         if outside.any():
             row = int(np.argmax(outside))
             raise Refusal(f"has {Mask(tensor.name, box_of(box[row]))} of {list(tensor.extents)} elements.", row)
-
-    def _check_largest(self, content: Content, largest: bool) -> None:
-        if largest != self.model.tensors[content.tensor].largest:
-            raise Refusal(f"{'takes the largest part of' if largest else 'adds up the parts of'} {kind_of(content)}.")
-
-    def _check_shape(self, content: Content, shape: Sequence[int]) -> None:
-        expected = self.model.tensors[content.tensor].local_shape(tuple(content.lengths.tolist()))
-        if tuple(shape) != expected:
-            raise Refusal(f"gives {kind_of(content)} the shape {tuple(shape)}, but it has {expected}.")
 
 
 def _boxes(data: NDArray[Any], count: int) -> Ints:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.nn import Buffer
 
-from superscaler.frontend.capture import Builder
 from superscaler.frontend.infer import infer
+from superscaler.frontend.model_builder import Builder
 from superscaler.frontend.trace import Trace
 from superscaler.frontend.users.samples import NORMAL, TRIED, Kind
 from superscaler.ir.mask import Box, Range

@@ -1,0 +1,101 @@
+"""The effect of collectives on masks: the values that members must give, and the value that each of them gets."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from superscaler.certify.content import (
+    Content,
+    Sums,
+    check_bytes,
+    check_largest,
+    check_shape,
+    check_view,
+    chunk_of,
+    kind_of,
+    must_equal,
+    require_same_kind,
+    rows_of,
+)
+from superscaler.ir.codes import Cohort
+from superscaler.ir.grid import Ints
+from superscaler.ir.interpret import Refusal
+from superscaler.ir.program import Collective, CollectiveArg
+
+
+class Collectives:
+    """The collectives of a program on contents."""
+
+    def __init__(self, sums: Sums) -> None:
+        self.sums, self.model = sums, sums.kinds.model
+
+    def check(self, cohort: Cohort, at: int, i: Collective, read: Sequence[Content | None]) -> None:
+        """Raise Refusal for sources that do not fit a collective."""
+        if not len(i.works) == len(i.sources) == len(i.ways):
+            raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
+        if (i.kind in ("reduce", "rd_gather")) != (0 <= i.root < len(i.group)):
+            raise Refusal(f"gives its result to device {i.root} of its group.")
+        sizes = []
+        for content, way in zip(read, i.ways, strict=True):
+            sizes.append(way.elements)
+            if content is None:
+                continue
+            if i.kind == "broadcast" and cohort.devices[0] != cohort.data(at, "group")[0, 0]:
+                raise Refusal("is given a value by a device that only receives.")
+            check_view(content, way.view)
+            check_shape(self.model, content, way.local)
+            if content.dtype != (i.wide or i.dtype):
+                raise Refusal(f"moves {content.dtype} as {i.wide or i.dtype}.")
+            is_own = content.is_gradient and i.dtype == self.model.tensors[content.tensor].dtype
+            if i.wide and not (is_own and i.kind in ("reduce_scatter", "all_gather")):
+                raise Refusal(f"rounds {kind_of(content)} to {i.dtype} to move it.")
+        check_bytes(i.bytes, sizes, i.dtype)
+
+    def join(
+        self, how: Collective, part: int, members: Sequence[tuple[Content, Ints]], position: Ints, group: Ints
+    ) -> Content:
+        """Return the result of a collective for its tensor `part`; see `Domain.join`."""
+        way, given = how.ways[part], [rows_of(content, rows) for content, rows in members]
+        if how.root >= 0 and (position != how.root).any():
+            raise Refusal(f"gives its result to device {how.root} of its group only.")
+        first = given[0]
+        for content in given[1:]:
+            require_same_kind(first, content)
+        joined: Content
+        match how.kind:
+            case "broadcast":
+                return self._arrived(rows_of(first, group), way)
+            case "all_reduce" | "reduce_scatter" | "reduce":
+                check_largest(self.model, first, how.largest)
+                for k, content in enumerate(given[1:], 1):
+                    must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
+                joined = rows_of(self.sums.sum(first, first.box, given), group)
+                if how.kind == "reduce_scatter":
+                    joined = chunk_of(joined, way.give, len(given), position, way.sizes)
+                return self._arrived(joined, way)
+            case "all_gather" | "rd_gather":
+                return self._arrived(rows_of(self._gathered(given, way), group), way)
+            case "all_to_all":
+                chunks = [chunk_of(rows_of(content, group), way.give, len(given), position) for content in given]
+                return self._arrived(self._gathered(chunks, way), way)
+        raise Refusal(f"is a {how.kind}, which is no collective.")
+
+    def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
+        """Return one value, concatenated from chunks along a slot."""
+        if not 0 <= way.take < given[0].box.shape[1]:
+            raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
+        box = given[0].box.copy()
+        sizes = way.sizes or (int(box[0, way.take, 1] - box[0, way.take, 0]),) * len(given)
+        if len(sizes) != len(given):
+            raise Refusal(f"gathers {len(given)} slices as {list(sizes)}.")
+        ends = np.cumsum([0, *sizes]) + box[:, way.take, :1]
+        for k, content in enumerate(given):
+            expected = box.copy()
+            expected[:, way.take] = ends[:, k : k + 2]
+            must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
+        box[:, way.take, 1] = ends[:, -1]
+        return self.sums.sum(given[0], box, given)
+
+    def _arrived(self, content: Content, way: CollectiveArg) -> Content:
+        check_shape(self.model, content, way.shape)
+        return content
