@@ -65,7 +65,7 @@ def loops(program: Program) -> list[list[int]]:
 
 PLANS = [
     ("pipeline_1f1b:microbatches=32", 2),
-    ("gpipe:microbatches=32", 2),
+    ("breadth_first:microbatches=32", 2),
     ("interleaved:microbatches=32,chunks=2", 2),
     ("interleaved:microbatches=32,chunks=2", 4),
     ("zb_h1:microbatches=32", 2),
