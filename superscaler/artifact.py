@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -20,9 +20,7 @@ from superscaler.ir.model import Model, once, without_sources
 from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import print_program
-from superscaler.ops.padding import pads_rows
-from superscaler.ops.row import aten
-from superscaler.ops.table import ROWS
+from superscaler.ops.inputs import bounds, fillings, ignored, limits, pads_rows
 from superscaler.report.facts import account, kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
 from superscaler.store import plan as disk
@@ -77,66 +75,15 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
 def reads(model: Model) -> dict[str, Any]:
     """Return the facts by which the batch of a step is checked."""
     model = once(model)
-    uncounted = ignored(model)
+    fills = fillings(model)
     return {
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "bounds": bounds(model),
         "limits": limits(model),
-        "ignored": uncounted,
-        **({"pads": True} if pads_rows(model, uncounted, _MOVES) else {}),
+        "ignored": ignored(model),
+        **({"pads": True} if pads_rows(model) else {}),
+        **({"shorter": {n: (dim, fills[n]) for n, dim in model.shorter.items()}} if model.shorter else {}),
     }
-
-
-# Ops that select by an integer input (their second operand) -> the dim of the first operand that they select along.
-_SELECTING = {n: dim for n, row in ROWS.items() for _, dim, role in row.roles if role in ("vocabulary", "classes")}
-_ROWS = {n: dim for n, dim in _SELECTING.items() if "embedding" in n}
-# Losses and counts that ignore a label -> position of the argument that names it.
-_IGNORED = {"ss.count_labels": 1, **aten(4, "cross_entropy_loss nll_loss_nd")}
-# Ops that keep the values of their operand; padding may add values that no label counts.
-_MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_copy constant_pad_nd pad").keys()
-
-
-def limits(model: Model) -> dict[str, tuple[int, int]]:
-    """Return the values [least, bound) that an input may have if its own values select rows or classes, by input."""
-    classes, rows = bounds(model, moves=_MOVES), bounds(model, _ROWS, _MOVES)
-    return {name: (0 if name in rows else -(2**63), bound) for name, bound in classes.items()}
-
-
-def bounds(
-    model: Model, selecting: Mapping[str, int] = _SELECTING, moves: Container[str] | None = None
-) -> dict[str, int]:
-    """Return an exclusive upper bound for each integer input: the number of rows or classes that its values select.
-    Other ops may have changed the values before (with `moves`, only ops that move them).
-    """
-    found: dict[str, int] = {}
-    for op in (op for op in model.ops if op.target in selecting):
-        bound = model.tensors[op.inputs[0].tensor].shape[selecting[op.target]]
-        for name in _sources(model, op.inputs[1].tensor, moves):
-            found[name] = min(bound, found.get(name, bound))
-    return found
-
-
-def ignored(model: Model) -> dict[str, int]:
-    """Return the label value that all losses of an input ignore, by input of labels."""
-    found: dict[str, set[int]] = {}
-    for op in (op for op in model.ops if op.target in _IGNORED):
-        at = _IGNORED[op.target]
-        value = int(op.args[at]) if at < len(op.args) else dict(op.kwargs).get("ignore_index", -100)
-        for name in _sources(model, op.inputs[at != 1].tensor, _MOVES):
-            found.setdefault(name, set()).add(value)
-    return {name: values.pop() for name, values in found.items() if len(values) == 1}
-
-
-def _sources(model: Model, name: str, moves: Container[str] | None) -> Iterator[str]:
-    """Yield the inputs from which a tensor's values are computed; with `moves`, only along ops that move values."""
-    producers, left = model.producers, [name]
-    while left:
-        name = left.pop()
-        made = producers[name][0] if name in producers else None
-        if name in model.inputs:
-            yield name
-        elif made is not None and made.from_data and (moves is None or made.target in moves):
-            left += [o.tensor for o in made.inputs]
 
 
 def slots_of(model: Model, name: str) -> list[list[int]]:

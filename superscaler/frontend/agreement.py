@@ -84,7 +84,7 @@ def agree(captured: Captured, optimizer: Optimizers | None) -> str:
     """
     try:
         _require_small(captured)
-        with _untouched(captured.call.module):
+        with untouched(captured.call.module):
             largest = _compared(captured, optimizer)
     except Unchecked as why:
         return f"{SKIPPED}: {why}"
@@ -266,7 +266,7 @@ def _lowest(captured: Captured) -> torch.dtype:
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module) -> Iterator[None]:
     """Restore the random generators and the buffers of a module after the block."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None

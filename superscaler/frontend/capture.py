@@ -29,6 +29,7 @@ from superscaler.frontend.rewrites.constants import fold
 from superscaler.frontend.rewrites.losses import separate
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
+from superscaler.frontend.shorter import shorter
 from superscaler.frontend.trace import Trace, base_of, read
 from superscaler.frontend.training import Optimizers, Training, read_optimizers
 from superscaler.ir.model import Model, Optimizer
@@ -168,8 +169,9 @@ def capture(
     if is_new and check:
         with timed(seconds, "check"), torch.autocast(device.type, enabled=False):
             captured = replace(captured, checked=agree(captured, optimizer))
+            captured = replace(captured, model=replace(model, shorter=shorter(captured)))
     if is_asked:
-        save(key, module, model, values, names, captured.checked)
+        save(key, module, captured.model, values, names, captured.checked)
     return captured
 
 

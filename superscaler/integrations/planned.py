@@ -24,7 +24,6 @@ from superscaler.integrations.state import put, take
 from superscaler.plan import capture, compile, load
 from superscaler.runtime.step import Step
 from superscaler.store.folder import digest
-from superscaler.train.feed import filled
 
 _LOG = logging.getLogger(__name__)
 # From the user's module and a batch: the loss, and values to log by name.
@@ -57,7 +56,7 @@ class Planned:
         """Train on a global batch and return its loss. A batch of other shapes is filled, or has a plan of its own."""
         tensors, spec = _named(batch)
         if self.step is not None:
-            tensors = filled(tensors, self.step.inputs, self.step.padding)
+            tensors = self.step.padding.filled(tensors, self.step.inputs)
         self.step = step = self._for(tensors, spec)
         step.set_rates([group["lr"] for group in self._optimizer.param_groups])
         loss: Tensor = step({name: tensors[name] for name in step.inputs}, clip=clip)

@@ -289,7 +289,7 @@ class Model:
     `aliases`: from each further name of a tied parameter to the kept name. `segments`: from each segment of a packed
     parameter to that parameter, the dim and the range. `unsupported`: the counts of operators without a rule. `loss`
     and the optimizer's name: '' for a model that trains nothing. `result`: the form, in JSON, of the outputs beside the
-    loss, '' for none. `iterations`: of one step.
+    loss, '' for none. `iterations`: of one step. `shorter`: the dim of each input along which a sequence may be filled.
     """
 
     tensors: Mapping[str, PTensor]
@@ -303,6 +303,7 @@ class Model:
     segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
     result: str = ""
     iterations: int = 1
+    shorter: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def producers(self) -> Mapping[str, tuple[Op, int]]:

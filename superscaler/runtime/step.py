@@ -24,6 +24,7 @@ from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import Scaler, averaged
+from superscaler.runtime.padding import Padding
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
@@ -72,8 +73,7 @@ class Step:
             name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
         }
         self.bounds: dict[str, int] = dict(plan["bounds"])
-        # The label to ignore of each input of labels, where rows with these change nothing that is trained.
-        self.padding: dict[str, int] = dict(plan["ignored"]) if plan.get("pads") else {}
+        self.padding = Padding.of(plan)
         self.watch: Watch | None = None
         # The directory from which the plan was loaded.
         self.directory: Path | None = None

@@ -162,6 +162,7 @@ class PlanHead(Head):
     limits: dict[str, tuple[Number, Number]]
     ignored: dict[str, Number] = Field(default_factory=dict)
     pads: bool = False
+    shorter: dict[str, tuple[Count, Number | None]] = Field(default_factory=dict)
     slots: dict[str, list[list[Count]]]
     tensors: dict[str, Owned]
     aliases: dict[str, str]

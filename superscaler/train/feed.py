@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from superscaler.errors import InputError, some
+from superscaler.runtime.padding import Batch, Padding
 from superscaler.specs.user_file import from_file
 from superscaler.store.pieces import runs
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
-
-Batch = dict[str, Tensor]
 
 
 def is_function(data: Path | None) -> bool:
@@ -93,7 +92,7 @@ class Samples:
     def at(self, number: int) -> Batch:
         """Return the batch of a step; rows that this rank does not read are zeros."""
         size = len(self._data)
-        epoch, place = divmod(number, -(-size // self._count) if self._padding else size // self._count)
+        epoch, place = divmod(number, -(-size // self._count) if self._padding.rows else size // self._count)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(size)
         batch = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in self._inputs.items()}
@@ -102,10 +101,11 @@ class Samples:
             sample = self._data[int(self._order[min(position, size - 1)])]
             self.read += 1
             check_names(sample, self._inputs, "a sample")
-            for name in (name for name, rows in self._rows.items() if row in rows):
-                _put(batch[name], row, name, sample[name])
-                if position >= size and name in self._padding:
-                    batch[name][row] = self._padding[name]
+            own = {name: torch.as_tensor(sample[name])[None] for name, rows in self._rows.items() if row in rows}
+            for name, value in self._padding.lengthened(own, self._inputs).items():
+                _put(batch[name], row, name, value[0])
+                if position >= size and name in self._padding.rows:
+                    batch[name][row] = self._padding.rows[name]
         return batch
 
 
@@ -148,10 +148,10 @@ class Stream:
 
 
 def fitting(
-    given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Mapping[str, int]
+    given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Padding
 ) -> Iterator[Batch]:
-    """Yield the inputs of each batch in the plan's dtypes, without batches of other shapes. A batch with fewer rows is
-    filled if there is `padding`: the label to ignore of each input of labels.
+    """Yield the inputs of each batch in the plan's dtypes, but for those of other shapes that `padding` does not
+    fill.
     """
     left_out: dict[str, int] = {}
     count = 0
@@ -159,7 +159,7 @@ def fitting(
         count += 1
         check_names(batch, inputs, "a batch")
         found = {n: torch.as_tensor(batch[n]).to(getattr(torch, dtype)) for n, (_, dtype) in inputs.items()}
-        if odd := _odd(found := filled(found, inputs, padding), inputs):
+        if odd := _odd(found := padding.filled(found, inputs), inputs):
             left_out[odd] = left_out.get(odd, 0) + 1
         else:
             yield found
@@ -168,19 +168,6 @@ def fitting(
             f"note: {number} of {count} batches are left out, with {odd}; pad them to use all, or take another batch "
             "size (a plan has the shapes of its capture)"
         )
-
-
-def filled(batch: Batch, inputs: Mapping[str, Any], padding: Mapping[str, int]) -> Batch:
-    """Return a batch with fewer rows than the plan, filled with copies of its last row with ignored labels."""
-    counts = {(len(batch[name]), shape[0]) for name, (shape, _) in inputs.items() if shape and batch[name].dim()}
-    if not padding or len(counts) != 1 or not 0 < (count := min(counts)[0]) < (rows := min(counts)[1]):
-        return batch
-
-    def longer(name: str, x: Tensor) -> Tensor:
-        last = torch.full_like(x[-1:], padding[name]) if name in padding else x[-1:]
-        return torch.cat([x, last.expand(rows - count, *x.shape[1:])])
-
-    return {name: longer(name, x) if x.dim() else x for name, x in batch.items()}
 
 
 def _odd(batch: Batch, inputs: Mapping[str, Any]) -> str:
@@ -220,8 +207,7 @@ def check_names(item: Any, inputs: Mapping[str, Any], what: str) -> None:
         raise InputError(f"{what} has no '{lacking[0]}', but {names}; this plan reads {some([*inputs])}.")
 
 
-def _put(batch: Tensor, row: int, name: str, value: Any) -> None:
-    given = torch.as_tensor(value)
+def _put(batch: Tensor, row: int, name: str, given: Tensor) -> None:
     if given.shape != batch.shape[1:]:
         raise InputError(
             f"a sample has '{name}' of shape {tuple(given.shape)}, but this plan was compiled for "

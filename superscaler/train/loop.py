@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
+from superscaler.runtime.padding import Padding
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step, load
 from superscaler.specs.user_file import from_file
@@ -155,7 +156,7 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         own = step.evaluating
         with step.averaged():
             # Metrics are of all rows.
-            return step.evaluate(fitting(batches, own.inputs, say, {} if metrics else own.padding), metrics)
+            return step.evaluate(fitting(batches, own.inputs, say, Padding() if metrics else own.padding), metrics)
 
     return evaluate
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superscaler.artifact import bounds, ignored, initial_values, slots_of
+from superscaler.artifact import initial_values, slots_of
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
@@ -20,6 +20,7 @@ from superscaler.ir.graph import Graph, Group, Order
 from superscaler.ir.grid import HOSTS, Grid, Ints
 from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Function, Program
+from superscaler.ops.inputs import bounds, ignored
 from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
 from superscaler.simulate.callables import alone, callables

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.runtime.step import Step
-from superscaler.train.feed import Samples, feed, filled, fitting
+from superscaler.train.feed import Samples, feed, fitting
 from tests.ran import Around, on_ranks
 from tests.sweeps import few
 
@@ -174,7 +174,7 @@ def test_a_batch_of_fewer_rows_is_filled_where_rows_are_apart(function: Any, fil
 
     def work(step: Step) -> Any:
         a, b = names(step)
-        given = filled({a: x[:3], b: y[:3]}, step.inputs, step.padding)
+        given = step.padding.filled({a: x[:3], b: y[:3]}, step.inputs)
         if len(given[a]) == 3:
             return None
         return step(given), {w["tensor"]: step.state.weights[w["name"]].detach() for w in step.state.tables["weights"]}
@@ -196,6 +196,54 @@ def test_a_batch_of_fewer_rows_is_filled_where_rows_are_apart(function: Any, fil
             torch.testing.assert_close(found[1][name], plain.get_parameter(name).detach() - 0.1 * gradient)
 
 
+class Attention(nn.Module):
+    """Scores of the next token, from all tokens where the mask is not 0, or from those before."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.table, self.head = kind, nn.Embedding(16, 8, dtype=dtype), nn.Linear(8, 16, dtype=dtype)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(input_ids)
+        mask = attention_mask[:, None, :].bool() if self.kind in ("masked", "squares") else None
+        attended = nn.functional.scaled_dot_product_attention(x, x.tanh(), x, mask, is_causal=self.kind == "causal")
+        loss = nn.functional.cross_entropy(self.head(x + attended).mT, labels)
+        return loss + x.square().mean() if self.kind == "squares" else loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "fills"), [("masked", True), ("causal", True), ("both ways", False), ("squares", False)]
+)
+def test_a_batch_of_shorter_sequences_is_filled_where_the_module_trains_alike(kind: str, fills: bool) -> None:
+    """Losses are those of the module on the short rows alone, also of fewer rows, under each plan."""
+    torch.manual_seed(0)
+    full = {name: torch.randint(0, 16, (4, 8)) for name in ("input_ids", "attention_mask", "labels")}
+    full["attention_mask"] = torch.ones(4, 8).long()
+    short = {name: x[:3, :5] for name, x in full.items()}
+
+    def work(step: Step) -> Any:
+        (given,) = fitting([short], step.inputs, print, step.padding)
+        rows = [{name: x[k % 3] for name, x in short.items()} for k in range(4)]
+        read = Samples(step, rows, seed=0).at(0)["labels"]
+        assert (read[:, 5:] == -100).all() or step.world > 1
+        return [float(step(given)) for _ in range(2)]
+
+    for dtype, near in ((torch.float64, 1e-9), (torch.float32, 1e-5))[: 2 if kind == "masked" else 1]:
+        module = Attention(kind, dtype)
+        plain, optimizer = copy.deepcopy(module), torch.optim.SGD(module.parameters(), lr=0.1)
+        graph = ss.capture(module, kwargs=full, optimizer=optimizer)
+        assert bool(graph.model.shorter) == fills
+        losses, sgd = [], torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(2):
+            sgd.zero_grad()
+            losses.append(plain(**short))
+            losses[-1].backward()
+            sgd.step()
+        for name in ("single", "data_parallel", "gradient_accumulation:microbatches=2", "tensor_parallel") * fills:
+            found = on_ranks(ss.compile(graph, name, f"local:{1 + (name != 'single')}"), work)
+            assert found[0] == pytest.approx([x.item() for x in losses], rel=near)
+
+
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name != "unread"}
 
@@ -215,7 +263,7 @@ def test_bad_data_is_one_line() -> None:
             with pytest.raises(InputError) as caught:
                 feed(step, data, 0, lambda _: None)(0)
             assert message in str(caught.value)
-        assert not list(fitting([], step.inputs, print, {}))
+        assert not list(fitting([], step.inputs, print, step.padding))
 
     on_ranks(plan("single", 1), work)
 

@@ -1,0 +1,104 @@
+"""Sequences shorter than those of the capture: whether the module trains by a filled batch as by the short one.
+
+Labels are filled with the one that losses ignore, masks with 0, other inputs with anything. Torch runs the module on a
+few short rows and on filled ones, in float64 if it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite, prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from superscaler.frontend.agreement import MOST_ELEMENTS, WithoutDropout, untouched
+from superscaler.frontend.oracle import dense, largest, largest_gap, retyped
+from superscaler.frontend.results import loss_of
+from superscaler.ops.inputs import bounds, fillings
+
+if TYPE_CHECKING:
+    from superscaler.frontend.capture import Captured
+    from superscaler.ir.model import Model
+
+# Rows and elements of a sequence that are run, and how many of these elements are filled.
+_ROWS, _LONG, _FILLED = 2, 16, 5
+# The largest difference relative to the largest element of a tensor, whose size is at least a share of the largest one.
+_CLOSE, _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-4}, 1e-6
+# Gradients of larger models would take too much memory.
+_MOST = 10**9
+
+
+def shorter(captured: Captured) -> dict[str, int]:
+    """Return the dim of each input along which sequences may be shorter, all by as much; none if the module differs."""
+    model, module = captured.model, captured.call.module
+    dims, elements = sequences(model), sum(prod(t.shape) for t in model.parameters())
+    tensors = (*module.parameters(), *module.buffers(), *captured.batch.values())
+    if not dims or captured.call.losses or elements > _MOST or any(x.is_meta for x in tensors):
+        return {}
+    with untouched(module):
+        full, cut = _batches(captured, dims)
+        for dtype in (torch.float64, torch.float32)[elements > MOST_ELEMENTS :]:
+            try:
+                filled, short = (_step(captured, batch, dtype) for batch in (full, cut))
+            except Exception:
+                # A module's code may raise any exception.
+                continue
+            return dims if _is_same(filled, short, _CLOSE[dtype]) else {}
+    return {}
+
+
+def sequences(model: Model) -> dict[str, int]:
+    """Return the dim of each input that is one of a sequence: its size is that of dim 1 of the inputs of integers."""
+    shapes = {name: model.tensors[name].shape for name in model.inputs}
+    sizes = {s[1] for name, s in shapes.items() if len(s) > 1 and "float" not in model.tensors[name].dtype}
+    if len(sizes) != 1 or min(sizes) <= _FILLED:
+        return {}
+    dims = {name: [d for d, size in enumerate(s) if d and size in sizes] for name, s in shapes.items()}
+    return {name: found[0] for name, found in dims.items() if found} if max(map(len, dims.values())) == 1 else {}
+
+
+def _batches(captured: Captured, dims: Mapping[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a drawn batch whose sequences are filled at the end, and the batch without that end."""
+    full, cut, limits, fills = {}, {}, bounds(captured.model), fillings(captured.model)
+    rows = {x.shape[0] for x in captured.batch.values() if x.dim()}
+    generator = torch.Generator().manual_seed(0)
+    for name, x in captured.batch.items():
+        if name in limits:
+            x = torch.randint(limits[name], x.shape, generator=generator).to(x)
+        elif fills[name] == 0:
+            x = torch.ones_like(x)
+        x = x[:_ROWS] if x.dim() and len(rows) == 1 else x
+        if name in dims:
+            x = x.narrow(dims[name], 0, min(_LONG, x.shape[dims[name]])).clone()
+            short, end = x.split((x.shape[dims[name]] - _FILLED, _FILLED), dims[name])
+            if (value := fills[name]) is not None:
+                end.fill_(value)
+        full[name], cut[name] = x, short.clone() if name in dims else x
+    return full, cut
+
+
+def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the loss, the gradients and the buffers of a step of the module."""
+    module, device = captured.call.module, next(iter(captured.batch.values())).device.type
+    leaves = {n: retyped(p.detach(), dtype).requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
+    buffers = {n: retyped(b.detach(), dtype).clone() for n, b in module.named_buffers()}
+    args, kwargs = captured.call.arguments({n: retyped(x, dtype) for n, x in batch.items()})
+    torch.manual_seed(0)
+    with WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
+        loss = loss_of(functional_call(module, {**leaves, **buffers}, args, kwargs), "the module")
+    trained = [x for x in leaves.values() if x.requires_grad]
+    found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+    gradients = [dense(g, x.detach()) for g, x in zip(found, trained, strict=True)]
+    return [loss.detach(), *gradients, *(b for b in buffers.values() if b.is_floating_point())]
+
+
+def _is_same(some: list[Tensor], others: list[Tensor], close: float) -> bool:
+    """Return whether all tensors are equal but for rounding."""
+    if not all(isfinite(float(pair[0])) for pair in (some, others)):
+        return False
+    floor = _FLOOR * max(map(largest, others))
+    pairs = zip(some, others, strict=True)
+    return all(largest_gap(one, other) <= close * max(largest(other), floor) for one, other in pairs)
