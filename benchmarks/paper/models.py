@@ -29,6 +29,7 @@ MODELS: Mapping[str, Mapping[int, str]] = {
     "swin": _sizes("swin", "1.8b 6.6b 13b 30b"),
     "gpt3": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float32"),
     "gpt3, softmax in float16": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float16"),
+    "gpt3, no scores": {32: "gpt3:size=15b,seq=16384,vocab=51200,dropout=0.0"},
     "mbart": _sizes("mbart", "4.7b 9.5b 20b 32b", ",dropout=0.0"),
     "alphafold2": _sizes("alphafold2", "87m 930m 2.4b 3.2b", ",dropout=0.0,pair_dropout=0.0"),
 }

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "benchmarks/results/paper/rows.jsonl"
 # What a row depends on beside its own key.
 SIMULATOR = ("superscaler/simulate", "superscaler/cluster")
+# The batch that a model is captured with; points resize it.
+SAMPLES = 8
+# Programs of a cluster are simulated on these, too: half of the NIC (a V100 server without GPUDirect), and H100s.
+SLOW = "{{preset: v100, servers: {}, devices_per_server: 8, links: {{network: {{bandwidth: 6.0e9}}}}}}"
+OTHERS = {f"v100:{n}x8": (SLOW.format(n), f"h100:{n}x8") for n in (2, 4)}
 
 Row = dict[str, Any]
 
@@ -65,10 +70,12 @@ def simulator() -> str:
 
 
 class Rows:
-    """The rows on disk. With `keep`, rows of another simulator count too; with `only_known`, nothing is simulated."""
+    """The rows on disk. With `keep`, rows of another simulator count too; of those that miss, points on `clusters`
+    are simulated (None: all).
+    """
 
-    def __init__(self, keep: bool = False, only_known: bool = False) -> None:
-        self.simulator, self.only_known = simulator(), only_known
+    def __init__(self, keep: bool = False, clusters: Collection[str] | None = None) -> None:
+        self.simulator, self.clusters = simulator(), clusters
         lines = ROWS.read_text().splitlines() if ROWS.exists() else []
         found = (json.loads(line) for line in lines)
         self.known = {row["key"]: row for row in found if keep or row["simulator"] == self.simulator}
@@ -76,13 +83,13 @@ class Rows:
 
     def get(self, point: Point) -> Row | None:
         """Return the row of a point, simulated now if it is not known; None where it was to be known."""
-        if point.key not in self.known and not self.only_known:
-            row = {"key": point.key, "simulator": self.simulator, **asdict(point), **self._simulated(point)}
-            self.known[point.key] = row
-            ROWS.parent.mkdir(parents=True, exist_ok=True)
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(said(row), flush=True)
+        if point.key not in self.known and (self.clusters is None or point.cluster in self.clusters):
+            for row in self._simulated(point):
+                self.known[row["key"]] = row
+                ROWS.parent.mkdir(parents=True, exist_ok=True)
+                with ROWS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(said(row), flush=True)
         return self.known.get(point.key)
 
     def best(self, ladders: Iterable[Iterable[Point]]) -> Row | None:
@@ -98,42 +105,42 @@ class Rows:
         fitting = [row for row in found if row["fits"]]
         return min(fitting or found, key=lambda row: row["seconds"] if fitting else row["peak"], default=None)
 
-    def _simulated(self, point: Point) -> Row:
+    def _simulated(self, point: Point) -> Iterator[Row]:
+        """Yield the row of a point, and of the same program on OTHERS of its cluster."""
         from superscaler.errors import PlanError
 
+        seconds: dict[str, float] = {}
         try:
-            return self._predicted(point)
+            plan = self._compiled(point, seconds)
         except PlanError as error:
-            return {"error": str(error).splitlines()[0]}
+            yield self._row(point, {"error": str(error).splitlines()[0]})
+            return
+        for cluster in (point.cluster, *OTHERS.get(point.cluster, ())):
+            started = time.process_time()
+            found = predicted(plan, cluster, point)
+            found["cpu"] = {**seconds, "simulate": round(time.process_time() - started, 2)}
+            yield self._row(replace(point, cluster=cluster), found)
 
-    def _predicted(self, point: Point) -> Row:
+    def _row(self, point: Point, found: Row) -> Row:
+        return {"key": point.key, "simulator": self.simulator, **asdict(point), **found}
+
+    def _compiled(self, point: Point, seconds: dict[str, float]) -> Any:
         import superscaler as ss
 
-        spec = f"{point.model},batch={point.few * point.dp * point.size},device=meta"
-        seconds, started = {}, time.process_time()
+        started = time.process_time()
 
         def lap(name: str) -> None:
             seconds[name] = round(time.process_time() - started - sum(seconds.values()), 2)
 
-        if spec not in self.graphs:
-            self.graphs = {spec: captured(spec)}
+        if point.model not in self.graphs:
+            self.graphs = {point.model: captured(f"{point.model},batch={SAMPLES},device=meta")}
+        graph = of_batch(self.graphs[point.model], point.few * point.dp * point.size)
         lap("capture")
-        plan = ss.compile(self.graphs[spec], point.spec, point.cluster)
+        plan = ss.compile(graph, point.spec, point.cluster)
         lap("compile")
         plan.validate()
         lap("certificate")
-        found, period = predicted(plan, point.few)
-        lap("simulate")
-        more = point.whole - point.few
-        whole = found.step_seconds + more * period
-        full, parts = found.fullest, ("compute", "communication", "bubble", "copies", "optimizer", "launch")
-        return {
-            "seconds": whole, "simulated": found.step_seconds, "period": period, "microbatches": point.whole,
-            "tflops": found.model_flops * point.whole / point.few / whole / 1e12, "fits": found.fits,
-            "peak": full.peak_bytes, "memory": {k: v for k, v in full.memory.items() if v > 10**7},
-            "largest": list(full.largest), "peak_at": full.peak_at, **{part: found.mean(part) for part in parts},
-            "links": dict(found.links), "ops": len(plan.compiled.graph.ops), "cpu": seconds,
-        }  # fmt: skip
+        return plan
 
 
 def captured(spec: str) -> Any:
@@ -152,41 +159,70 @@ def captured(spec: str) -> Any:
     )  # fmt: skip
 
 
-def predicted(plan: Any, microbatches: int) -> tuple[Any, float]:
-    """Return the prediction of a plan, and the seconds between two of its microbatches."""
-    from superscaler.simulate import predict
+def of_batch(graph: Any, samples: int) -> Any:
+    """Return a captured graph for another number of samples: the sizes of one factor, and the operations."""
+    from superscaler.ir.graph import Graph
 
-    tables, clock = list[Any](), predict.clock
+    model = graph.model
+    before = model.factors["batch"].size
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        tables.append(clock(*args, **kwargs))
-        return tables[-1]
+    def size(factor: str, old: int) -> int:
+        return samples if factor == "batch" else old
 
-    predict.clock = noted
-    try:
-        found = plan.simulate()
-    finally:
-        predict.clock = clock
-    return found, period(tables[0], microbatches)
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        extents = tuple(map(size, tensor.factors, tensor.extents))
+        tensors[name] = replace(tensor, extents=extents, shape=tensor.local_shape(extents))
+    ops = []
+    for op in model.ops:
+        indices = tuple(replace(i, size=size(i.factor, i.size)) for i in op.indices)
+        scale = samples if indices != op.indices else before
+        ops.append(replace(op, indices=indices, flops=op.flops * scale // before))
+    factors = {name: replace(f, size=size(name, f.size)) for name, f in model.factors.items()}
+    return Graph(replace(model, tensors=tensors, ops=tuple(ops), factors=factors), graph.captured)
+
+
+def predicted(plan: Any, cluster: str, point: Point) -> Row:
+    """Return the prediction of a plan, which was compiled for this cluster or for one of equal shape."""
+    from superscaler.cluster import Cluster
+    from superscaler.simulate.predict import simulate
+
+    simulation = simulate(plan.compiled.program, Cluster.parse(cluster))
+    found = simulation.prediction
+    each = period(simulation.table, point.few)
+    whole = found.step_seconds + (point.whole - point.few) * each
+    full, parts = found.fullest, ("compute", "communication", "bubble", "copies", "optimizer", "launch")
+    return {
+        "seconds": whole, "simulated": found.step_seconds, "period": each, "microbatches": point.whole,
+        "tflops": found.model_flops * point.whole / point.few / whole / 1e12, "fits": found.fits,
+        "peak": full.peak_bytes, "memory": {k: v for k, v in full.memory.items() if v > 10**7},
+        "largest": list(full.largest), "peak_at": full.peak_at, **{part: found.mean(part) for part in parts},
+        "links": dict(found.links), "ops": len(plan.compiled.graph.ops),
+    }  # fmt: skip
 
 
 def period(table: Any, microbatches: int) -> float:
-    """Return the seconds between the ends of the backwards of two microbatches, in the second half without the last."""
+    """Return the seconds between the ends of the backwards of two microbatches, in the second half without the last.
+
+    Slices of microbatches have numbers of their own, so that there are more of them.
+    """
     from superscaler.ir.program import Backward
 
-    first, last = (microbatches - 1) // 2, microbatches - 2
-    if last <= first:
-        first, last = 0, microbatches - 1
-    found = 0.0
+    found, ends = 0.0, list[dict[int, Any]]()
     for lane in table.lanes:
-        ends: dict[int, Any] = {}
+        ends.append({})
         for n, at in enumerate(lane.instruction.tolist()):
             i = lane.code[at]
             if isinstance(i, Backward) and lane.streams[lane.stream[n]] == lane.streams[0]:
-                ends[i.task.microbatch] = lane.end[n]
-        if {first, last} <= ends.keys() and last > first:
-            found = max(found, float(((ends[last] - ends[first]) / (last - first)).max()))
-    return found
+                ends[-1][i.task.microbatch] = lane.end[n]
+    count = 1 + max(max(own, default=0) for own in ends)
+    first, last = (count - 1) // 2, count - 2
+    if last <= first:
+        first, last = 0, count - 1
+    for own in ends:
+        if {first, last} <= own.keys() and last > first:
+            found = max(found, float(((own[last] - own[first]) / (last - first)).max()))
+    return found * count / microbatches
 
 
 def said(row: Row) -> str:

@@ -1,9 +1,10 @@
 """The paper's evaluation on the modelled cluster: simulates what is missing, and writes docs/evaluation.md.
 
-    python benchmarks/paper/run.py [--quick] [--only E6] [--known] [--keep]
+    python benchmarks/paper/run.py [--quick] [--only E6] [--gpus 4,32] [--known] [--keep]
 
 Points are rows of benchmarks/results/paper/rows.jsonl, so that a run that was ended goes on. --quick: 4 GPUs and the
-smallest models. --known: nothing is simulated, the report has what is known. --keep: rows of an older simulator count.
+smallest models. --gpus: only points on so many GPUs are simulated. --known: nothing is simulated, the report has what
+is known. --keep: rows of an older simulator count.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e12")
 
 def main() -> None:
     from points import ROOT, Rows
+    from systems import CLUSTERS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("--quick", "--known", "--keep"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--only", type=str.lower, choices=EXPERIMENTS)
+    parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")])
     options = parser.parse_args()
     os.chdir(ROOT)
-    rows = Rows(options.keep, options.known)
+    clusters = [CLUSTERS[n] for n in options.gpus or () if not options.known]
+    rows = Rows(options.keep, clusters if options.known or options.gpus else None)
     parts = {name: import_module(name).run(rows, options.quick) for name in EXPERIMENTS if options.only in (None, name)}
     if options.only or options.quick:
         print("\n".join(parts.values()))

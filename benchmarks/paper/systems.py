@@ -30,7 +30,7 @@ SINGLE: Mapping[str, str] = {
 
 # One string a ladder, its steps separated by |. Megatron: stages x tensor parallel x data parallel, + where layers are
 # computed again. DeepSpeed: ZeRO-3 data parallel x tensor parallel; `offload` where it is the last resort. co-shard:
-# as Megatron, / parts. interlaced: stages x tensor parallel. DAP: axial x data parallel; 3F1B: stages x data parallel.
+# as Megatron, / parts, + where all other layers are computed again. interlaced: stages x tensor parallel. DAP: axial x data parallel; 3F1B: stages x data parallel.
 SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("gpt3", 4): {
         "Megatron-LM, Alpa": ["1x2x2+|1x4x1+", "1x4x1", "2x2x1+"],
@@ -77,24 +77,24 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
         "interlaced": ["4x8"],
     },
     ("swin", 4): {
-        "Megatron-LM": ["1x1x4+|1x2x2+|1x4x1+", "2x2x1+"],
+        "Megatron-LM": ["1x2x2+|1x4x1+", "2x2x1+"],
         "DeepSpeed": ["4x1|2x2|1x4"],
-        "co-shard, first 4": ["4x1x1/4", "2x2x1/4"],
+        "co-shard, first 4": ["4x1x1/4|4x1x1/4+", "2x2x1/4|2x2x1/4+"],
     },
     ("swin", 8): {
         "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
         "DeepSpeed": ["8x1|4x2|2x4"],
-        "co-shard, first 4": ["4x2x1/4"],
+        "co-shard, first 4": ["4x2x1/4|4x2x1/4+"],
     },
     ("swin", 16): {
         "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
         "DeepSpeed": ["16x1|8x2|4x4"],
-        "co-shard, first 4": ["4x4x1/4"],
+        "co-shard, first 4": ["4x4x1/4|4x4x1/4+"],
     },
     ("swin", 32): {
         "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
         "DeepSpeed": ["32x1|16x2|8x4"],
-        "co-shard, first 4": ["4x8x1/2"],
+        "co-shard, first 4": ["4x8x1/2+"],
     },
     ("alphafold2", 4): {
         "DAP + DP": ["1x4|1x4+|2x2+|4x1+"],
@@ -119,6 +119,31 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
 }
 
 
+# What came after the paper, on 32 GPUs: family, the plan in words, the plan. `no scores`: attention in one kernel.
+BEYOND: Sequence[tuple[str, str, str]] = (
+    ("gpt3", "sequence parallel, attention again (2022)",
+     "hybrid:tp=8,pp=4,microbatches={m},sequence=true,recompute=selective"),
+    ("gpt3", "sequence parallel, all again", "hybrid:tp=8,pp=4,microbatches={m},sequence=true,recompute=full"),
+    ("gpt3, no scores", "1F1B, all again", "hybrid:tp=8,pp=4,microbatches={m},recompute=full"),
+    ("gpt3, no scores", "co-shard", "co_shard:1,parts=2 x tensor_parallel:8 x pipeline_1f1b:4,microbatches={m}"),
+    ("gpt3, no scores", "sequence parallel", "hybrid:tp=8,pp=4,microbatches={m},sequence=true"),
+    ("gpt3, no scores", "sequence parallel, ZB-H1", "sequence_parallel:8 x zb_h1:4,microbatches={m}"),
+    ("gpt3, no scores", "sequence parallel, ZBV", "sequence_parallel:8 x zbv:4,microbatches={m}"),
+    ("gpt3, no scores", "sequence parallel, DualPipe", "sequence_parallel:8 x dualpipe:4,microbatches={m}"),
+    ("gpt3, no scores", "Seq1F1B", "tensor_parallel:8 x seq1f1b:4,slices=4,microbatches={m}"),
+    ("gpt3, no scores", "vocabulary-parallel", "interlaced:4,microbatches={m} x sequence_parallel:8"),
+    ("gpt3, no scores", "ring attention",
+     "ring_attention:2,zigzag=true x tensor_parallel:4 x pipeline_1f1b:4,microbatches={m}"),
+    ("mbart", "vocabulary-parallel, sequence parallel", "interlaced:4,microbatches={m} x sequence_parallel:8"),
+    ("mbart", "sequence parallel", "hybrid:tp=8,pp=4,microbatches={m},sequence=true,recompute=full"),
+    ("mbart", "sequence parallel, ZB-H1", "sequence_parallel:8 x zb_h1:4,microbatches={m}"),
+)  # fmt: skip
+
+
+def beyond(family: str, plan: str, cluster: str = CLUSTERS[32]) -> Point:
+    return Point(MODELS[family][32], plan, cluster, 512, stages=4)
+
+
 def single(model: str, system: str, parts: int) -> Point:
     """Return the point of a system on one GPU, with microbatches of one sample."""
     return Point(model, SINGLE[system].replace("PARTS", str(parts)), CLUSTERS[1], 512)
@@ -140,11 +165,13 @@ def deepspeed(place: Place, config: str) -> Point:
 
 
 def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
-    sizes, _, parts = config.partition("/")
+    """Return the point of co-sharded blocks in a pipeline; with + all others are computed again, too."""
+    sizes, _, parts = config.rstrip("+").partition("/")
     pp, tp, dp = _numbers(sizes)
     plans = [f"co_shard:{dp},parts={parts},blocks={blocks}"]
     plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
-    return place(" x ".join([*plans, f"pipeline_1f1b:{pp},microbatches={{m}}"]), stages=pp, dp=dp)
+    again = ",recompute=late" if config.endswith("+") else ""
+    return place(" x ".join([*plans, f"pipeline_1f1b:{pp},microbatches={{m}}{again}"]), stages=pp, dp=dp)
 
 
 def interlaced(place: Place, config: str, recompute: str = "early") -> Point:
@@ -185,11 +212,13 @@ MAKERS: Mapping[str, Callable[[Place, str], Point]] = {
 }
 
 
-def spaces(family: str, gpus: int) -> dict[str, list[Ladder]]:
-    """Return the ladders of each system for a family on so many GPUs."""
+def spaces(family: str, gpus: int, cluster: str = "") -> dict[str, list[Ladder]]:
+    """Return the ladders of each system for a family on so many GPUs, V100s where no cluster is given."""
 
     def place(plan: str, stages: int = 1, dp: int = 1) -> Point:
-        return Point(MODELS[family][gpus], plan, CLUSTERS[gpus], 128 if family == "alphafold2" else 512, stages, dp)
+        return Point(
+            MODELS[family][gpus], plan, cluster or CLUSTERS[gpus], 128 if family == "alphafold2" else 512, stages, dp
+        )
 
     return {
         system: [[MAKERS[system](place, config) for config in ladder.split("|")] for ladder in ladders]
