@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from families import found_of, most, shown
+from families import found_of, most, shown, varied
 from points import Rows
 from report import VERDICTS, table, verdict
 
@@ -13,7 +13,7 @@ def run(rows: Rows, quick: bool) -> str:
     return "\n".join([
         *shown("e2", "E2. Swin end to end", found),
         table(VERDICTS, [
-            verdict("most over Megatron-LM", 6.6, most(found, ours, "Megatron-LM")),
-            verdict("most over DeepSpeed", 3.5, most(found, ours, "DeepSpeed")),
+            verdict(f"most over {name}", paper, most(found, ours, name), varied(rows, "swin", ours, name))
+            for name, paper in (("Megatron-LM", 6.6), ("DeepSpeed", 3.5))
         ]),
     ])  # fmt: skip

@@ -19,14 +19,20 @@ def run(rows: Rows, quick: bool) -> str:
         if row and "error" not in row and system != "DeepSpeed"
     ]
     shares = {gpus: row["Megatron-LM"] for gpus, row in found.items()}
-    waits = {gpus: share(row, "communication") for gpus, row in shares.items() if row and row.get("fits")}
+    waits = {gpus: share(row, "communication") for gpus, row in shares.items() if row and "error" not in row}
+    slower = found_of(rows, "mbart", quick, "half of the NIC")
+    causes = {
+        gpus: f"half of the NIC: {share(row, 'communication'):.2f}"
+        for gpus, systems in slower.items()
+        if (row := systems["Megatron-LM"]) and "error" not in row
+    }
     return "\n".join([
         "### E8. Where the time of mBART goes\n",
         "Seconds of a step, in the mean over the devices, by the shares of the microbatches simulated.\n",
         table(("GPUs", "system", *PARTS, "step"), lines),
         table(VERDICTS, [
-            verdict("communication of Megatron-LM at 16 GPUs", 0.6, waits.get(16)),
-            verdict("communication of Megatron-LM at 32 GPUs", 0.5, waits.get(32)),
+            verdict("communication of Megatron-LM at 16 GPUs", 0.6, waits.get(16), causes.get(16, "")),
+            verdict("communication of Megatron-LM at 32 GPUs", 0.5, waits.get(32), causes.get(32, "")),
             verdict("interlaced with late recomputation over Megatron-LM", 1.9, most(found, LATE, "Megatron-LM")),
             verdict("early recomputation over late", 1.5, most(found, "interlaced", LATE)),
         ]),

@@ -33,12 +33,13 @@ def scores_written_out(
 
 def gpt3(
     size: str = "1.3b", seq: int = 16384, batch: int = 8, vocab: int = 51200, dropout: float = 0.0,
-    softmax: str = "float16", device: str = "cpu",
+    softmax: str = "float16", device: str = "cpu", layers: int = 0,
 ) -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:  # fmt: skip
     """Return the model of the library with this attention, and its inputs."""
     AttentionInterface.register(NAME, scores_written_out)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     options = {"size": size, "seq": seq, "batch": batch, "vocab": vocab, "dropout": dropout, "device": device}
+    options |= {"layers": layers} if layers else {}
     built = build("gpt3:" + ",".join(f"{key}={value}" for key, value in options.items()))
     built.module.config._attn_implementation = NAME
     built.module.config.softmax_dtype = softmax

@@ -3,8 +3,9 @@
     python benchmarks/paper/run.py [--quick] [--only E6] [--gpus 4,32] [--known] [--keep]
 
 Points are rows of benchmarks/results/paper/rows.jsonl, so that a run that was ended goes on. --quick: 4 GPUs and the
-smallest models. --gpus: only points on so many GPUs are simulated. --known: nothing is simulated, the report has what
-is known. --keep: rows of an older simulator count.
+smallest models, of two layers, and no file is written; it fails where a plan is refused. --gpus: only points on so many
+GPUs are simulated. --known: nothing is simulated, the report has what is known. --keep: rows of an older simulator
+count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -19,11 +21,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 # In the order of their cost.
-EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e12")
+EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e13", "e12")
 
 
 def main() -> None:
-    from points import ROOT, Rows
+    import report
+    from points import ROOT, Rows, said
     from systems import CLUSTERS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,12 +36,15 @@ def main() -> None:
     parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")])
     options = parser.parse_args()
     os.chdir(ROOT)
-    clusters = [CLUSTERS[n] for n in options.gpus or () if not options.known]
-    rows = Rows(options.keep, clusters if options.known or options.gpus else None)
+    clusters = [CLUSTERS[n] for n in options.gpus or CLUSTERS if not options.known]
+    rows = Rows(options.keep, clusters, shallow=options.quick)
+    folder = tempfile.TemporaryDirectory()
+    report.FIGURES = Path(folder.name) if options.only or options.quick else report.FIGURES
     parts = {name: import_module(name).run(rows, options.quick) for name in EXPERIMENTS if options.only in (None, name)}
+    refused = [said(row) for row in rows.known.values() if "error" in row]
     if options.only or options.quick:
         print("\n".join(parts.values()))
-        return
+        sys.exit("\n".join(["refused:", *refused]) if refused and options.quick else None)
     simulators = sorted({row["simulator"] for row in rows.known.values()})
     head = (HERE / "head.md").read_text().replace("SIMULATOR", ", ".join(simulators))
     ordered = sorted(parts, key=lambda name: int(name[1:]))

@@ -30,7 +30,8 @@ SINGLE: Mapping[str, str] = {
 
 # One string a ladder, its steps separated by |. Megatron: stages x tensor parallel x data parallel, + where layers are
 # computed again. DeepSpeed: ZeRO-3 data parallel x tensor parallel; `offload` where it is the last resort. co-shard:
-# as Megatron, / parts, + where all other layers are computed again. interlaced: stages x tensor parallel. DAP: axial x data parallel; 3F1B: stages x data parallel.
+# as Megatron, / parts, + where all other layers are computed again. interlaced: stages x tensor parallel. DAP: axial x
+# data parallel; 3F1B: stages x data parallel.
 SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("gpt3", 4): {
         "Megatron-LM, Alpa": ["1x2x2+|1x4x1+", "1x4x1", "2x2x1+"],

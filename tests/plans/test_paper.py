@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from math import prod
 from pathlib import Path
 
 import pytest
 
+import superscaler as ss
 from tests.graphs import graph_of
 from tests.ran import equal
-from tests.sweeps import few
+from tests.sweeps import few, slow
 
 PAPER = Path(__file__).parents[2] / "benchmarks/paper"
 sys.path.insert(0, str(PAPER))
 
-from points import Point  # noqa: E402
-from systems import MAKERS  # noqa: E402
+from points import Point, of_batch, predicted  # noqa: E402
+from systems import BEYOND, MAKERS, SPACES  # noqa: E402
 
 ROWS = [
     ("gpt3", "co-shard", "2x1x1/2"),
@@ -34,9 +36,21 @@ ROWS = [
     ("swin", "DeepSpeed", "2x2"),
     ("swin", "co-shard, first 4", "2x2x1/2"),
     ("alphafold2", "DAP + DP", "2x2+"),
+    ("alphafold2", "DeepSpeed", "2x1"),
     ("alphafold2", "3F1B", "2x1+"),
     ("alphafold2", "3F1B", "2x2+"),
 ]
+
+
+TINY_GPT3 = f"{PAPER / 'gpt3.py'}:gpt3:size=tiny,seq=24,vocab=320,dropout=0"
+
+
+def test_resized_graph_is_predicted_as_the_captured_one() -> None:
+    plan = "zero:2,stage=3,microbatches=3 x tensor_parallel:2"
+    point = Point(TINY_GPT3, plan, "v100:1x4", 12, dp=2, size=2)
+    graphs = of_batch(graph_of(TINY_GPT3), 12), graph_of(f"{TINY_GPT3},batch=12")
+    resized, captured = (predicted(ss.compile(graph, plan, point.cluster), point.cluster, point) for graph in graphs)
+    assert resized == captured
 
 
 @pytest.mark.parametrize(("family", "system", "config"), few(ROWS, 0, 1))
@@ -44,11 +58,23 @@ def test_plan_is_equal_to_the_model(family: str, system: str, config: str) -> No
     devices = prod(map(int, config.rstrip("+").partition(" ")[0].partition("/")[0].split("x")))
 
     def place(plan: str, stages: int = 1, dp: int = 1) -> Point:
-        tiny = f"{PAPER / 'gpt3.py'}:gpt3:size=tiny,seq=24,vocab=320,dropout=0"
-        model = tiny if family == "gpt3" else f"{family}:size=tiny"
+        model = TINY_GPT3 if family == "gpt3" else f"{family}:size=tiny"
         return Point(model, plan, "", 512, stages, dp)
 
     point = MAKERS[system](place, config)
     rows = point.few * point.dp
     # The batch of other tests, where it can be cut so.
     equal(graph_of(point.model if 8 % rows == 0 else f"{point.model},batch={rows}"), point.spec, devices)
+
+
+def test_each_system_of_the_evaluation_is_compared_with_the_model() -> None:
+    assert {(family, system) for family, system, _ in ROWS} >= {
+        (f, s) for (f, _), systems in SPACES.items() for s in systems
+    }
+
+
+@pytest.mark.parametrize(("family", "plan"), slow(*((family, plan) for family, _, plan in BEYOND)))
+def test_later_plan_is_equal_to_the_model(family: str, plan: str) -> None:
+    model = {"gpt3": TINY_GPT3, "gpt3, no scores": "gpt3:size=tiny"}.get(family, f"{family}:size=tiny")
+    small = re.sub(r"(?<=[:=])[48](?=[ ,]|$)", "2", plan).replace("{m}", "4")
+    equal(graph_of(model), small, 8 if "ring" in plan else 4)
