@@ -28,6 +28,7 @@ SINGLE: Mapping[str, str] = {
     "co-shard": "co_shard:parts=PARTS,microbatches={m}",
 }
 
+# The factors of a product are written from the outer to the inner: stages between servers, tensors cut inside of them.
 # One string a ladder, its steps separated by |. Megatron: stages x tensor parallel x data parallel, + where layers are
 # computed again. DeepSpeed: ZeRO-3 data parallel x tensor parallel; `offload` where it is the last resort. co-shard:
 # as Megatron, / parts, + where all other layers are computed again. interlaced: stages x tensor parallel. DAP: axial x
@@ -126,18 +127,18 @@ BEYOND: Sequence[tuple[str, str, str]] = (
      "hybrid:tp=8,pp=4,microbatches={m},sequence=true,recompute=selective"),
     ("gpt3", "sequence parallel, all again", "hybrid:tp=8,pp=4,microbatches={m},sequence=true,recompute=full"),
     ("gpt3, no scores", "1F1B, all again", "hybrid:tp=8,pp=4,microbatches={m},recompute=full"),
-    ("gpt3, no scores", "co-shard", "co_shard:1,parts=2 x tensor_parallel:8 x pipeline_1f1b:4,microbatches={m}"),
+    ("gpt3, no scores", "co-shard", "pipeline_1f1b:4,microbatches={m} x co_shard:1,parts=2 x tensor_parallel:8"),
     ("gpt3, no scores", "sequence parallel", "hybrid:tp=8,pp=4,microbatches={m},sequence=true"),
-    ("gpt3, no scores", "sequence parallel, ZB-H1", "sequence_parallel:8 x zb_h1:4,microbatches={m}"),
-    ("gpt3, no scores", "sequence parallel, ZBV", "sequence_parallel:8 x zbv:4,microbatches={m}"),
-    ("gpt3, no scores", "sequence parallel, DualPipe", "sequence_parallel:8 x dualpipe:4,microbatches={m}"),
-    ("gpt3, no scores", "Seq1F1B", "tensor_parallel:8 x seq1f1b:4,slices=4,microbatches={m}"),
+    ("gpt3, no scores", "sequence parallel, ZB-H1", "zb_h1:4,microbatches={m} x sequence_parallel:8"),
+    ("gpt3, no scores", "sequence parallel, ZBV", "zbv:4,microbatches={m} x sequence_parallel:8"),
+    ("gpt3, no scores", "sequence parallel, DualPipe", "dualpipe:4,microbatches={m} x sequence_parallel:8"),
+    ("gpt3, no scores", "Seq1F1B", "seq1f1b:4,slices=4,microbatches={m} x tensor_parallel:8"),
     ("gpt3, no scores", "vocabulary-parallel", "interlaced:4,microbatches={m} x sequence_parallel:8"),
     ("gpt3, no scores", "ring attention",
-     "ring_attention:2,zigzag=true x tensor_parallel:4 x pipeline_1f1b:4,microbatches={m}"),
+     "pipeline_1f1b:4,microbatches={m} x ring_attention:2,zigzag=true x tensor_parallel:4"),
     ("mbart", "vocabulary-parallel, sequence parallel", "interlaced:4,microbatches={m} x sequence_parallel:8"),
     ("mbart", "sequence parallel", "hybrid:tp=8,pp=4,microbatches={m},sequence=true,recompute=full"),
-    ("mbart", "sequence parallel, ZB-H1", "sequence_parallel:8 x zb_h1:4,microbatches={m}"),
+    ("mbart", "sequence parallel, ZB-H1", "zb_h1:4,microbatches={m} x sequence_parallel:8"),
 )  # fmt: skip
 
 
@@ -169,10 +170,10 @@ def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
     """Return the point of co-sharded blocks in a pipeline; with + all others are computed again, too."""
     sizes, _, parts = config.rstrip("+").partition("/")
     pp, tp, dp = _numbers(sizes)
-    plans = [f"co_shard:{dp},parts={parts},blocks={blocks}"]
-    plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
     again = ",recompute=late" if config.endswith("+") else ""
-    return place(" x ".join([*plans, f"pipeline_1f1b:{pp},microbatches={{m}}{again}"]), stages=pp, dp=dp)
+    plans = [f"pipeline_1f1b:{pp},microbatches={{m}}{again}", f"co_shard:{dp},parts={parts},blocks={blocks}"]
+    plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
+    return place(" x ".join(plans), stages=pp, dp=dp)
 
 
 def interlaced(place: Place, config: str, recompute: str = "early") -> Point:
@@ -184,7 +185,7 @@ def interlaced(place: Place, config: str, recompute: str = "early") -> Point:
 def axial(place: Place, config: str) -> Point:
     dap, dp = _numbers(config.rstrip("+"))
     plan = _accumulated(dp, config)
-    return place(f"dap:{dap} x {plan}" if dap > 1 else plan, dp=dp)
+    return place(f"{plan} x dap:{dap}" if dap > 1 else plan, dp=dp)
 
 
 def three_f_one_b(place: Place, config: str) -> Point:
