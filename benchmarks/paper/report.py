@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from models import DEPTHS
 from points import ROOT, Row
 
 FIGURES = ROOT / "docs/evaluation"
@@ -48,6 +49,8 @@ def point_rows(label: str, found: Mapping[str, Row | None]) -> list[list[str]]:
         shares = (f"{share(row, part):.0%}" for part in ("compute", "communication", "bubble"))
         held = "; ".join(f"{size / 1e9:.1f} GB {name}" for name, size in row["largest"][:2])
         plan = f"`{json.loads(row['key'])[1]}`"
+        if "layers" in row:
+            plan += " by {} and {} layers".format(*DEPTHS)
         rows.append([label, system, plan, f"{row['seconds']:.1f}", f"{row['tflops']:.0f}", peak, *shares, held])
     return rows
 

@@ -36,7 +36,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")])
     options = parser.parse_args()
     os.chdir(ROOT)
-    clusters = [CLUSTERS[n] for n in options.gpus or CLUSTERS if not options.known]
+    gpus = [] if options.known else [1, 4] if options.quick else options.gpus or CLUSTERS
+    clusters = [CLUSTERS[n] for n in gpus]
     rows = Rows(options.keep, clusters, shallow=options.quick)
     folder = tempfile.TemporaryDirectory()
     report.FIGURES = Path(folder.name) if options.only or options.quick else report.FIGURES
