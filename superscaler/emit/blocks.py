@@ -24,17 +24,22 @@ Place = tuple[Hashable, int]
 
 
 class Row(NamedTuple):
-    """A line of a segment: its op, its source with a name for each slot, and the slots; then the values it makes."""
+    """A line of a segment: its op, its source with a name for each slot, and the slots; then the values it makes.
+
+    `is_unread`: only its backward is needed.
+    """
 
     op: Op
     text: str
     slots: tuple[Value | Run, ...]
     made: tuple[Value, ...]
     flags: Hashable
+    is_unread: bool = False
 
     @property
     def line(self) -> Line:
-        return Line(Op, (self.text, starred(self.op.module), len(self.made), self.flags), (*self.slots, *self.made))
+        form = self.text, starred(self.op.module), len(self.made), self.flags, self.is_unread
+        return Line(Op, form, (*self.slots, *self.made))
 
     @property
     def reads(self) -> list[Value]:

@@ -12,11 +12,11 @@ from superscaler.emit.lines import WIDTH, deleted, wrapped
 from superscaler.emit.lists import Run
 from superscaler.emit.repeats import LAYER, Repeat, span
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.model import Model, Op, Operand, draw_number, first
+from superscaler.ir.model import Model, Op, Operand, draw_number, first, unread_twins
 from superscaler.ir.model_text import unique
 from superscaler.ir.program import Function, Program, Value
 from superscaler.ops.call import Local, ranges
-from superscaler.ops.table import RANDOM, biased_products, parts_of, row_of, unfused
+from superscaler.ops.table import RANDOM, biased_products, parts_of, reads_inputs, row_of, unfused
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 
@@ -29,6 +29,8 @@ from superscaler.runtime import functional
 # More ranges of inputs are written by block.
 MOST_RANGES = 2
 _DRAWS, _PARTS = Value("random"), Value("parts")
+# A line of a function, and whether only the backward of its op is needed.
+Line = tuple[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,17 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
     texts: dict[tuple[str, str], str] = {}
     found: list[tuple[str, str]] = []
     taken: Counter[str] = Counter()
+    unread = unread_twins(program.model)
+    alike: dict[str, tuple[str, str]] = {}
     for function in program.functions:
-        writer = _Writer(program, function)
-        body = writer.write()
-        found.append((writer.decorator() if function.grads else "", body))
-    # A function that runs without gradients is one of those with the same text that run with them.
-    pairs = list(zip(found, program.functions, strict=True))
-    alike = {key[1]: key for key, function in pairs if function.grads}
+        writer = _Writer(program, function, unread)
+        lines = writer.write()
+        found.append((writer.decorator() if function.grads else "", _source(lines)))
+        if function.grads:
+            plain = "\n".join(line for line, _ in lines)
+            alike[plain] = found[-1] if found[-1][1] == plain else alike.get(plain, found[-1])
+    # A function that runs without gradients is one of those with the same lines that run with them.
+    pairs = zip(found, program.functions, strict=True)
     found = [key if function.grads else alike.get(key[1], key) for key, function in pairs]
     for key, function in zip(found, program.functions, strict=True):
         if key not in texts:
@@ -83,9 +89,9 @@ def _stem(path: str, default: str = "") -> str:
 
 
 class _Writer:
-    def __init__(self, program: Program, function: Function) -> None:
+    def __init__(self, program: Program, function: Function, unread: frozenset[str]) -> None:
         self.tensors = program.model.tensors
-        self.function = function
+        self.function, self.unread = function, unread
         self.draws = self.parts = 0
         self.taken = {"torch", "F", "functional", "random", "parts", "float"}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
@@ -109,31 +115,31 @@ class _Writer:
         self.parameters = [self._named(v) for v in self.inputs if v not in self.blocks.own]
         self.repeat: Repeat | None = None
 
-    def write(self) -> str:
-        """Return the source of the function from its parameters on, without its name."""
-        lines, at = [*self._lists()], 0
+    def write(self) -> list[Line]:
+        """Return the lines of the function from its parameters on, without its name."""
+        body, at = [(line, False) for line in self._lists()], 0
         module = None
         while at < len(self.blocks.rows):
             if self.repeat is None and (repeat := self.blocks.repeats.get(at)) is not None:
-                lines += self._enter(repeat)
+                body += [(line, False) for line in self._enter(repeat)]
                 module, self.repeat = None, repeat
             row, indent = self.blocks.rows[at], "    " * (1 if self.repeat is None else 2)
             where = starred(row.op.module)
-            if where != module and where:
-                lines.append(f"{indent}# {where}")
+            lines = [f"# {where}"] if where != module and where else []
             module = where
-            lines.append(indent + self._line(row))
-            lines += [f"{indent}{deleted(names)}"] if (names := self._deleted(at)) else []
+            lines.append(self._line(row))
+            lines += [deleted(names)] if (names := self._deleted(at)) else []
+            body += [(indent + line, row.is_unread) for line in lines]
             at += 1
             if self.repeat is not None and at == self.repeat.start + self.repeat.length:
                 at, module, ended = self.repeat.end, None, self.blocks.after.get(self.repeat.start, ())
                 self.repeat = None
-                lines += [f"    {deleted(list(map(self._name, ended)))}"] if ended and at < len(self.ops) else []
+                body += [(f"    {deleted(list(map(self._name, ended)))}", False)] * bool(ended and at < len(self.ops))
         results = ", ".join(self._name(_value(tensor)) for tensor in self.function.outputs)
-        lines.append(f"    return ({results},)" if self.function.outputs else "    return ()")
         given = [self._name(v) for v in self.inputs[: self.listed]] + [f"*{self.list}"] * bool(self.blocks.own)
         extra = ["random"] * bool(self.draws) + ["parts"] * bool(self.parts)
-        return f"({', '.join(given + extra)}):\n" + "\n".join(lines) + "\n"
+        end = f"    return ({results},)\n" if self.function.outputs else "    return ()\n"
+        return [(f"({', '.join(given + extra)}):", False), *body, (end, False)]
 
     def _lists(self) -> Iterator[str]:
         """Yield the lines before the first op: values that are kept by block, and inputs between those of blocks."""
@@ -224,7 +230,10 @@ class _Writer:
             source = row_of(op.target).text(local)
         numbers = [number for r, k in readers if (number := self.function.input_of.get((r.name, k))) is not None]
         made = tuple(_value(o.tensor) for o in op.outputs)
-        return Row(op, source, tuple(slots), made, tuple(n in some for n in numbers for some in self.flags.values()))
+        flags = tuple(n in some for n in numbers for some in self.flags.values())
+        is_unread = bool(self.function.grads) and op.has_mirror and reads_inputs(op)
+        is_unread &= self.unread.issuperset(o.tensor for o in op.outputs)
+        return Row(op, source, tuple(slots), made, flags, is_unread)
 
     def _read(self, op: Op, k: int) -> Value:
         number = self.function.input_of.get((op.name, k))
@@ -269,6 +278,18 @@ class _Writer:
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
         tensor = self.tensors[operand.tensor]
         return tensor.local_shape(extents(ranges(operand, tensor, self.boxes[op.name])))
+
+
+def _source(lines: Iterable[Line]) -> str:
+    """Return the source of lines, those whose results nobody reads in a context."""
+    found, before = list[str](), ("", False)
+    for line, is_unread in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        if is_unread and before != (indent, True):
+            found.append(f"{indent}with functional.for_backward():")
+        found.append("    " * is_unread + line)
+        before = indent, is_unread
+    return "\n".join(found)
 
 
 def _value(tensor: str) -> Value:

@@ -26,6 +26,11 @@ def row_of(target: str) -> Row:
     return ROWS.get(target, _UNKNOWN)
 
 
+def reads_inputs(op: Op) -> bool:
+    """Return whether the backward of an op needs at most its inputs, and nothing that it makes of these."""
+    return bool(op.linear) and len(op.inputs) < 3
+
+
 def parts_of(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> dict[tuple[int, int], Box]:
     """Return the ranges that a part gets as data, by operand and dim, if they matter and it lacks some of the dim."""
     found = {key: ranges_of(op, box, tensors, *key) for key in row_of(op.target).placed(op, tensors)}

@@ -1,7 +1,7 @@
 """The ops of emitted segments by line: the op of a segment that a frame of the interpreter is at, in loops too."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from threading import Lock
 from types import FrameType
@@ -41,15 +41,21 @@ def _places(source: str) -> dict[int, Place]:
 def _numbered(function: ast.FunctionDef) -> Iterator[tuple[int, Place]]:
     """Yield each line of an op of a segment, and its place."""
     number, packed = 0, function.args.vararg.arg if function.args.vararg else None
-    for node in function.body:
+    for node in _plain(function.body):
         body, name, turns = [node], "", range(0)
         if isinstance(node, ast.For):
             body, name, turns = node.body, ast.unparse(node.target), _turns(node.iter)
-        ops = [one for one in body if _is_op(one, packed)]
+        ops = [one for one in _plain(body) if _is_op(one, packed)]
         for k, one in enumerate(ops):
             place = Place(number + k, len(ops), name, turns)
             yield from ((line, place) for line in range(one.lineno, (one.end_lineno or one.lineno) + 1))
         number += len(ops) * len(turns or (0,))
+
+
+def _plain(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, and instead of a context those in it."""
+    for node in body:
+        yield from node.body if isinstance(node, ast.With) else [node]
 
 
 def _turns(head: ast.expr) -> range:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from superscaler.runtime import attention_blocks
 from superscaler.runtime.attention_blocks import Block
+from superscaler.runtime.for_backward import for_backward as for_backward
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 _GAMMA = 0x9E3779B97F4A7C15

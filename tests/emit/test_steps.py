@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import superscaler as ss
-from superscaler.emit.segments import _Writer
+from superscaler.emit.segments import _source, _Writer
 from superscaler.ir.program import Function
 from superscaler.materialize.functions import Functions
 from tests.graphs import graph_of
@@ -88,7 +88,8 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
                 held, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]
                 boxes.append(tuple(zip(held.lo[row].tolist(), held.hi[row].tolist(), strict=True)))
             own = Function(shared.ops, tuple(boxes), shared.inputs, shared.input_of, shared.outputs, shared.module)
-            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(_Writer(program, own).write())
+            text = _source(_Writer(program, own, frozenset()).write())
+            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(text)
             parts += 1
     assert {len(found) for found in texts.values()} == {1}
     assert len(texts) < parts

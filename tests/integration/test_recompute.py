@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import superscaler as ss
 from benchmarks.live import Live
@@ -22,6 +24,8 @@ from superscaler.ir.program import Collective, Program, Value, Wait, ended
 from superscaler.models import build
 from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
+from superscaler.simulate.kernels import Works
+from superscaler.simulate.predict import flops_of
 from tests.graphs import graph_of
 from tests.ran import Around, SProgram, captured, equal, exact, on_ranks, trained
 from tests.rewrites import on_top, recomputed, sharded
@@ -93,6 +97,24 @@ def test_recomputed_blocks_take_less_than_half_of_the_memory() -> None:
     plans = (ss.compile(stack(), plan, "local:1") for plan in ("single", recomputed("single")))
     before, after = (on_ranks(plan, peak)[0] for plan in plans)
     assert after < before / 2
+
+
+def test_no_more_is_computed_again_than_torch_does() -> None:
+    def flops(run: Callable[[], Any]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    graph = of_blocks(2, 8, nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    batch, module = graph.captured.batch, copy.deepcopy(graph.captured.call.module)
+    again_of = partial(Around, lambda m, x: checkpoint(m.block, x, use_reentrant=False))
+    module.h = nn.ModuleList(again_of(block=block) for block in module.h)
+    plans = [ss.compile(graph, plan, "local:1") for plan in ("single", recomputed("single"))]
+    plain, again = (on_ranks(plan, lambda step: flops(lambda: step(batch)))[0] for plan in plans)
+    assert plain < again == flops(lambda: module(*batch.values()).backward())
+    program = plans[1].compiled.program
+    kernels = [k for some in Works(program).of(program.devices[0]) for k in some]
+    assert sum(map(flops_of, kernels)) == again
 
 
 def blocks_at_once(program: Program) -> int:
