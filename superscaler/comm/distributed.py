@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from superscaler.comm import communicator as c
+from superscaler.comm.allocator import keep_freed_memory
 from superscaler.comm.communicator import Group, Handle, PeerLost
 from superscaler.comm.network import Launched, interface, launched, meet
 from superscaler.errors import RuntimeFailure
@@ -38,6 +39,8 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
     device = _device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     store, start = None, ""
     if not dist.is_initialized():
         launch = launched()
