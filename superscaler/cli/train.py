@@ -187,7 +187,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     losses = result["losses"]
     return (
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps on {result['world']} devices; "
-        f"{result['tokens_per_second']:,.0f} tokens/s, {result['seconds']:.1f} s"
+        f"{result['tokens_per_second']:,.0f} {result['unit']}/s, {result['seconds']:.1f} s"
     )
 
 

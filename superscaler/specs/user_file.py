@@ -33,12 +33,15 @@ def load_file(file: Path) -> ModuleType:
     return module
 
 
-def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -> Callable[..., Any]:
+def from_file(
+    spec: str, kind: str, given: Sequence[str] = (), mark: str = "", may_yield: bool = False
+) -> Callable[..., Any]:
     """Return the function in `path/to/file.py:function[:key=value,...]`, with its keys as keyword arguments.
 
     `kind`: its name in errors. `given`: the arguments that it will get. `mark`: an attribute; the only function with it
-    needs no name. Raises InputError for a missing file or function, a file that cannot be run, a function with other
-    arguments, and a bad key. The function raises InputError with the line, too, for any error of its own.
+    needs no name. `may_yield`: it may be a generator function. Raises InputError for a missing file or function, a file
+    that cannot be run, a function with other arguments, and a bad key. The function raises InputError with the line,
+    too, for any error of its own.
     """
     path, _, rest = spec.partition(":")
     name, _, keys = rest.partition(":")
@@ -56,7 +59,8 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{path}: {unknown('function', name, known)}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function) or iscoroutinefunction(function):
+    is_generator = inspect.isgeneratorfunction(function) and not may_yield
+    if is_generator or inspect.isasyncgenfunction(function) or iscoroutinefunction(function):
         raise InputError(f"{path}: {name} is a generator or async; make it a plain function.")
     try:
         parameters = inspect.signature(function)

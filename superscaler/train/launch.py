@@ -84,9 +84,10 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
     """Train a plan directory with `world` processes on this machine. `given`: see `Options`; `python`: see `launch`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
-    up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; with checkpoints also `saved` (the last
-    one), `failed_saves` (the reasons), `stopped` (the cause, if it was), `start` and `steps` (of all runs). Raises
-    RuntimeFailure with the first rank that failed; all others have ended by then.
+    up; `unit`: tokens, or samples of other inputs), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and
+    `world`; with checkpoints also `saved` (the last one), `failed_saves` (the reasons), `stopped` (the cause, if it
+    was), `start` and `steps` (of all runs). Raises RuntimeFailure with the first rank that failed; all others have
+    ended by then.
     """
     program, options = directory / "run.py", Options(**given)
     if not program.is_file():
@@ -130,6 +131,7 @@ def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in entries],
         "gradient_norms": [norm for norm in norms if norm is not None],
         "tokens_per_second": sum(e["tokens"] for e in warm) / sum(e["seconds"] for e in warm),
+        "unit": entries[0]["unit"],
         "seconds": sum(entry["seconds"] for entry in entries),
         "memory_bytes": max(entry["memory_bytes"] for entry in entries),
         "world": world,

@@ -140,19 +140,25 @@ class Reporter:
             log.add(entry)
 
     def add(
-        self, number: int, loss: float, seconds: float, tokens: int, norm: float | None, lr: float | tuple[float, ...]
+        self,
+        number: int,
+        loss: float,
+        seconds: float,
+        amount: tuple[int, str],
+        norm: float | None,
+        lr: float | tuple[float, ...],
     ) -> None:
-        """Report a step: `tokens` of token ids, or samples of other inputs; the gradients' `norm`, if it is known."""
+        """Report a step: the `amount` of its batch with a unit, and the gradients' `norm`, if it is known."""
         memory, flops, peak = peak_memory(), self._work[0] / seconds, self._work[1]
         entry = {
-            "step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory,
-            "gradient_norm": norm, "lr": lr, **({"tflops": flops / 1e12} if flops else {}),
+            "step": number, "loss": loss, "seconds": seconds, "tokens": amount[0], "unit": amount[1],
+            "memory_bytes": memory, "gradient_norm": norm, "lr": lr, **({"tflops": flops / 1e12} if flops else {}),
         }  # fmt: skip
         self._log(entry | ({"mfu": flops / peak} if flops and peak else {}))
         rates = (lr,) if isinstance(lr, float) else lr
         words = [
             f"step {number + 1}/{self._steps}", f"loss {loss:.4f}", "lr " + " ".join(f"{rate:.2e}" for rate in rates),
-            f"{tokens / seconds:,.0f} tokens/s", f"{flops / 1e12:.3g} TFLOPS" if flops else "",
+            f"{amount[0] / seconds:,.0f} {amount[1]}/s", f"{flops / 1e12:.3g} TFLOPS" if flops else "",
             f"MFU {flops / peak:.0%}" if flops and peak else "", f"{memory / 1e9:.2f} GB",
             f"norm {norm:.3f}" if norm is not None else "",
         ]  # fmt: skip

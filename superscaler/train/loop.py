@@ -78,6 +78,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
             options = resume.continued(step, options, folder)
         resume.check_saving(options, folder)
         start, seed = resume.start_of(step, options)
+        check_profile(options, start)
         batches, evaluate = choose_batches(step, options.data, seed), evaluation_of(step, options.eval)
         schedule = _schedule(step, options, start)
         position = {"seed": seed, "data": resume.data_of(options.data), "model": options.named}
@@ -103,7 +104,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
                 seconds = (time.perf_counter() - started) / len(values)
                 resume.report_times(times, options.launched)
                 for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
-                    reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm, step.lr)
+                    reporter.add(turn, value, seconds, _amount(batch), step.last_norm, step.lr)
             advance(schedule, turns.step)
             done = number + turns.step
             if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
@@ -147,7 +148,7 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
     """Return the evaluator of the batches of `FILE.py:function`, which returns batches, or (batches, metrics)."""
     if spec is None:
         return None
-    make = from_file(str(spec), "evaluation")
+    make = from_file(str(spec), "evaluation", may_yield=True)
 
     def evaluate() -> dict[str, float]:
         made = make()
@@ -181,14 +182,15 @@ def check_options(steps: int, clip: float | None, ema: float | None = None) -> N
         raise InputError(f"gradients cannot be clipped to a norm of {clip}; give a number above 0.")
 
 
-def check_profile(options: Any) -> None:
-    """Raise InputError for a profile without a folder, or of more steps than follow the first."""
+def check_profile(options: Any, start: int = 0) -> None:
+    """Raise InputError for a profile without a folder, or of more steps than follow the first one, `start`."""
+    steps = options.steps - start
     if options.profile is not None and options.run is None:
         raise InputError("--profile N records N steps into the folder of --run DIR; give that, too.")
-    if options.profile is not None and not 1 <= options.profile < options.steps:
+    if options.profile is not None and not 1 <= options.profile < steps:
         raise InputError(
-            f"--profile {options.profile} of {options.steps} steps: the first step warms up, so at least 1 and at most "
-            f"{options.steps - 1} can be recorded."
+            f"--profile {options.profile} of {steps} steps: the first step warms up, so at least 1 and at most "
+            f"{steps - 1} can be recorded."
         )
     if options.profile is not None and options.check_finite:
         raise InputError("--profile records the plan's own code, which --check-finite replaces; leave one of them out.")
@@ -214,8 +216,8 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
     return lambda number: synthetic_batch(step.inputs, number, seed, step.bounds)
 
 
-def _count_tokens(batch: Batch) -> int:
-    """Return the tokens of a batch of token ids, or the samples of another batch."""
+def _amount(batch: Batch) -> tuple[int, str]:
+    """Return the tokens of a batch of token ids, or the samples of another batch, with that word."""
     if "input_ids" in batch:
-        return batch["input_ids"].numel()
-    return max((x.shape[0] for x in batch.values() if x.dim()), default=1)
+        return batch["input_ids"].numel(), "tokens"
+    return max((x.shape[0] for x in batch.values() if x.dim()), default=1), "samples"

@@ -38,10 +38,6 @@ def rows(count: int = 10):
     return Rows(count)
 
 
-def loader():
-    return torch.utils.data.DataLoader(Rows(10), batch_size=4, shuffle=True)
-
-
 def held_out():
     return torch.utils.data.DataLoader(Rows(8), batch_size=4), {"error": lambda out, batch: out.float()}
 """
@@ -78,11 +74,12 @@ def test_a_function_that_draws_its_data_gives_all_ranks_the_same(tmp_path: Path)
     file = tmp_path / "drawn.py"
     file.write_text(
         "import torch\n\ndef rows():\n    return [{'inputs_0': torch.randn(8), 'inputs_1': k % 4} for k in range(8)]\n"
+        "\ndef stream():\n    yield {'inputs_0': torch.randn(4, 8), 'inputs_1': torch.arange(4)}\n"
     )
 
     def work(step: Step) -> Tensor:
         torch.seed()
-        return feed(step, Path(f"{file}:rows"), seed=3)(0)[names(step)[0]]
+        return torch.stack([feed(step, Path(f"{file}:{name}"), seed=3)(2)["inputs_0"] for name in ("rows", "stream")])
 
     assert torch.equal(*(on_ranks(plan("single", 1), work)[0] for _ in range(2)))
 
