@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,7 +100,7 @@ class Fold:
         """
         spanned, first = self.spanned(devices), self.place(devices[0])
         others = [axis for axis in range(len(self.widths)) if axis not in spanned]
-        return 0 if any(first[axis] for axis in others) else int(np.prod([self.widths[a] for a in others], dtype=int))
+        return 0 if any(first[axis] for axis in others) else prod(self.widths[a] for a in others)
 
     def move(self, devices: Sequence[int], place: Coordinate) -> tuple[int, ...]:
         """Return the devices that correspond, at `place`, to `devices` at place 0."""

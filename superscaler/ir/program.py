@@ -354,27 +354,40 @@ FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in
 VALUES = (Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
 
 
+_READS, _WRITES, _ENDED = (
+    {kind: FIELDS[kind, one] + FIELDS[kind, other] for kind in KINDS}
+    for one, other in ((Role.READ, Role.LAST), (Role.WRITE, Role.SUM), (Role.LAST, Role.END))
+)
+
+
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
     """Return the names in the fields of an instruction with a role."""
-    found: list[Value] = []
-    for name in FIELDS[type(i), role]:
-        value = getattr(i, name)
-        found += [value] if isinstance(value, Value) else [v for v in value if v is not None]
-    return tuple(found)
+    return _values(i, FIELDS[type(i), role])
 
 
 def reads(i: Instruction) -> tuple[Value, ...]:
-    return names(i, Role.READ) + names(i, Role.LAST)
+    return _values(i, _READS[type(i)])
 
 
 def ended(i: Instruction) -> tuple[Value, ...]:
     """Return the names that do not exist after an instruction."""
-    return names(i, Role.LAST) + names(i, Role.END)
+    return _values(i, _ENDED[type(i)])
 
 
 def writes(i: Instruction) -> tuple[Value, ...]:
     """Return the names that an instruction makes, those of sums last."""
-    return names(i, Role.WRITE) + names(i, Role.SUM)
+    return _values(i, _WRITES[type(i)])
+
+
+def _values(i: Instruction, some: Sequence[str]) -> tuple[Value, ...]:
+    found: list[Value] = []
+    for name in some:
+        value = getattr(i, name)
+        if isinstance(value, Value):
+            found.append(value)
+        elif value:
+            found += [v for v in value if v is not None]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from superscaler.ir.graph import Group
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import (
     ONE,
+    ROLES,
     Accumulate,
     Backward,
     Collective,
@@ -31,10 +32,6 @@ from superscaler.ir.program import (
     Role,
     Send,
     Value,
-    ended,
-    names,
-    reads,
-    writes,
 )  # fmt: skip
 from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.materialize.loops import Aperiodic, find_shape, roll
@@ -66,9 +63,9 @@ class Uses:
         own = self.role == role
         return self.family[own] * _MOST + self.microbatch[own] + 1, self.time[own]
 
-    def microbatches(self, family: Value) -> list[int]:
+    def microbatches(self, value: Value) -> list[int]:
         """Return the microbatches in which a value is made, in order of time."""
-        own = (self.family == self.families[family]) & (self.role == MADE)
+        own = (self.family == self.families[family(value)]) & (self.role == MADE)
         found: list[int] = self.microbatch[own][np.argsort(self.time[own])].tolist()
         return found
 
@@ -144,13 +141,34 @@ class UsesCache:
         return np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
 
 
+# The roles that the names of a field have in `Uses`.
+_ROLES = {
+    Role.READ: (READ,),
+    Role.LAST: (READ, FREED),
+    Role.WRITE: (MADE,),
+    Role.SUM: (MADE, ADDED),
+    Role.END: (FREED,),
+}
+_USED = {kind: [(name, _ROLES[role]) for name, role in ROLES[kind].items() if role in _ROLES] for kind in ROLES}
+
+
 def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
     """Yield (value family, role, microbatch) for all values of an instruction."""
-    added = (i.out,) if isinstance(i, Accumulate) and i.in_place else names(i, Role.SUM)
-    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ended(i)), (ADDED, added)):
-        yield from ((v._replace(microbatch=NONE), role, v.microbatch) for v in some if v != ONE)
+    for field, roles in _USED[type(i)]:
+        some = getattr(i, field)
+        for v in (some,) if isinstance(some, Value) else some:
+            if v is not None and v != ONE:
+                for role in roles:
+                    yield family(v), role, v.microbatch
+    if isinstance(i, Accumulate) and i.in_place:
+        yield family(i.out), ADDED, i.out.microbatch
     if isinstance(i, Forward | Backward):
         yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch
+
+
+def family(value: Value) -> Hashable:
+    """Return a value without its microbatch."""
+    return value[:2] + value[3:]
 
 
 class Work(NamedTuple):

@@ -26,6 +26,7 @@ class Values:
                     self.readers_of.setdefault(place, []).append((number, r))
         self._read: dict[EndOf, Value | None] = {}
         self._totals: dict[tuple[EndOf, ...], Value] = {}
+        self._sums: dict[EndOf, bool] = {}
         # The sums so far.
         self._so_far: dict[tuple[EndOf, ...], Value] = {}
         writer.on_arrival = self._add_up
@@ -43,15 +44,20 @@ class Values:
         gradient that is a value of its own.
         """
         (number, p), *others = self.pieces_of.get(place, [(-1, 0)])
-        if number < 0 or others or len(places := self.transfers[number].pieces[p].places) < 2:
+        if others or not self._is_sum(number, p) or box != self.transfers[number].pieces[p].box:
             return None
-        if box != self.transfers[number].pieces[p].box or any(len(self.pieces_of[other]) > 1 for other in places):
-            return None
-        key = number, place.key[0], p
+        places, key = self.transfers[number].pieces[p].places, (number, place.key[0], p)
         if key not in self.writer.names:
             microbatch = self.code.common(other.key[1] for other in places) if self.code.inner else -1
             self.writer.names[key] = self.code.fresh(place.key[0], like._replace(microbatch=microbatch))
         return self.writer.names[key]
+
+    def _is_sum(self, number: int, p: int) -> bool:
+        """Return whether a piece is the sum of values that are in no other piece."""
+        if (number, p) not in self._sums:
+            places = self.transfers[number].pieces[p].places if number >= 0 else ()
+            self._sums[number, p] = len(places) > 1 and all(len(self.pieces_of[place]) == 1 for place in places)
+        return self._sums[number, p]
 
     def value(self, place: Place) -> Value | None:
         """Return the name of the value read at a place: the sum of its transfers, None if nothing arrives."""

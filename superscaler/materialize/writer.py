@@ -44,6 +44,8 @@ class Writer:
         self._left: set[int] = set()
         self._done = Counter[int]()
         self._messages = self._started = self._point = 0
+        # By identity of a transfer.
+        self._microbatches: dict[int, int] = {}
         self._numbered = Counter[tuple[int, int, int]]()
         self._points: dict[int, int] = {}
         # The number of transfers that stay on a device or take a path.
@@ -194,10 +196,12 @@ class Writer:
 
     def _microbatch(self, transfer: Transfer) -> int:
         """Return the microbatch that a transfer moves, -1 if it moves none or several."""
-        found = transfer.microbatches
-        if found == {-1}:
-            found = {place.key[1] for reader in transfer.readers for place in reader.places}
-        return self.code.common(found)
+        if id(transfer) not in self._microbatches:
+            found = transfer.microbatches
+            if found == {-1}:
+                found = {place.key[1] for reader in transfer.readers for place in reader.places}
+            self._microbatches[id(transfer)] = self.code.common(found)
+        return self._microbatches[id(transfer)]
 
     def _handle(self, number: int, out: Slot) -> Value:
         work = self.code.fresh(out.device, self._like(self.transfers[number])._replace(is_handle=True))

@@ -36,7 +36,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
             raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
         attempt = relaxed
     schedule, order = attempt.nodes.schedule, attempt.order
-    late = sort(attempt.nodes) if attempt.nodes.delay_gathers(order) else order
+    late = sort(attempt.nodes, attempt.orbits) if attempt.nodes.delay_gathers(order) else order
     order = late if len(late) == len(order) else order
     schedule.order = [n for n in order if n.kind != "O"]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
@@ -60,7 +60,11 @@ class _Attempt:
 
     @cached_property
     def order(self) -> list[Node]:
-        return sort(self.nodes)
+        return sort(self.nodes, self.orbits)
+
+    @cached_property
+    def orbits(self) -> list[int]:
+        return _orbits(self.nodes)
 
     @property
     def is_whole(self) -> bool:
@@ -122,14 +126,13 @@ def check_assigned(graph: Graph) -> None:
         )
 
 
-def sort(nodes: DependencyGraph) -> list[Node]:
-    """Return the nodes in one order that keeps every edge; fewer than all if there is a cycle.
+def sort(nodes: DependencyGraph, together: Sequence[int]) -> list[Node]:
+    """Return the nodes in one order that keeps every edge; fewer than all if there is a cycle. `together`: orbits.
 
     Of ready nodes, messages go first (those to updates last), then their makers that depend on data alone, then
     backwards (they release memory), and earlier microbatches before later ones. Corresponding devices do the same at
     the same time, unless one waits for another.
     """
-    together = _orbits(nodes)
     order = _sort(nodes, together) if len(set(together)) < len(together) else []
     return order if len(order) == len(nodes.names) else _sort(nodes, range(len(nodes.names)))
 

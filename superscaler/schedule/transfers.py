@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class End:
     places: tuple[Place, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transfer:
     """A transfer of one tensor. `links` are pairs (piece, reader); a reader's value is the sum of its pieces, each at
     its box.
@@ -63,39 +64,39 @@ class Transfer:
     links: tuple[tuple[int, int], ...]
     classes: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         return all(self.pieces[p].device == self.readers[r].device for p, r in self.links)
 
-    @property
+    @cached_property
     def is_joint(self) -> bool:
         return len(self.links) == len(self.pieces) * len(self.readers)
 
-    @property
+    @cached_property
     def microbatches(self) -> set[int]:
         """Return the microbatches in which its pieces are made."""
         return {place.key[1] for piece in self.pieces for place in piece.places}
 
-    @property
+    @cached_property
     def is_to_updates(self) -> bool:
         """Return whether only updates read it (gradients of weights)."""
         return self.kind == BACKWARD and all(place.kind == UPDATE for end in self.readers for place in end.places)
 
-    @property
+    @cached_property
     def is_from_rest(self) -> bool:
         """Return whether it moves weights at rest to other devices."""
         return all(place.kind == UPDATE for end in self.pieces for place in end.places) and not self.is_local
 
-    @property
+    @cached_property
     def is_regather(self) -> bool:
         """Return whether it regathers activations for a backward."""
         return all(place.kind == REGATHER for end in self.readers for place in end.places) and not self.is_local
 
-    @property
+    @cached_property
     def has_host(self) -> bool:
         return any(end.device >= HOSTS for end in (*self.pieces, *self.readers))
 
-    @property
+    @cached_property
     def is_one(self) -> bool:
         """Return whether it runs at one point of the order. Otherwise each of its messages runs when it can."""
         return self.is_joint or self.is_to_updates or bool(self.classes) or self.has_host
@@ -130,9 +131,7 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
             found += _move(edges, tensor, FORWARD, [made], taken, joins, is_free=is_free) if taken else []
             taken = []
         for read in (read for read in reads.get(tensor, []) if read[1] in read[0].regathered):
-            is_once = tensor in edges.homes and not each
-            for at in [None] if is_once else sorted({key[1] for key in read[0].keys}):
-                found += _move(edges, tensor, FORWARD, [made], [_alias(edges, *read, at, REGATHER)], joins)
+            found += _regather(edges, made, read, joins, is_once=tensor in edges.homes and not each)
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
@@ -143,6 +142,20 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
             count = edges.graph.pieces.get(port[0].name, 0)
             found += _in_pieces(moved, edges.extents[tensor], count) if count and edges.extents[tensor] else moved
     return found
+
+
+def _regather(edges: Dataflow, made: Side, read: Read, joins: bool, is_once: bool) -> list[Transfer]:
+    """Return the transfers that regather an alias for backwards: once, or for each microbatch."""
+    tensor = read[2].tensor
+
+    def moved(microbatch: int | None) -> list[Transfer]:
+        return _move(edges, tensor, FORWARD, [made], [_alias(edges, *read, microbatch, REGATHER)], joins)
+
+    found = moved(None)
+    numbers = [{place.key[1] for end in transfer.readers for place in end.places} for transfer in found]
+    if is_once or any(len(some) > 1 for some in numbers):
+        return found if is_once else [t for at in sorted({key[1] for key in read[0].keys}) for t in moved(at)]
+    return [found[n] for n in sorted(range(len(found)), key=lambda n: max(numbers[n]))]
 
 
 def _by_region(readers: Reads, is_late: bool, each: bool) -> list[tuple[Reads, int | None]]:
@@ -157,7 +170,8 @@ def _by_region(readers: Reads, is_late: bool, each: bool) -> list[tuple[Reads, i
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 
 
-Reads = list[tuple[Segment, int, Alias]]
+Read = tuple[Segment, int, Alias]
+Reads = list[Read]
 
 
 class Side(NamedTuple):
