@@ -26,7 +26,7 @@ _MOST = 64
 # What else `measure` is given: how many sizes of models; how many sizes of collectives, and repetitions of each.
 _MODELS: Sequence[str] = ()
 _COLLECTIVES: Sequence[str] = ()
-_NUMBERS = ("bytes", "measured us", "fitted us", "error")
+_NUMBERS = ("bytes", "start us", "measured us", "fitted us", "error")
 
 
 def check_alone(spec: str | None, out: Path | None) -> None:
@@ -143,7 +143,7 @@ def _write(out: Path, cluster: Cluster) -> None:
 
 
 def _row(sample: Sample, fitted: float) -> Sequence[str]:
-    seconds = (f"{value * 1e6:.1f}" for value in (sample.seconds, fitted))
+    seconds = (f"{value * 1e6:.1f}" for value in (sample.start, sample.seconds, fitted))
     name = {"device": "copy", "pair": "send"}.get(sample.link, sample.kind)
     return name, f"{sample.size:,}", *seconds, f"{fitted / sample.seconds - 1:+.0%}"
 

@@ -65,7 +65,7 @@ class LineFile(_Checked):
 
 class LinksFile(_Checked):
     """Links by class. `pair` has the numbers of `intra` if only `intra` is given; `nics` is null for one NIC per
-    device; `curves` are those of `Links`.
+    device; `curves` and `starts` are those of `Links`.
     """
 
     device: LinkFile = LinkFile()
@@ -75,6 +75,7 @@ class LinksFile(_Checked):
     host: LinkFile = LinkFile()
     nics: PositiveInt | None = None
     curves: dict[StrictStr, dict[PositiveInt, _Amount]] = {}
+    starts: dict[StrictStr, LineFile] = {}
 
 
 class AttentionFile(_Checked):
@@ -155,13 +156,14 @@ class ClusterFile(_Checked):
 
 def _links(known: Links, given: LinksFile) -> Links:
     changes: dict[str, Link] = {}
-    for name in (f.name for f in fields(Links) if f.name not in ("nics", "curves")):
+    for name in (f.name for f in fields(Links) if f.name not in ("nics", "curves", "starts")):
         link = getattr(given, name).model_dump(exclude_none=True)
         if name == "pair":
             link = {**given.intra.model_dump(exclude_none=True), **link}
         changes[name] = replace(getattr(known, name), **link)
     nics = given.nics if "nics" in given.model_fields_set else known.nics
-    return Links(**changes, nics=nics, curves={**known.curves, **given.curves})
+    starts = {kind: Link(**one.model_dump()) for kind, one in given.starts.items()}
+    return Links(**changes, nics=nics, curves={**known.curves, **given.curves}, starts={**known.starts, **starts})
 
 
 def read(text: str, where: str) -> ClusterFile:
@@ -206,7 +208,9 @@ _MODELS: Mapping[str, type[_Checked]] = {
     **{f"links.{name}": LinkFile for name in ("device", "pair", "intra", "network", "host")},
 }  # fmt: skip
 # Models of the rows of a table.
-_ROWS: Mapping[str, type[_Checked]] = {"device.speeds.attention": AttentionFile, "device.speeds.operators": LineFile}
+_ROWS: Mapping[str, type[_Checked]] = {
+    "device.speeds.attention": AttentionFile, "device.speeds.operators": LineFile, "links.starts": LineFile
+}  # fmt: skip
 
 
 def _message(problem: Any) -> str:

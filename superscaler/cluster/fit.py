@@ -19,7 +19,8 @@ _LONG = 1e-3
 class Sample:
     """The measured seconds of a collective in one group of devices of one server, from `size` bytes a device.
 
-    `beside`: the seconds that it adds to simultaneous work.
+    `seconds` follow those of its `start`, in which the device computes nothing; `beside`: the seconds that it adds to
+    simultaneous work.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Sample:
     size: int
     seconds: float
     beside: float = 0.0
+    start: float = 0.0
 
     @property
     def link(self) -> str:
@@ -38,7 +40,7 @@ class Sample:
 
 def fit(samples: Iterable[Sample], known: Links) -> Links:
     """Return the links with the measured ones in place of `known`: least squares of the relative error, per class.
-    Curves have the rest at the measured sizes.
+    Curves have the rest at the measured sizes, starts are lines of the size.
     """
     by_link: dict[str, list[Sample]] = {}
     samples = list(samples)
@@ -50,7 +52,13 @@ def fit(samples: Iterable[Sample], known: Links) -> Links:
     for sample in samples:
         if sample.link != "device":
             curves.setdefault(sample.kind, {})[sample.size] = rounded(sample.seconds / predict(links, sample))
-    return replace(links, curves=curves)
+    by_kind = {kind: [s for s in samples if s.kind == kind and s.start] for kind in curves}
+    return replace(links, curves=curves, starts={kind: _start(found) for kind, found in by_kind.items() if found})
+
+
+def _start(samples: Sequence[Sample]) -> Link:
+    sizes, starts = (np.array([getattr(s, name) for s in samples], dtype=float) for name in ("size", "start"))
+    return line(np.ones(len(samples)), sizes, starts)
 
 
 def slowdown(samples: Iterable[Sample]) -> float:

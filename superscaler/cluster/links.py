@@ -24,6 +24,7 @@ class Links:
     network   one NIC
     host      a copy between a device and its host, while all devices of the server copy
     curves    measured seconds beside those of the links, by kind of collective and bytes of a device's source
+    starts    measured seconds of the compute stream to start one, by kind and bytes of a device's source
     """
 
     device: Link
@@ -33,6 +34,12 @@ class Links:
     nics: int | None
     host: Link = Link(10e-6, 25e9)
     curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
+    starts: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    def start(self, kind: str, size: float) -> float:
+        """Return the seconds in which a device starts a collective and computes nothing; 0 where it is not measured."""
+        link = self.starts.get(kind)
+        return link.alpha + size / link.bandwidth if link else 0.0
 
     def curve(self, kind: str, size: float) -> float:
         """Return the factor of a collective's time over that of the links, interpolated along log(size)."""

@@ -35,8 +35,9 @@ def probe(backend: str) -> None:
 
 
 def measure(count: str = "6", repeats: str = str(_REPEATS)) -> list[dict[str, Any]]:
-    """Return measured collectives of all ranks: `kind`, `group`, `size` (bytes of each source), `seconds`, and the
-    seconds added to work `beside` them. They are of the first so many sizes, and so many repetitions.
+    """Return measured collectives of all ranks: `kind`, `group`, `size` (bytes of each source); the seconds of their
+    `start`, `seconds` from then on, and those added to work `beside` them. They are of the first so many sizes, and so
+    many repetitions.
 
     On a CPU communication needs the cores that compute, and finds caches full and ranks late. There, seconds are those
     added to work before it, if they are more than those without work. Seconds are the first quartile over repetitions,
@@ -52,9 +53,11 @@ def measure(count: str = "6", repeats: str = str(_REPEATS)) -> list[dict[str, An
         # Chunks are equal; a remainder that the number of processes does not divide is left out.
         even = x[: len(x) // len(everyone) * len(everyone)]
         for kind, (group, start, source) in _runs(communicator, everyone, x, even).items():
-            seconds, beside = _time(communicator, start, work if len(set(group)) > 1 else None, int(repeats))
-            row = {"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds, "beside": beside}
-            found.append(row)
+            times = _time(communicator, start, work if len(set(group)) > 1 else None, int(repeats))
+            if kind == "send":
+                # Of a pair, which sends and receives.
+                times["start"] /= 2
+            found.append({"kind": kind.split()[0], "group": group, "size": source.nbytes, **times})
     communicator.close()
     return found
 
@@ -115,9 +118,7 @@ def _work() -> Callable[[], None]:
     return run
 
 
-def _time(
-    c: DistributedCommunicator, start: _Start, work: Callable[[], None] | None, repeats: int
-) -> tuple[float, float]:
+def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | None, repeats: int) -> dict[str, float]:
     """Return the seconds of a collective, and those that it adds to work beside it; both alike without work."""
 
     def alone() -> None:
@@ -125,7 +126,7 @@ def _time(
 
     if work is None:
         (seconds,) = _quartiles(c, repeats, alone)
-        return seconds, seconds
+        return {"seconds": seconds, "beside": seconds, "start": 0.0}
     run = work
 
     def after() -> None:
@@ -137,12 +138,13 @@ def _time(
         run()
         finish()
 
-    seconds, idle, late, both = _quartiles(c, repeats, alone, run, after, beside)
-    return max(seconds, late - idle), max(0.0, both - idle)
+    seconds, idle, late, both, begun = _quartiles(c, repeats, alone, run, after, beside, start)
+    whole = max(seconds, late - idle)
+    return {"seconds": max(whole - begun, 0.1 * whole), "beside": max(0.0, both - idle - begun), "start": begun}
 
 
 def _quartiles(c: DistributedCommunicator, repeats: int, *runs: Callable[[], Any]) -> list[float]:
-    """Return the seconds of functions that run in turns."""
+    """Return the seconds of functions that run in turns, without those of functions that these return."""
     times = [[_seconds(c, run) for run in runs] for _ in range(_WARM + repeats)]
     mine = torch.tensor([times[_WARM:]], dtype=torch.float64, device=c.device)
     slowest = c.all_gather(mine, tuple(range(c.world)), 0).wait().amax(0)
@@ -154,9 +156,12 @@ def _seconds(c: DistributedCommunicator, run: Callable[[], Any]) -> float:
     c.barrier()
     _finish(c)
     start = time.perf_counter()
-    run()
+    rest = run()
     _finish(c)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if rest is not None:
+        rest()
+    return seconds
 
 
 def _finish(c: DistributedCommunicator) -> None:

@@ -42,7 +42,8 @@ def clock(
     """Return the times of a step.
 
     `work`: the seconds of the kernels of instructions; those of a Wait run after it, those of communication before it
-    starts. `launch`: the seconds of the compute stream to start a communication or a copy. `slowdown`: the factor of
+    starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
+    were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
     those of one direction with one peer. Raises ScheduleError if devices wait for each other for ever.
     """

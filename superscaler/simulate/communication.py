@@ -79,7 +79,7 @@ class Communication:
         ends = len(set(self._cohort_of[side.groups[0]].tolist()))
         meeting = self._meet((key, turn), i.kind, groups, i.bytes, ends)
         name = "all devices" if is_world else f"devices {', '.join(map(str, i.group))}"
-        post = self._post(run, stream, name, [(meeting, side)])
+        post = self._post(run, stream, name, [(meeting, side)], self._start_of(i.kind, i.bytes))
         run.handles |= dict.fromkeys(names(i, Role.WRITE), post)
         if i.root >= 0 or i.kind == "broadcast":
             run.unflushed.append(post)
@@ -99,7 +99,8 @@ class Communication:
         name = f"{'to' if is_send else 'from'} {i.peer}"
         if self.one_stream:
             stream, name = _WORLD, "all devices"
-        post = self._post(run, stream, name, [(meeting, side) for meeting, side, _ in run.gathered])
+        meetings = [(meeting, side) for meeting, side, _ in run.gathered]
+        post = self._post(run, stream, name, meetings, self._start_of("send", size))
         run.handles |= {work: post for *_, work in run.gathered if work is not None}
         if any(work is None for *_, work in run.gathered):
             run.unflushed.append(post)
@@ -119,7 +120,10 @@ class Communication:
         side = self._side(run, "loss", lambda: Side(every, np.zeros(len(run.cohort), dtype=np.int64)))
         size = _LOSS * self.program.model.iterations
         meeting = self._meet("loss", "all_reduce", every, size, self._cohorts)
-        run.loss = self._post(run, _WORLD, "all devices", [(meeting, side)])
+        run.loss = self._post(run, _WORLD, "all devices", [(meeting, side)], self._start_of("all_reduce", size))
+
+    def _start_of(self, kind: str, size: float) -> float:
+        return self.ports.cluster.links.start(kind, size)
 
     def _side(self, run: Run, key: Hashable, make: Callable[[], Side]) -> Side:
         if (run.cohort.number, key) not in self._sides:
@@ -135,11 +139,17 @@ class Communication:
         return found
 
     def _post(
-        self, run: Run, key: Hashable, name: str, meetings: list[tuple[Meeting, Side]], is_copy: bool = False
+        self,
+        run: Run,
+        key: Hashable,
+        name: str,
+        meetings: list[tuple[Meeting, Side]],
+        start: float = 0.0,
+        is_copy: bool = False,
     ) -> Post:
         """Start communication on a stream, after the communication already there."""
-        if self.launch:
-            run.work("launch", np.full(1, self.launch))
+        if self.launch + start:
+            run.work("launch", np.full(1, self.launch + start))
         stream = run.streams.setdefault(key, len(run.names))
         if stream == len(run.names):
             run.names.append(name)

@@ -99,6 +99,7 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     assert cluster.is_local
     assert cluster.links != LINKS[LOCAL]
     assert {kind: len(curve) for kind, curve in cluster.links.curves.items()}["all_reduce"] == 2
+    assert all(0 < cluster.links.start(kind, 1024) < 0.1 for kind in cluster.links.curves)
     kind = cluster.device_kind
     assert kind is not None
     assert kind.speeds is not None

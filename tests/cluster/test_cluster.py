@@ -117,7 +117,8 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
         ("link: {}}", "unknown key 'link'; did you mean 'links'?"),
         (
             "links: {net: {}}}",
-            "unknown key 'net'; did you mean 'network'? Known: curves, device, host, intra, network, nics, pair.",
+            "unknown key 'net'; did you mean 'network'? Known: curves, device, host, intra, network, nics, pair, "
+            "starts.",
         ),
         (
             "links: {intra: {bandwith: 1}}}",

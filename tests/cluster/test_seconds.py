@@ -262,7 +262,7 @@ def test_noise_is_averaged() -> None:
 @pytest.mark.parametrize("seconds", [[1e-3, 1e-3, 1e-3], [3e-3, 2e-3, 1e-3], [1e-9, 1e-5, 1e-2]])
 def test_times_of_no_line_still_make_a_cluster(seconds: list[float]) -> None:
     """Times that fall with the size, and such that a line through them starts below zero."""
-    samples = [Sample("all_reduce", (0, 1), 10 ** (3 * i), t) for i, t in enumerate(seconds)]
+    samples = [Sample("all_reduce", (0, 1), 10 ** (3 * i), t, start=1e-4 * (1 + i)) for i, t in enumerate(seconds)]
     cluster = Cluster.of("measured", "local", 1, 2, fit(samples, LINKS["local"]))
     assert cluster.links.intra.alpha >= 0
     assert cluster.links.intra.bandwidth > 0
@@ -271,6 +271,8 @@ def test_times_of_no_line_still_make_a_cluster(seconds: list[float]) -> None:
     for sample in samples:
         ((latency, slope),) = cluster.way("all_reduce", [(0, 1)], sample.size).lines
         assert latency + slope * sample.size == pytest.approx(sample.seconds, rel=2e-3)
+        assert 1e-4 < cluster.links.start("all_reduce", sample.size) < 4e-4
+    assert cluster.links.start("send", 1) == 0
 
 
 def test_a_curve_is_a_line_of_the_logarithm_between_sizes() -> None:

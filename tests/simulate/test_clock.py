@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from small_plans import exact
 
 import superscaler as ss
+from superscaler.cluster import links
 from superscaler.errors import ScheduleError
 from superscaler.ir.codes import Cohort
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Load, Recv, Send, Wait
@@ -210,6 +212,11 @@ def test_each_communication_takes_a_launch() -> None:
     found = timed(TWO, code, code, launch=0.5)
     assert found.launch.tolist() == [1.0] * 2
     assert found.seconds == 0.5 + 8
+    # A measured start takes its own seconds.
+    measured = replace(TWO, links=replace(TWO.links, starts={"all_reduce": links.Link(1.0, 8.0)}))
+    found = timed(measured, code, code, launch=0.5)
+    assert found.launch.tolist() == [3.0] * 2
+    assert found.seconds == 2.5 + 8
 
 
 def test_devices_that_wait_for_ever_are_named() -> None:
