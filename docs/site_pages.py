@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import runpy
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {
         "index.md": home(),
         "measured.md": measured(),
+        "session.md": session(),
         "reference/commands.md": commands(),
         "reference/python.md": python(),
         "reference/plans.md": library(),
@@ -41,6 +44,12 @@ def home() -> str:
     text = (ROOT / "README.md").read_text()
     results = r"\]\(benchmarks/results/[^)]*\)"
     return re.sub(results, "](measured.md)", text.replace("](docs/", "]("))
+
+
+def session() -> str:
+    """Return the notebook."""
+    page = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["page"]
+    return str(page(json.loads((ROOT / "docs" / "session.ipynb").read_text())))
 
 
 def commands() -> str:

@@ -82,7 +82,7 @@ def _trained(checkpoint: Path) -> str:
 
     name = (open_checkpoint(checkpoint).head["training"] or {}).get("model")
     if not name or name.partition(":")[0].endswith(".py"):
-        known = f"; {name} was trained" if name else ""
+        known = f", as --model {name}, which was trained: its file is run only then" if name else ""
         raise InputError(f"{checkpoint}: name the model to export with --model{known}.")
     return str(name)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import re
 import runpy
 import subprocess
 import sys
@@ -45,6 +48,19 @@ def test_the_loop_trains(folder: Path) -> None:
         done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its cells run one after the other; those that print have their outputs in the file."""
+    kept = json.loads((ROOT / "docs" / "session.ipynb").read_text())
+    made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["run"](copy.deepcopy(kept), tmp_path)
+    shown = [["".join(out["text"]) for cell in x["cells"] for out in cell.get("outputs", [])] for x in (made, kept)]
+    assert list(map(len, shown)) == [6, 6]
+    assert (tmp_path / "plan.html").is_file()
+    losses = [float(re.findall(r"loss\D*(\d\.\d+)", text)[-1]) for text in shown[0][-2:]]
+    assert max(losses) < 1
 
 
 def test_files_that_are_there_stay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
