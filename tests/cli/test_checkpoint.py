@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from superscaler.store.checkpoint import check_folder, lock
-from tests.commands import run
+from tests.commands import answer, run
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"
@@ -25,8 +25,7 @@ pytestmark = pytest.mark.dist
 
 
 def train(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run("train", MODEL, *arguments, "--json") == 0
-    return json.loads(capfd.readouterr().out.splitlines()[-1])
+    return answer(capfd, "train", MODEL, *arguments)[0]
 
 
 def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from superscaler.store import cache
 from superscaler.store.plan import PLAN_FILE
-from tests.commands import run
+from tests.commands import answer, run
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
 
 
-def last(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
-
-
 def test_capture_counts_operators_parameters_and_factors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("capture", MODEL, "--json") == 0
-    out, err = capsys.readouterr()
-    found = last(out)
+    found, err = answer(capsys, "capture", MODEL)
     # Two hidden linears and the head.
     assert found["parameters"] == (4 * 8 + 8) + (8 * 8 + 8) + (8 * 4 + 4)
     assert found["trained_parameters"] == found["parameters"]
@@ -73,8 +65,7 @@ def test_capture_of_many_layers_is_as_long_as_of_few(capsys: pytest.CaptureFixtu
 
 
 def test_capture_json_has_what_the_tables_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("capture", "gpt2:size=tiny,layers=2,batch=4", "--json") == 0
-    found = last(capsys.readouterr().out)
+    found, _ = answer(capsys, "capture", "gpt2:size=tiny,layers=2,batch=4")
     factors = {f["name"]: f for f in found["factors"]}
     heads = factors["h.1.attn.heads"]
     assert (heads["size"], heads["summed"], heads["frozen"]) == (4, 1, 0)
@@ -103,8 +94,7 @@ def test_a_model_without_trained_parameters_is_not_trained(tmp_path: Path, capsy
 
 def test_compile_replaces_a_plan_but_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out_dir = tmp_path / "plan"
-    assert run("compile", MODEL, *TWO, "--out", str(out_dir), "--json") == 0
-    found = last(capsys.readouterr().out)
+    found, _ = answer(capsys, "compile", MODEL, *TWO, "--out", out_dir)
     assert {"export", "total"} <= found["seconds"].keys()
     assert (found["distinct_programs"], found["cluster"]) == (1, "local:2")
     assert min(found[key] for key in ("parts", "instructions", "bytes_moved")) > 0
@@ -135,32 +125,28 @@ def test_validate_ends_with_1_when_something_is_unassigned(tmp_path: Path, capsy
 
 
 def test_verify_gives_the_certificate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", MODEL, *TWO, "--json") == 0
-    out, err = capsys.readouterr()
-    found = last(out)
-    assert found["equal"] is True
-    assert found["conservation"] is True
-    assert found["deadlock_free"] is True
+    found, err = answer(capsys, "verify", MODEL, *TWO)
+    assert all(found[name] is True for name in ("equal", "conservation", "deadlock_free"))
     assert max(found[k] for k in ("loss_error", "gradient_error", "parameter_error")) < 1e-12
     assert "equal to one device" in err
     assert (found["reference"], found["module_compared"], found["note"]) == ("eager", True, "")
     assert "was not compared" not in err
 
 
-def test_verify_of_shapes_only_draws_weights_and_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", MODEL + ",device=meta", *TWO, "--json") == 0
-    out, err = capsys.readouterr()
-    assert (last(out)["equal"], last(out)["reference"], last(out)["module_compared"]) == (True, "export", False)
-    assert "against the export of the module only" in err
-    assert "note: the module itself was not compared: the module has no data" in err
-
-
-def test_verify_at_small_shapes_says_that_the_module_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", MODEL + ",device=meta", *TWO, "--shapes", "small", "--json") == 0
-    out, err = capsys.readouterr()
-    assert (last(out)["equal"], last(out)["reference"], last(out)["module_compared"]) == (True, "graph", False)
-    assert "against the captured graph only" in err
-    assert "note: the module itself was not compared: it has the shapes of the capture" in err
+@pytest.mark.parametrize(
+    ("shapes", "reference", "against", "why"),
+    [
+        ("auto", "export", "the export of the module", "the module has no data"),
+        ("small", "graph", "the captured graph", "it has the shapes of the capture"),
+    ],
+)
+def test_verify_of_shapes_only_draws_weights_and_inputs_and_says_why_the_module_was_not_compared(
+    shapes: str, reference: str, against: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, err = answer(capsys, "verify", MODEL + ",device=meta", *TWO, "--shapes", shapes)
+    assert (found["equal"], found["reference"], found["module_compared"]) == (True, reference, False)
+    assert f"against {against} only" in err
+    assert f"note: the module itself was not compared: {why}" in err
 
 
 INFERENCE = """
@@ -188,13 +174,11 @@ def test_a_model_without_a_loss_is_inference(tmp_path: Path, capsys: pytest.Capt
     file = tmp_path / "net.py"
     file.write_text(INFERENCE)
     for model, options in ((f"{file}:model", ()), (f"{file}:model:frozen=true", ()), (MODEL, ("--optimizer", "none"))):
-        assert run("capture", model, *options, "--json") == 0
-        out, err = capsys.readouterr()
-        assert (last(out)["trains"], last(out)["mirrors"], last(out)["updates"]) == (False, 0, 0)
+        found, err = answer(capsys, "capture", model, *options)
+        assert (found["trains"], found["mirrors"], found["updates"]) == (False, 0, 0)
         assert "inference: no gradient is computed, nothing is updated; a step returns return" in err
-        assert run("verify", model, *TWO, *options, "--json") == 0
-        out, err = capsys.readouterr()
-        assert (last(out)["equal"], last(out)["trains"], last(out)["module_compared"]) == (True, False, True)
+        found, err = answer(capsys, "verify", model, *TWO, *options)
+        assert (found["equal"], found["trains"], found["module_compared"]) == (True, False, True)
         assert "output error: " in err
         assert "gradient error" not in err
     assert run("compile", f"{file}:model", *TWO, "--out", str(tmp_path / "plan")) == 0
@@ -214,8 +198,7 @@ def test_a_model_without_a_loss_is_inference(tmp_path: Path, capsys: pytest.Capt
 def test_a_saved_plan_of_inference_runs_on_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "net.py"
     file.write_text(INFERENCE)
-    assert run("verify", f"{file}:model", *TWO, "--processes", "--json") == 0
-    found = last(capsys.readouterr().out)
+    found, _ = answer(capsys, "verify", f"{file}:model", *TWO, "--processes")
     assert (found["equal"], found["outputs"]) == (True, ["return.logits", "return.more.0"])
     assert found["bytes_moved"] == found["bytes_planned"] > 0
 
@@ -233,58 +216,57 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
     assert run("verify", MODEL, *TWO, "--json") == 1
     out, err = capsys.readouterr()
-    assert last(out) == {**result, "gradient_error": None}
+    assert json.loads(out.splitlines()[-1]) == {**result, "gradient_error": None}
     assert "NOT equal: head.weight[0:10, 0:64] on device 1" in err
     assert "deadlock free: NO" in err
     assert "two steps in float64 against the export of the module only" in err
     assert "note: the module itself was not compared: the module has no data" in err
 
 
-def test_autocast_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("capture", MODEL, "--autocast", "bf16", "--json") == 0
-    assert last(capsys.readouterr().out)["ops"]["aten._to_copy.default"] > 0
+@pytest.mark.parametrize("kind", ["autocast", "precision"])
+def test_autocast_and_precision_are_known_to_all_commands_that_capture(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, scale in (("bf16", None), ("fp16", 65536.0)):
-        assert run("compile", MODEL, *TWO, "--autocast", name, "--out", str(tmp_path / name)) == 0
-        plan = json.loads((tmp_path / name / PLAN_FILE).read_text())
-        assert plan["optimizer"]["scaler"].get("scale") == scale
+        assert run("compile", MODEL, *TWO, f"--{kind}", name, "--out", tmp_path / name) == 0
+        optimizer = json.loads((tmp_path / name / PLAN_FILE).read_text())["optimizer"]
+        assert (optimizer.get("precision", ""), optimizer["scaler"].get("scale")) == (
+            name * (kind == "precision"),
+            scale,
+        )
     capsys.readouterr()
+    for arguments in (["capture", MODEL], ["verify", MODEL, *TWO], ["train", MODEL, *TWO]):
+        assert run(*arguments, f"--{kind}", "fp8") == 2
+        assert f"unknown {kind} 'fp8'" in capsys.readouterr().err
+
+
+def test_autocast_is_casts_and_precision_is_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "capture", MODEL, "--autocast", "bf16")[0]["ops"]["aten._to_copy.default"] > 0
     for command in ("verify", "validate"):
-        assert run(command, MODEL, *TWO, "--autocast", "fp16", "--json") == 0
-        assert last(capsys.readouterr().out)["conservation"] is True
-    for arguments in (["capture", MODEL], ["verify", MODEL, *TWO], ["train", MODEL, *TWO]):
-        assert run(*arguments, "--autocast", "fp8") == 2
-        assert "unknown autocast 'fp8'" in capsys.readouterr().err
-
-
-def test_precision_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, scale in (("bf16", None), ("fp16", 65536.0)):
-        assert run("compile", MODEL, *TWO, "--precision", name, "--out", str(tmp_path / name)) == 0
-        plan = json.loads((tmp_path / name / PLAN_FILE).read_text())["optimizer"]
-        assert (plan["precision"], plan["scaler"].get("scale")) == (name, scale)
-    assert run("explain", str(tmp_path / "bf16")) == 0
+        assert answer(capsys, command, MODEL, *TWO, "--autocast", "fp16")[0]["conservation"] is True
+    bf16 = "--precision", "bf16"
+    assert run("compile", MODEL, *TWO, *bf16, "--out", tmp_path / "bf16") == 0
+    capsys.readouterr()
+    assert run("explain", tmp_path / "bf16") == 0
     assert "AdamW on float32 copies of bf16 weights, on 2 devices" in capsys.readouterr().out
-    assert run("validate", MODEL, str(tmp_path / "bf16"), "--precision", "bf16", "--json") == 0
+    assert run("validate", MODEL, tmp_path / "bf16", *bf16, "--json") == 0
     capsys.readouterr()
     for arguments in (["capture", MODEL], ["verify", MODEL, *TWO], ["train", MODEL, *TWO]):
-        assert run(*arguments, "--precision", "fp8") == 2
-        assert "unknown precision 'fp8'" in capsys.readouterr().err
-        assert run(*arguments, "--precision", "bf16", "--autocast", "bf16") == 2
+        assert run(*arguments, *bf16, "--autocast", "bf16") == 2
         assert "--autocast and --precision exclude each other" in capsys.readouterr().err
 
 
 @pytest.mark.dist
 def test_training_with_copies_goes_on_under_another_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two processes save slices of copies, one process goes on from them."""
-    folder, options = tmp_path / "saved", ("--precision", "bf16", "--clip", "1", "--json")
+    folder, options = tmp_path / "saved", ("--precision", "bf16", "--clip", "1")
     zero = "--plan", "zero:stage=3", "--cluster", "local:2"
-    assert run("train", MODEL, *zero, *options, "--steps", "2", "--save", str(folder)) == 0
-    first = last(capfd.readouterr().out)["losses"]
+    first = answer(capfd, "train", MODEL, *zero, *options, "--steps", "2", "--save", folder)[0]["losses"]
     head = json.loads(next(folder.glob("step-*/manifest.json")).read_text())
     assert head["optimizer"]["precision"] == "bf16"
     assert all("copy" in entry["states"] for entry in head["tensors"].values() if entry["states"])
     one = "--plan", "single", "--cluster", "local:1"
-    assert run("train", MODEL, *one, *options, "--steps", "4", "--resume", str(folder)) == 0
-    rest = last(capfd.readouterr().out)["losses"]
+    rest = answer(capfd, "train", MODEL, *one, *options, "--steps", "4", "--resume", folder)[0]["losses"]
     assert (len(first), len(rest)) == (2, 2)
     assert rest == pytest.approx(first, rel=0.1)
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -295,8 +277,7 @@ def test_training_with_copies_goes_on_under_another_plan(tmp_path: Path, capfd: 
 def test_train_in_float16_scales_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = "--steps", "4", "--autocast", "fp16", "--clip", "1", "--out", str(tmp_path / "plan")
     more = "--run", str(tmp_path / "run"), "--warmup", "2", "--set", "weight_decay=0.1"
-    assert run("train", MODEL, *TWO, *options, *more, "--json") == 0
-    found = last(capfd.readouterr().out)
+    found, _ = answer(capfd, "train", MODEL, *TWO, *options, *more)
     entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["loss"] for entry in entries] == found["losses"]
     assert [entry["lr"] for entry in entries] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
@@ -307,8 +288,7 @@ def test_train_in_float16_scales_the_loss(tmp_path: Path, capfd: pytest.CaptureF
     assert f"--config {file}: unknown option 'steps'" in capfd.readouterr().err
     kept = [line for line in file.read_text().splitlines() if line.split(":")[0] in ("model", "plan", "autocast")]
     file.write_text("\n".join(kept))
-    assert run("compile", "--config", str(file), "--cluster", "local:4", "--json") == 0
-    assert last(capfd.readouterr().out)["cluster"] == "local:4"
+    assert answer(capfd, "compile", "--config", file, "--cluster", "local:4")[0]["cluster"] == "local:4"
     assert (tmp_path / "plan" / PLAN_FILE).is_file()
     assert (found["world"], found["tokens_per_second"] > 0) == (2, True)
     assert len(found["losses"]) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from dataclasses import replace
@@ -17,13 +16,12 @@ from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel
 from superscaler.store import cache
-from tests.commands import run
+from tests.commands import answer, run
 
 
 @pytest.mark.dist
 def test_this_machine_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("doctor", "--json") == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    found, _ = answer(capfd, "doctor")
     assert found["ready"] is True
     checks = {c["name"]: c for c in found["checks"]}
     assert {"python", "torch", "gloo (CPU)", "CUDA", "transformers", "cores", "memory", "cache"} <= checks.keys()
@@ -53,9 +51,7 @@ def test_missing_torch_is_not_ready_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rooms, "_version", lambda package: None)
-    assert run("doctor", "--json") == 1
-    out, _ = capsys.readouterr()
-    checks = {c["name"]: c for c in json.loads(out.splitlines()[-1])["checks"]}
+    checks = {c["name"]: c for c in answer(capsys, "doctor", code=1)[0]["checks"]}
     assert checks["torch"]["ok"] is False
     assert "torch>=2.11,<2.16" in checks["torch"]["advice"]
     assert "superscaler[hf]" in checks["transformers"]["advice"]
@@ -92,8 +88,7 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     monkeypatch.setattr(links, "_MODELS", ["2"])
     monkeypatch.setattr(links, "_COLLECTIVES", ["2", "2"])
     file = tmp_path / "cluster.yaml"
-    assert run(*measure, "--json") == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    found, _ = answer(capfd, *measure)
     cluster = Cluster.parse(str(file))
     assert str(cluster) == found["cluster"]
     assert cluster.is_local

@@ -31,7 +31,7 @@ from superscaler.simulate import counts
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead, read_plan
 from superscaler.store.program import program_of
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
-from tests.commands import run
+from tests.commands import answer, run
 from tests.graphs import graph_of, step_of
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
@@ -218,8 +218,7 @@ def test_json_is_the_saved_account_with_its_manifest(
     saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = saved["data_parallel"]
-    assert run("explain", str(directory), "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found, _ = answer(capsys, "explain", directory)
     saved = json.loads((directory / PLAN_FILE).read_text())["manifest"]
     assert found["manifest"].items() <= saved.items()
     stored = json.loads((directory / EXPLAIN_FILE).read_text())

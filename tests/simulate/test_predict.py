@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import superscaler as ss
@@ -11,7 +9,7 @@ from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
 from superscaler.simulate.predict import model_flops
 from superscaler.simulate.prediction import words
-from tests.commands import run
+from tests.commands import answer, run
 from tests.graphs import graph_of
 
 GPT = "gpt2:size=tiny"
@@ -43,14 +41,12 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
 
 
 def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
-    given = ["simulate", GPT, "--plan", "zero:4,stage=1", "--cluster", "a100:1x4", "--json"]
-    assert run(*given, "--compare", "data_parallel") == 0
-    printed = json.loads(capfd.readouterr().out.splitlines()[-1])
+    given = ["simulate", GPT, "--plan", "zero:4,stage=1", "--cluster", "a100:1x4"]
+    printed, _ = answer(capfd, *given, "--compare", "data_parallel")
     assert printed["fits"]
     assert printed["step_seconds"] > 0
     assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
-    assert run(*given, "--memory", "1MB") == 1
-    assert "plans" not in json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert "plans" not in answer(capfd, *given, "--memory", "1MB", code=1)[0]
 
 
 REFUSED = [

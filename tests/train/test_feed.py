@@ -267,9 +267,7 @@ def test_bad_data_is_one_line() -> None:
 
 @pytest.mark.dist
 def test_train_reads_and_evaluates_what_functions_give(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    from tests.commands import run
+    from tests.commands import answer, run
 
     (tmp_path / "data.py").write_text(DATA)
     (tmp_path / "net.py").write_text(
@@ -280,12 +278,11 @@ def test_train_reads_and_evaluates_what_functions_give(tmp_path: Path, capfd: py
     )
     found = []
     for name, devices in (("single", 1), ("data_parallel", 2)):
-        given = ["--plan", name, "--cluster", f"local:{devices}", "--steps", "4", "--json", "--eval-every", "3"]
+        given = ["--plan", name, "--cluster", f"local:{devices}", "--steps", "4", "--eval-every", "3"]
         given += ["--data", f"{tmp_path}/data.py:rows:count=9", "--eval", f"{tmp_path}/data.py:held_out"]
-        assert run("train", f"{tmp_path}/net.py:net", *given) == 0
-        out, err = capfd.readouterr()
+        result, err = answer(capfd, "train", f"{tmp_path}/net.py:net", *given)
         assert "step 3/4  evaluation: error " in err
-        found.append(json.loads(out.splitlines()[-1]))
+        found.append(result)
     assert found[0]["losses"] == pytest.approx(found[1]["losses"])
     assert [e["step"] for e in found[0]["evaluations"]] == [2, 3]
     for one, two in zip(found[0]["evaluations"], found[1]["evaluations"], strict=True):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from superscaler.store.folder import digest
 from superscaler.store.plan import PlanHead
 from superscaler.store.tensor_file import tensor_hashes
-from tests.commands import run
+from tests.commands import answer, run
 
 SOURCE = """
 import torch
@@ -111,8 +111,7 @@ def test_an_edit_with_new_hashes_holds_alone_but_not_beside_the_model(
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_is_that_of_its_model(plan: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"{folder / 'cubes.py'}:build"
-    assert run("validate", model, folder / plan, "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found, _ = answer(capsys, "validate", model, folder / plan)
     assert found["equal"]
     assert found["rewritten"] == (plan == "classes")
     assert found["weights"] >= 5
