@@ -69,7 +69,7 @@ def connected() -> DistributedCommunicator:
         raise RuntimeFailure(f"torch.distributed does not start: {str(error).strip().splitlines()[0]}") from None
 
 
-# Starts a collective; what it returns waits for the result.
+# Starts a collective; returns its wait.
 _Start = Callable[[], Callable[[], Any]]
 
 

@@ -84,7 +84,7 @@ class Blocks:
         for value, (family, _) in self._index.items():
             if isinstance(value, Value):
                 members.setdefault(family, []).append(value)
-        # The inputs of which each block has its own.
+        # The inputs that differ by block.
         self.own = {v for some in members.values() if all(self._made.get(v) == -1 for v in some) for v in some}
         kept = {n: some for n, some in members.items() if not self.own.issuperset(some)}
         lives = {n: [(self._made[v], self._read.get(v, self._made[v])) for v in some] for n, some in kept.items()}

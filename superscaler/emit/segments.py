@@ -105,7 +105,7 @@ class _Writer:
         self.blocks = Blocks(list(map(self._row, self.ops)), self.inputs, results, self._ends())
         if self.blocks.repeats:
             self.taken |= {"inputs", "weights", LAYER, "range", "reversed"}
-        # The inputs from the first one on of which each block has its own are a list.
+        # The inputs from the first one on that differs by block are a list.
         self.listed = min((n for n, v in enumerate(self.inputs) if v in self.blocks.own), default=len(self.inputs))
         is_weight = all(
             self.tensors[tensor].kind in ("parameter", "buffer") for tensor in function.inputs[self.listed :]

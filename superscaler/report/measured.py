@@ -59,7 +59,7 @@ class _Rank:
     events: list[Event]
     start: float
     end: float
-    # When each instruction was called; when the wait for what it started was over.
+    # When each instruction was called; the end of the wait for its communication.
     called: dict[int, float] = field(default_factory=dict)
     over: dict[int, float] = field(default_factory=dict)
 

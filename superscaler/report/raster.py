@@ -13,7 +13,7 @@ from superscaler.specs.sizes import duration
 MOST_ROWS = 32
 # The number of columns of characters, and of pixels.
 WIDTH, PIXELS = 100, 1000
-# A character for each kind of work without a letter, and of waits, with what it stands for.
+# A character, with its meaning, for each kind of work without a letter, and of waits.
 _CHARACTERS: Mapping[int, tuple[str, str]] = {
     Kind.FORWARD: ("F", "forward"),
     Kind.AGAIN: ("R", "forward, recomputed"),

@@ -50,7 +50,7 @@ class Filler:
         self._own = lacking[step.rank]
         pairs = ((rank, entry) for rank, entries in enumerate(owners(step.plan)) for entry in entries)
         every = [(rank, entry, *located(step.plan, entry)) for rank, entry in pairs]
-        # In one order on all ranks: who has a piece, its weight there, and which piece it is of which tensor.
+        # In one order on all ranks: the owner of a piece, its weight there, its tensor and ranges.
         self._pieces = [piece for piece in every if piece[2] in needed]
 
     def fill(self) -> None:

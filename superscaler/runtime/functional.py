@@ -223,7 +223,7 @@ def attention_block(
     run = attention_blocks.dense if torch.is_grad_enabled() else attention_blocks.forward
     made = [run(block) for block in _chunks(q, k, v, mask, scale, blocks, chunks)]
     if len(made) == 1:
-        # In the layout of torch, for whom the transposed result is a view.
+        # In torch's own layout: there the transposed result is a view.
         return made[0]
     return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
 

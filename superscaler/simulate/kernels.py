@@ -122,7 +122,7 @@ class Works:
     def __init__(self, program: Program) -> None:
         self.program, self.segments = program, Segments(program)
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
-        # Equal kernels are one object, which is priced once: of backwards by what they add to sums, of buckets.
+        # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
         self._backwards: dict[tuple[object, ...], Kernels] = {}
         self._buckets: dict[int, tuple[object, Kernels]] = {}
 

@@ -234,7 +234,7 @@ class Liveness(Storages):
         result = Storage(found.result, COMMUNICATION, i.works[0]) if found.result else None
         self.reach(found.inside + found.shared + found.last + found.result)
         if not any(i.works):
-            # Only another device has a result: what it reads is held as a message is.
+            # Only another device has a result: the source is held as that of a message.
             self._sends(-1 - self.at, sources if found.sources else [result] if result else [])
             return
         if found.source and sources:

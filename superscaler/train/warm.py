@@ -82,7 +82,7 @@ def _listens(server: socket.socket, address: str) -> bool:
 
 def _serve(server: socket.socket) -> NoReturn:
     """Fork for each client, and send it the exit code of its fork, until this process is killed."""
-    # The launcher, or its terminal, gives signals to the ranks; what it ignores (nohup) they ignore, too.
+    # The launcher, or its terminal, sends signals to the ranks; they ignore those that it ignores (nohup).
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
     end_with_parent()
