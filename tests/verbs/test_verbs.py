@@ -11,7 +11,7 @@ from chains import chain
 from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
-from superscaler.ir.graph import Graph
+from superscaler.ir.graph import Graph, Parts
 from superscaler.ir.program import Backward, Forward
 from superscaler.verbs import (
     Action,
@@ -50,21 +50,11 @@ def communicating(graph: Graph, cluster: Cluster) -> None:
 
 
 REFUSED: dict[str, tuple[Any, int, type, str]] = {
-    "unassigned": (
-        lambda g, c: op_assign(g, g.ops[:2], 0),
-        1,
-        ScheduleError,
-        r"2 of 5 ops .*mul2 \(blocks.2\)",
-    ),
+    "unassigned": (lambda g, c: op_assign(g, g.ops[:2], 0), 1, ScheduleError, r"2 of 5 ops .*mul2 \(blocks.2\)"),
     "no device": (lambda g, c: op_assign(g, g.ops, 5), 2, PlanError, "device 5, but local:2 has devices 0 to 1"),
     "no microbatch": (late, 1, ScheduleError, r"no part of F.* of microbatch 2 exists"),
     "contradiction": (contradiction, 1, ScheduleError, "op_order"),
-    "communication": (
-        communicating,
-        2,
-        ScheduleError,
-        r"cycle.*Remove or reverse this .* before C\(update.w\), at ",
-    ),
+    "communication": (communicating, 2, ScheduleError, r"cycle.*Remove or reverse this .* before C\(update.w\), at "),
 }
 
 
@@ -74,30 +64,41 @@ def test_what_cannot_be_scheduled_is_named(plan: Any, devices: int, error: type[
         compile_graph(chain(), plan, Cluster.local(devices))
 
 
-def test_parts_and_devices_are_as_many() -> None:
-    graph = chain()
-    parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
-    with pytest.raises(InputError, match="has 2 parts, but 3 devices"):
-        op_assign(graph, parts, [0, 1, 2])
-    with pytest.raises(InputError, match=r"mul1 has 1 part, but 2 devices .* Replicate\(2\) it, or give a mesh, as "):
-        op_assign(graph, graph.op("mul1"), [0, 1])
-    with pytest.raises(TransformError, match="selects none of the parts of mul0"):
-        op_trans(graph, parts[2:], Replicate(2))
+def halves(graph: Graph) -> Parts:
+    return op_trans(graph, graph.op("mul0"), Split("batch", 2))
 
 
-@pytest.mark.parametrize("algorithm", [Split, Recompute])
-def test_a_class_in_the_place_of_an_algorithm_is_refused(algorithm: Any) -> None:
-    graph = chain()
-    with pytest.raises(InputError, match=rf"needs an algorithm, not its class; write {algorithm.__name__}\(\.\.\.\)"):
-        op_trans(graph, graph.op("mul0"), algorithm)
+HERE = r"at .*test_verbs.py:\d+"
+WRONG: list[tuple[Any, type, str]] = [
+    (lambda g: op_assign(g, halves(g), [0, 1, 2]), InputError, "has 2 parts, but 3 devices"),
+    (lambda g: op_assign(g, g.op("mul1"), [0, 1]), InputError,
+     r"mul1 has 1 part, but 2 devices .* Replicate\(2\) it, or give a mesh, as "),
+    (lambda g: op_trans(g, halves(g)[2:], Replicate(2)), TransformError, "selects none of the parts of mul0"),
+    *((lambda g, a=a: op_trans(g, g.op("mul0"), a), InputError,
+       rf"needs an algorithm, not its class; write {a.__name__}\(\.\.\.\)") for a in (Split, Recompute)),
+    (lambda g: op_trans(g, g.op("mul0"), Split("batch", 2, axis=3)), InputError,
+     "axis of Split is 3 of type int; give the name of an axis"),
+    (lambda g: g.rows(3), InputError, f"rows {HERE}: op is 3 of type int; give Op"),
+    (lambda g: place(g, "w", halves(g), [0, 1]), InputError, r"w is at rest in parts of update\.w, not of mul0"),
+    (lambda g: place(g, "w", Split("hidden", 2), [0, 1], ahead=-1), InputError,
+     "ahead=-1 is no number of segments; give 0, 1, 2"),
+    (lambda g: place(g, "w", Split("hidden", 4), [0, 1, 2, 3]), TransformError,
+     r"does not divide: update\.w \(ss\.SGD\) has 6"),
+    (lambda g: order(g, [[Action(0, "F", 0), Action(1, "F", 0)]], [g.forward_ops]), InputError,
+     f"order {HERE}: 1F0 names stage 1, but there are 1"),
+    (lambda g: g.select(kind="I"), InputError, f"select {HERE}: I selects ops whose backward is split"),
+    (lambda g: g.select(kind="Z"), InputError, f"select {HERE}: unknown kind of work 'Z'"),
+    (lambda g: g.select(module="block.0"), InputError,
+     f"select {HERE}: unknown module 'block.0'; did you mean 'blocks.0'"),
+    (lambda g: g.select(microbatch="first"), InputError, f"select {HERE}: microbatch is 'first' of type str; give int"),
+    (lambda g: g.select(ops=()), InputError, f"select {HERE}: it matches no op"),
+]  # fmt: skip
 
 
-def test_an_argument_of_another_type_is_refused() -> None:
-    graph = chain()
-    with pytest.raises(InputError, match=r"axis of Split is 3 of type int; give the name of an axis"):
-        op_trans(graph, graph.op("mul0"), Split("batch", 2, axis=3))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"rows at .*test_verbs.py:\d+: op is 3 of type int; give Op"):
-        graph.rows(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("ask", "error", "told"), WRONG)
+def test_a_wrong_call_names_what_is_wrong_and_the_line(ask: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        ask(chain())
 
 
 def test_microbatches_of_an_update_leave_its_parts() -> None:
@@ -181,17 +182,6 @@ def test_place_says_what_it_cannot_place(name: str, message: str) -> None:
         place(Graph(replace(model, tensors=tensors, segments=pieces)), name, Split("hidden", 2), [0, 1])
 
 
-def test_place_refuses_other_parts_and_a_wrong_number_of_segments() -> None:
-    graph = chain()
-    other = op_trans(graph, graph.op("mul0"), Split("hidden", 2))
-    with pytest.raises(InputError, match=r"w is at rest in parts of update\.w, not of mul0"):
-        place(graph, "w", other, [0, 1])
-    with pytest.raises(InputError, match=r"ahead=-1 is no number of segments; give 0, 1, 2"):
-        place(graph, "w", Split("hidden", 2), [0, 1], ahead=-1)
-    with pytest.raises(TransformError, match=r"does not divide: update\.w \(ss\.SGD\) has 6"):
-        place(chain(), "w", Split("hidden", 4), [0, 1, 2, 3])
-
-
 def test_rows_are_ordered_each_in_turn() -> None:
     def plan(graph: Graph, cluster: Cluster) -> None:
         op_assign(graph, op_trans(graph, graph.forward_ops, Microbatch(2)), 0)
@@ -211,27 +201,6 @@ def test_joined_groups_are_ordered_as_one() -> None:
     op_order(graph, a | b, c)
     assert [(o.before, o.after) for o in graph.orders] == [(a, c), (b, c)]
     assert all("test_verbs.py" in o.where for o in graph.orders)
-
-
-def test_a_work_of_a_stage_that_is_not_there_is_refused() -> None:
-    graph = chain()
-    with pytest.raises(InputError, match=r"order at .*test_verbs.py:\d+: 1F0 names stage 1, but there are 1"):
-        order(graph, [[Action(0, "F", 0), Action(1, "F", 0)]], [graph.forward_ops])
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"kind": "I"}, "I selects ops whose backward is split"),
-        ({"kind": "Z"}, "unknown kind of work 'Z'"),
-        ({"module": "block.0"}, "unknown module 'block.0'; did you mean 'blocks.0'"),
-        ({"microbatch": "first"}, "microbatch is 'first' of type str; give int"),
-        ({"ops": ()}, "it matches no op"),
-    ],
-)
-def test_a_wrong_selection_names_the_line(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=rf"select at .*test_verbs.py:\d+: {message}"):
-        chain().select(**asked)
 
 
 def test_a_block_tells_the_calls_of_its_module() -> None:
