@@ -2,11 +2,15 @@
 
     python benchmarks/step_time.py [--steps 12] [--only single,data_parallel] [--mbit 1000]
 
-GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32, AdamW;
-2 processes x 1 thread on gloo (`single`: 1 x 1). LAYERS and VOCABULARY in the environment are read. Peers:
+About a minute a plan with 8 steps on two quiet cores: `--steps 7 --only single,data_parallel,tensor_parallel,
+sequence_parallel,pipeline_1f1b,interleaved,zbv,zero3,zero1` takes some 9 minutes.
+
+GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32;
+2 processes x 1 thread on gloo (`single`: 1 x 1). LAYERS and VOCABULARY in the environment are read. Both sides run
+eagerly, with fused AdamW and F.gelu (GPT-2's own gelu is eight operators, which a plan would run as one). Peers:
 
 single             the plain module
-data_parallel      torch DDP; `hierarchical`: the same with 4 processes
+data_parallel      torch DDP, its gradients in buckets (gradient_as_bucket_view); `hierarchical`: with 4 processes
 tensor_parallel    DTensor `parallelize_module` (`sequence_parallel` too; both sides a llama of the same size, because
                    DTensor has no style for GPT-2's Conv1D)
 pipeline_1f1b      `torch.distributed.pipelining` with 8 microbatches and the same cut between the stages (`gpipe`,
@@ -77,6 +81,7 @@ def gpt2(tied: bool = True) -> nn.Module:
     config = GPT2Config(
         n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=SEQUENCE, vocab_size=VOCABULARY, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        activation_function="gelu_pytorch_tanh",
     )  # fmt: skip
     torch.manual_seed(0)
     return GPT2LMHeadModel(config).train()
@@ -96,7 +101,7 @@ def llama() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **dict.fromkeys(PLANS, gpt2), "tensor_parallel": llama, "sequence_parallel": llama,
-    **dict.fromkeys(PEERS, lambda: gpt2(tied=False)),
+    **dict.fromkeys(PEERS, functools.partial(gpt2, tied=False)),
 }  # fmt: skip
 # Per stage its first block, the one after its last, and whether it has the head.
 Cuts = list[tuple[int, int, bool]]
@@ -110,7 +115,11 @@ def batch_at(step: int) -> dict[str, Tensor]:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-4)
+    # A fused update takes tensors of one kind: a model that DTensor cut has both.
+    kinds: dict[type, list[Tensor]] = {}
+    for parameter in module.parameters():
+        kinds.setdefault(type(parameter.data), []).append(parameter)
+    return torch.optim.AdamW([{"params": some} for some in kinds.values()], lr=1e-4, fused=True)
 
 
 def local_step(
@@ -135,7 +144,7 @@ def peer_single(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
 def peer_data_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     from torch.nn.parallel import DistributedDataParallel
 
-    return local_step(DistributedDataParallel(gpt2()), own_share)
+    return local_step(DistributedDataParallel(gpt2(), gradient_as_bucket_view=True, broadcast_buffers=False), own_share)
 
 
 def own_share(x: Tensor) -> Tensor:
@@ -294,6 +303,15 @@ def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
     ours.close()
 
 
+@functools.cache
+def captured(make: Callable[[], nn.Module]) -> Any:
+    """Return the graph of a model: compiling leaves it as it is."""
+    import superscaler as ss
+
+    module = make()
+    return ss.capture(module, kwargs=batch_at(0), optimizer=optimizer_of(module))
+
+
 def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[list[Times]]:
     """Return the times of each step by rank; half of the ranks are on the server that `other` enters."""
     import superscaler as ss
@@ -301,8 +319,7 @@ def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[li
     from superscaler.plans import resolve
 
     world, spec = PLANS[name]
-    module = MODELS[name]()
-    graph = ss.capture(module, kwargs=batch_at(0), optimizer=optimizer_of(module))
+    graph = captured(MODELS[name])
     plan = ss.compile(graph, resolve(spec), two_servers.cluster(world // 2, mbit) if other else ss.Cluster.local(world))
     print(plan.summary(), file=sys.stderr)
     cuts = [] if name not in PEERS else EVEN if name == "balanced" else list(cuts_of(graph, 2 * PEERS[name][1]))
