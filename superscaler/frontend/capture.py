@@ -17,9 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
-from superscaler.frontend.agreement import agree
 from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.capture_cache import Inputs, inputs_of, key_of, load, save
+from superscaler.frontend.checks.agreement import agree
+from superscaler.frontend.checks.shorter import shorter
 from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.model_builder import build
@@ -29,7 +30,6 @@ from superscaler.frontend.rewrites.constants import fold
 from superscaler.frontend.rewrites.losses import separate
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
-from superscaler.frontend.shorter import shorter
 from superscaler.frontend.trace import Trace, base_of, read
 from superscaler.frontend.training import Optimizers, Training, read_optimizers
 from superscaler.ir.model import Model, Optimizer

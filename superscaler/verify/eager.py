@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError, brief
-from superscaler.frontend.agreement import WithoutDropout
 from superscaler.frontend.checkpoints import marked
+from superscaler.frontend.checks.agreement import WithoutDropout
 from superscaler.frontend.oracle import DRAWN, Draw, Reference, dense, gradients_of, is_same, packed, pieces, retyped
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import CaptureError
-from superscaler.frontend import agreement
 from superscaler.frontend import capture as capturing
-from superscaler.frontend.agreement import _NOISE, _difference, _graph_step, _seeded
+from superscaler.frontend.checks import agreement
+from superscaler.frontend.checks.agreement import _NOISE, _difference, _graph_step, _seeded
 from superscaler.models import build
 from tests.frontend.examples import Net, gpt2, tokens
 from tests.graphs import step_of

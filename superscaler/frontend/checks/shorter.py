@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from superscaler.frontend.agreement import MOST_ELEMENTS, WithoutDropout, untouched
+from superscaler.frontend.checks.agreement import MOST_ELEMENTS, WithoutDropout, untouched
 from superscaler.frontend.oracle import dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
 from superscaler.ops.inputs import bounds, fillings
