@@ -28,9 +28,9 @@ from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.executor import Rank
 from superscaler.simulate import profile
-from superscaler.simulate.callables import callables
 from superscaler.simulate.kernels import Segments, input_metas
 from superscaler.simulate.rates import name_of, seconds
+from superscaler.simulate.recording import callables
 from superscaler.simulate.works import Kernel, Meta
 
 GPT2 = "gpt2:layers=2,hidden={},heads={},seq={},batch={},vocab=2048,dropout=0"

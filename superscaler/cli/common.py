@@ -210,7 +210,7 @@ class ModelRequest:
         return captured(None), built
 
     def _optimizer(self, built: BuiltModel, parameters: Sequence[Any]) -> Any:
-        """Return torch's optimizer of a name over parameters, or what the function of a file gives for the module."""
+        """Return torch's optimizer of a name over parameters, or the result of a file's function for the module."""
         from superscaler.frontend.training import named_optimizer
         from superscaler.specs.user_file import from_file
 

@@ -37,7 +37,7 @@ class Links:
     starts: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
     def start(self, kind: str, size: float) -> float:
-        """Return the seconds in which a device starts a collective and computes nothing; 0 where it is not measured."""
+        """Return the seconds of a device to start a collective, without computation; 0 if not measured."""
         link = self.starts.get(kind)
         return link.alpha + size / link.bandwidth if link else 0.0
 

@@ -144,7 +144,7 @@ def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | 
 
 
 def _quartiles(c: DistributedCommunicator, repeats: int, *runs: Callable[[], Any]) -> list[float]:
-    """Return the seconds of functions that run in turns, without those of functions that these return."""
+    """Return the seconds of functions that run in turns, without the functions that they return."""
     times = [[_seconds(c, run) for run in runs] for _ in range(_WARM + repeats)]
     mine = torch.tensor([times[_WARM:]], dtype=torch.float64, device=c.device)
     slowest = c.all_gather(mine, tuple(range(c.world)), 0).wait().amax(0)

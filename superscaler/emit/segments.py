@@ -281,7 +281,7 @@ class _Writer:
 
 
 def _source(lines: Iterable[Line]) -> str:
-    """Return the source of lines, those whose results nobody reads in a context."""
+    """Return the source of lines; those without readers are in a context."""
     found, before = list[str](), ("", False)
     for line, is_unread in lines:
         indent = line[: len(line) - len(line.lstrip())]

@@ -141,7 +141,7 @@ def read_optimizers(
 
 
 def optimizers_of(optimizer: Optimizers | None) -> list[tuple[Any, torch.optim.Optimizer]]:
-    """Return each optimizer of a step, with the key of its loss where there are several losses."""
+    """Return each optimizer of a step, with the key of its loss if there are several losses."""
     given = optimizer if isinstance(optimizer, Mapping) else {None: optimizer}
     every = ((key, own if isinstance(own, Sequence) else [own]) for key, own in given.items())
     return [(key, one) for key, some in every for one in some if one is not None]

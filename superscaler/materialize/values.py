@@ -53,7 +53,7 @@ class Values:
         return self.writer.names[key]
 
     def _is_sum(self, number: int, p: int) -> bool:
-        """Return whether a piece is the sum of values that are in no other piece."""
+        """Return whether a piece is a sum whose values are in no other piece."""
         if (number, p) not in self._sums:
             places = self.transfers[number].pieces[p].places if number >= 0 else ()
             self._sums[number, p] = len(places) > 1 and all(len(self.pieces_of[place]) == 1 for place in places)

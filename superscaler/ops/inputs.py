@@ -1,4 +1,4 @@
-"""Facts about the inputs of a model: bounds of values, labels that losses ignore, what fills a smaller batch."""
+"""Facts about the inputs of a model: bounds of values, labels that losses ignore, fillings of a smaller batch."""
 
 from collections.abc import Container, Iterator, Mapping
 

@@ -27,7 +27,7 @@ def row_of(target: str) -> Row:
 
 
 def reads_inputs(op: Op) -> bool:
-    """Return whether the backward of an op needs at most its inputs, and nothing that it makes of these."""
+    """Return whether the backward of an op needs at most its inputs, and none of its results."""
     return bool(op.linear) and len(op.inputs) < 3
 
 

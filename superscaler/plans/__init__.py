@@ -46,8 +46,8 @@ def resolve(spec: str) -> SProgram:
 
 
 def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:
-    """Raise InputError for options of a plan that no model of these sizes has on a cluster, as far as the file of the
-    plan has a function `check` that finds them without a model.
+    """Raise InputError for options of a plan that no model of these sizes has on a cluster. Only plans with a function
+    `check` in their file are checked; it needs no model.
     """
     plan = resolve(spec)
     file = sys.modules[getattr(plan, "func", plan).__module__]

@@ -1,4 +1,4 @@
-"""The step of a saved plan in characters, with the seconds of counts: without torch, so that it is drawn at once."""
+"""The step of a saved plan in characters, with the seconds of counts. It needs no torch, so it is drawn immediately."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from superscaler.store.program import program_of
 
 
 def outline(directory: Path) -> str:
-    """Return the devices of a saved plan by time, in lines of characters; the last line says what the seconds are."""
+    """Return the devices of a saved plan by time, in lines of characters; the last line explains the seconds."""
     saved = read_plan(directory)
     program, cluster = program_of(saved), with_speeds(Cluster.parse(saved.head["cluster"]))[0]
     speeds = cluster.device_kind.speeds if cluster.device_kind else None

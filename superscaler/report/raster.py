@@ -70,7 +70,7 @@ def _name(lane: Lane) -> str:
 
 
 def _waits(lane: Lane) -> float:
-    """Return the seconds in which the devices of a lane do nothing."""
+    """Return the idle seconds of the devices of a lane."""
     return float((lane.end - lane.start)[lane.kind >= Wait.BUBBLE].sum())
 
 

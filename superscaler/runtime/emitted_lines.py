@@ -53,7 +53,7 @@ def _numbered(function: ast.FunctionDef) -> Iterator[tuple[int, Place]]:
 
 
 def _plain(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, and instead of a context those in it."""
+    """Yield statements; a context is replaced by its body."""
     for node in body:
         yield from node.body if isinstance(node, ast.With) else [node]
 

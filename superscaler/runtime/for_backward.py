@@ -1,4 +1,4 @@
-"""Operators whose results nobody reads: they record what their backward needs, and their kernels do not run."""
+"""Operators without readers of their results: they record the data of their backward, and their kernels do not run."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +15,14 @@ _POINTWISE = frozenset({_ATEN.add, _ATEN.sub, _ATEN.mul, _ATEN.div, _ATEN.neg})
 
 
 def for_backward() -> AbstractContextManager[Any]:
-    """Return a context whose results, if a backward is recorded, nobody reads: products and sums give zeros there,
+    """Return a context for results without readers. If a backward is recorded, products and sums give zeros there,
     without memory. Otherwise it changes nothing.
     """
     return _Unread() if torch.is_grad_enabled() else nullcontext()
 
 
 class _Unread(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd, which records each operator as ever."""
+    """A mode below autograd, which records each operator as usual."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -110,7 +110,7 @@ def optimizer_of(
 
 
 def together(name: str, groups: Sequence[Mapping[str, Any]], is_mixed: bool = False) -> torch.optim.Optimizer:
-    """Return torch's own optimizer over parameter groups: the one of this name, or those that the groups name."""
+    """Return torch's own optimizer over parameter groups: the one of this name, or those named by the groups."""
     kinds = groupby((kind_of(group, name) for group in groups), key=lambda pair: pair[0])
     made = [_made(kind, [options for _, options in some], is_mixed) for kind, some in kinds]
     return made[0] if len(made) == 1 else Together(made)
@@ -133,7 +133,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let groups and states be those of the members."""
+        """Share groups and states with the members."""
         self.param_groups = [group for one in self.members for group in one.param_groups]
         self.state = defaultdict(dict, {weight: state for one in self.members for weight, state in one.state.items()})
         for one in self.members:

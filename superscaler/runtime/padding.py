@@ -1,4 +1,4 @@
-"""Batches that are smaller than those of a plan, filled so that they train as they are."""
+"""Batches smaller than those of a plan, filled so that the training is the same."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Padding:
-    """What a batch is filled with. `rows`: the label to ignore of each input of labels, if rows may be missing.
-    `sequences`: for each input with a sequence that may be shorter, its dim, and the value that fills it (None: its
-    last).
+    """The filling of a batch. `rows`: the label to ignore of each input of labels, if rows may be missing. `sequences`:
+    for each input with a sequence that may be shorter, its dim, and the value that fills it (None: its last).
     """
 
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -35,7 +34,7 @@ class Padding:
         return {name: torch.cat([x, more[name]]) if name in more else x for name, x in longer.items()}
 
     def lengthened(self, batch: Batch, inputs: Mapping[str, Any]) -> Batch:
-        """Return a batch with sequences of the plan's length, if all that it has are shorter by as much."""
+        """Return a batch with sequences of the plan's length, if all its sequences are shorter by as much."""
         own = {name: pair for name, pair in self.sequences.items() if name in batch}
         if any(batch[name].dim() != len(inputs[name][0]) for name in own):
             return batch
@@ -47,7 +46,7 @@ class Padding:
 
 
 def _end(x: Tensor, dim: int, value: int | None, count: int) -> Tensor:
-    """Return so many slices of a dim: of a value, or like the last one."""
+    """Return so many slices of a dim, filled with a value, or copies of the last slice."""
     last = x.narrow(dim, x.shape[dim] - 1, 1)
     last = last if value is None else torch.full_like(last, value)
     return last.expand(*(count if d == dim else size for d, size in enumerate(x.shape)))

@@ -84,7 +84,7 @@ class Counts:
 
 
 def unit(speeds: Speeds) -> str:
-    """Return in one line what the seconds of `Counts` are."""
+    """Return one line that explains the seconds of `Counts`."""
     rates: Sequence[Pair] = sorted(speeds.products.values(), key=_mean)
     return (
         f"seconds are counts: products at {_mean(rates[-1]) / 1e12:.3g} Tflop/s, bytes of other operators at "

@@ -13,8 +13,7 @@ from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Program, Task, Value
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
-from superscaler.simulate.callables import callables
-from superscaler.simulate.recording import Recorder
+from superscaler.simulate.recording import Recorder, callables
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
 
 __all__ = ["Kernel", "Kernels", "Meta", "Segment", "Segments", "Work", "Works"]

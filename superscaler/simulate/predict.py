@@ -15,14 +15,13 @@ from superscaler.ir.codes import Cohort
 from superscaler.ir.interpret import describe
 from superscaler.ir.model import Model, Op, once, without_twins
 from superscaler.ir.program import Program
-from superscaler.simulate.callables import alone, callables
 from superscaler.simulate.clock import clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.ports import Floats
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
 from superscaler.simulate.rates import is_attention, operations_of, products_of, segment_seconds
-from superscaler.simulate.recording import Recorder
+from superscaler.simulate.recording import Recorder, alone, callables
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.simulate.works import Call
 

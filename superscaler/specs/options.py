@@ -145,7 +145,7 @@ def check_divides(model: str, whole: str, part: str, options: Options) -> None:
 
 
 def check_shared(sizes: Mapping[str, int], whole: str, **counts: int) -> None:
-    """Raise InputError unless the product of some counts divides a size; a size that is not known is not checked.
+    """Raise InputError unless the product of some counts divides a size; an unknown size is not checked.
 
     >>> check_shared({"batch": 12}, "batch", dp=4, microbatches=3)
     """

@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number of four digits in words.
+    """Return a number with four digits, as text.
 
     >>> number(3.3219), number(34_512.3), number(0.01234)
     ('3.322', '34,510', '0.01234')

@@ -15,7 +15,9 @@ from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE, REWRITE
 
 
 def program_of(plan: Whole, damage: InputError | None = None) -> Program:
-    """Return the program of a plan directory. An error in it is `damage`, where the hashes show that."""
+    """Return the program of a plan directory. With `damage`, found by hashes, any error in it is one of a damaged
+    file.
+    """
     with naming(plan.path / MODEL_FILE, damage):
         model = parse_model(plan.text(MODEL_FILE))
     with naming(plan.path / PROGRAM_FILE, damage):
@@ -24,7 +26,7 @@ def program_of(plan: Whole, damage: InputError | None = None) -> Program:
 
 @contextmanager
 def naming(what: object, damage: InputError | None) -> Iterator[None]:
-    """Name the file in a PlanError. Any other error shows damage too, where hashes already show it."""
+    """Name the file in a PlanError. With `damage`, any other error is one of a damaged file."""
     with reading(what, REWRITE, (Exception,) if damage is not None else ()):
         try:
             yield

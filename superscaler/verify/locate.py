@@ -23,7 +23,7 @@ from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
-from superscaler.simulate.callables import callables
+from superscaler.simulate.recording import callables
 
 TOLERANCE = 1e-9
 # Some true gradients are zero (bias of a key projection): errors are relative to at least FLOOR x the largest gradient.

@@ -23,7 +23,7 @@ from superscaler.ir.program import Function, Program
 from superscaler.ops.inputs import bounds, ignored
 from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
-from superscaler.simulate.callables import alone, callables
+from superscaler.simulate.recording import alone, callables
 
 # Places along a fold axis (one more than are compiled, so that one is extrapolated), and microbatches.
 PLACES, MICROBATCHES = 3, 4

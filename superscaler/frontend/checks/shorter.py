@@ -1,4 +1,4 @@
-"""Sequences shorter than those of the capture: whether the module trains by a filled batch as by the short one.
+"""Sequences shorter than those of the capture: whether the module trains alike by a filled batch and by the short one.
 
 Labels are filled with the one that losses ignore, masks with 0, other inputs with anything. Torch runs the module on a
 few short rows and on filled ones, in float64 if it can.
@@ -51,7 +51,7 @@ def shorter(captured: Captured) -> dict[str, int]:
 
 
 def sequences(model: Model) -> dict[str, int]:
-    """Return the dim of each input that is one of a sequence: its size is that of dim 1 of the inputs of integers."""
+    """Return the dim of each input that is a sequence: its size is that of dim 1 of the integer inputs."""
     shapes = {name: model.tensors[name].shape for name in model.inputs}
     sizes = {s[1] for name, s in shapes.items() if len(s) > 1 and "float" not in model.tensors[name].dtype}
     if len(sizes) != 1 or min(sizes) <= _FILLED:
@@ -61,7 +61,7 @@ def sequences(model: Model) -> dict[str, int]:
 
 
 def _batches(captured: Captured, dims: Mapping[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a drawn batch whose sequences are filled at the end, and the batch without that end."""
+    """Return a drawn batch with sequences filled at the end, and the batch without that end."""
     full, cut, limits, fills = {}, {}, bounds(captured.model), fillings(captured.model)
     rows = {x.shape[0] for x in captured.batch.values() if x.dim()}
     generator = torch.Generator().manual_seed(0)
