@@ -167,7 +167,7 @@ class _Builder:
 
     def _forward(self, segment: Segment, node: Node) -> None:
         rank, key = node.device, node.key
-        at = segment.keys.index(key)
+        at = segment.at[key]
         inputs = tuple(self._input(segment, alias, number, at) for number, alias in enumerate(segment.aliases))
         outputs = tuple(
             self.code.fresh(rank, self.code.like(o.tensor)._replace(microbatch=key[1], part=key[2]))
@@ -224,7 +224,7 @@ class _Builder:
         weights = tuple(name for name in regathered if name is not None)
         run = Backward(task(segment.number, key), gradients, outputs, half, weights, sums)
         self.code.write(node.device, run)
-        at = segment.keys.index(key) if self.schedule.edges.graph.pieces else None
+        at = segment.at[key] if self.schedule.edges.graph.pieces else None
         for number, output in made.items():
             if output is not None:
                 box = None if at is None else _box(segment.aliases[number], at)
@@ -232,7 +232,7 @@ class _Builder:
 
     def _gradients(self, segment: Segment, key: Key) -> tuple[Value | None, ...]:
         """Return the gradients of a segment's outputs."""
-        at = segment.keys.index(key)
+        at = segment.at[key]
         gradients: list[Value | None] = []
         for number, output in enumerate(segment.outputs):
             if not output.has_gradient:
@@ -250,7 +250,7 @@ class _Builder:
         if not alias.is_weight:
             return None
         like = self.code.like(self.model.origin(alias.tensor), is_gradient=True)
-        box = alias.box(segment.keys.index(key))
+        box = alias.box(segment.at[key])
         return self.values.total(Place(BACKWARD, segment.number, key, number), like, box)
 
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:

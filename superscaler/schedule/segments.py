@@ -79,6 +79,11 @@ class Segment:
     row_of: dict[str, Ints] = field(default_factory=dict)
     regathered: tuple[int, ...] = ()
 
+    @cached_property
+    def at(self) -> Mapping[Key, int]:
+        """Return the position of each key."""
+        return {key: at for at, key in enumerate(self.keys)}
+
     @property
     def has_mirror(self) -> bool:
         return any(op.has_mirror for op in self.ops)

@@ -52,9 +52,9 @@ class SteadyState:
 def find_steady(graph: Graph) -> SteadyState | None:
     """Return the steady state of a plan; None if it needs all microbatches, or if its rows do not repeat."""
     (total, inner), found_names = _count(graph), _named(graph.orders)
-    rows = None if found_names is None else _rows(found_names[0])
-    if found_names is None or rows is None:
+    if found_names is None:
         return None
+    rows = _rows(found_names[0]) or _listed(found_names[0])
     # Of long rounds (interleaved ones) two may be all that repeat; warm-up and cool-down have two more.
     for seen, period in product((SEEN, SEEN - 1), range(inner, min(LONGEST, total // SEEN) + 1, inner)):
         spans = list(takewhile(bool, (_spans(row, period, seen) for row in rows)))
@@ -144,6 +144,18 @@ def _rows(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]] | None:
             row.append(after[row[-1]])
         rows.append(row)
     return rows if sum(map(len, rows)) == len(first) else None
+
+
+def _listed(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]]:
+    """Return chains of ordered works, as they are listed one after the other: a work of several devices is in several
+    of them.
+    """
+    rows: list[list[Name]] = []
+    for one, other in orders:
+        if not rows or rows[-1][-1] != one:
+            rows.append([one])
+        rows[-1].append(other)
+    return rows
 
 
 def _count(graph: Graph) -> tuple[int, int]:

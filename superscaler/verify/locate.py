@@ -142,7 +142,7 @@ class _Search:
                 yield from (self._forward if is_forward else self._backward)(node, segment, event)
 
     def _forward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
-        at = segment.keys.index(node.key)
+        at = segment.at[node.key]
         for alias, given in zip(segment.aliases, event.given, strict=True):
             box = alias.box(at)
             # A partial input has only some addends here; only the sum of all parts can be compared.
@@ -189,7 +189,7 @@ class _Search:
         shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))
         (run,) = callables(Program(self.model, (shown,), ()))
         made = run(*(x for x in event.given if x is not None))
-        at = segment.keys.index(node.key)
+        at = segment.at[node.key]
         for (op, j), tensor in zip(every, made, strict=True):
             row = int(segment.row_of[op.name][at]) if op.name in segment.row_of else -1
             wrong = self._output(op, j, row, tensor) if row >= 0 else f"{_op_text(op)} runs where it does not belong"
@@ -198,7 +198,7 @@ class _Search:
         return ""
 
     def _backward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
-        at = segment.keys.index(node.key)
+        at = segment.at[node.key]
         saved = [output for output in segment.outputs if output.has_gradient]
         # An output that the segment itself reads gets only a part of its gradient from outside.
         skipped = {operand.tensor for op in segment.ops for operand in op.inputs}

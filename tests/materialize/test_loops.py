@@ -99,6 +99,11 @@ def test_code_with_loops_over_slices_or_parts_does_what_the_code_of_all_does(gpt
     check_told(gpt, plan, 2)
 
 
+def test_code_with_loops_over_work_of_several_devices_does_what_the_code_of_all_does() -> None:
+    graph = graph_of("gpt2:layers=2,hidden=4,heads=2,seq=4,vocab=8,batch=16,dropout=0", "SGD")
+    check_told(graph, "interlaced:microbatches=16", 2)
+
+
 def test_each_of_several_iterations_goes_in_loops(mlp: Graph) -> None:
     twice = unrolled("pipeline_1f1b:microbatches=32")
     check_told(mlp, twice, 2)
