@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import superscaler as ss
+from superscaler import models, plans
 from tests.commands import run
 from tests.graphs import graph_of
 
@@ -116,3 +117,8 @@ def test_links_lead_to_pages_and_their_titles(page: str) -> None:
         path = folder / file if file else folder / page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path.name), target
+
+
+def test_every_plan_and_model_of_the_library_is_in_its_page() -> None:
+    for page, known in (("choose.md", plans.names()), ("models.md", models.names())):
+        assert [name for name in known if f"`{name}" not in PAGES[page]] == []
