@@ -120,10 +120,8 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
             "unknown key 'net'; did you mean 'network'? Known: curves, device, host, intra, network, nics, pair, "
             "starts.",
         ),
-        (
-            "links: {intra: {bandwith: 1}}}",
-            "'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in intra.",
-        ),
+        ("links: {intra: {bandwith: 1}}}",
+         "'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in intra."),
         ("links: {intra: {bandwidth: 0}}}", "links.intra.bandwidth is 0, but input should be greater than 0."),
         ("links: {intra: {bandwidth: .inf}}}", "links.intra.bandwidth is inf, but input should be a finite number."),
         ("links: {network: {alpha: -1e-6}}}", "links.network.alpha is '-1e-6', but input should be greater than or"),
@@ -137,35 +135,23 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
         ("device: {flops: {float32: x}}}", "device.flops.float32 is 'x', but input should be a valid number."),
         ("device: {flops: {1: 2}}}", "device.flops.1"),
         ("device: {speeds: {memory: [1, x]}}}", "device.speeds.memory.1 is 'x', but input should be a valid number."),
-        (
-            "device: {speeds: {memory: [1, 2, 3]}}}",
-            "device.speeds.memory is (1, 2, 3), but tuple should have at most 2",
-        ),
+        ("device: {speeds: {memory: [1, 2, 3]}}}",
+         "device.speeds.memory is (1, 2, 3), but tuple should have at most 2"),
         ("device: {speeds: {unit: 3}}}", "unknown key 'unit'; did you mean 'units'?"),
-        (
-            "device: {speeds: {units: -3}}}",
-            "device.speeds.units is -3, but input should be greater than or equal to 0.",
-        ),
-        (
-            "device: {speeds: {operators: {gelu: {alpha: 1}}}}}",
-            "the key 'device.speeds.operators.gelu.bandwidth' is mi",
-        ),
-        (
-            "device: {speeds: {operators: {gelu: {alpha: 1, bandwith: 1}}}}}",
-            "unknown key 'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in gelu.",
-        ),
-        (
-            "device: {speeds: {attention: {forward: {rates: {}}}}}}",
-            "device.speeds.attention.forward.rates is {}, but di",
-        ),
-        (
-            "preset: local, device: {memory: 1, flops: {}, speeds: {memory: 1}}}",
-            "nothing is known about local devices; add device.speeds.products too.",
-        ),
+        ("device: {speeds: {units: -3}}}",
+         "device.speeds.units is -3, but input should be greater than or equal to 0."),
+        ("device: {speeds: {operators: {gelu: {alpha: 1}}}}}",
+         "the key 'device.speeds.operators.gelu.bandwidth' is mi"),
+        ("device: {speeds: {operators: {gelu: {alpha: 1, bandwith: 1}}}}}",
+         "unknown key 'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in gelu."),
+        ("device: {speeds: {attention: {forward: {rates: {}}}}}}",
+         "device.speeds.attention.forward.rates is {}, but di"),
+        ("preset: local, device: {memory: 1, flops: {}, speeds: {memory: 1}}}",
+         "nothing is known about local devices; add device.speeds.products too."),
         ("1: 2}", "unknown key '1'"),
         ("preset: local, device: {memory: 1e9}}", "nothing is known about local devices; add device.flops too"),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(more: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         Cluster.parse((LAB.replace("preset: v100, ", "") if more.startswith("preset") else LAB) + more)

@@ -224,16 +224,12 @@ def _experts(d: Draw) -> Call:
 
 def _networks() -> list[Row]:
     return [
-        (
-            "embedding",
-            lambda d: call(d.floats(v := d.size(), d.size()), d.ids(v, *d.sizes(1, 3)), d.one_of(-1, v - 1, 0)),
-        ),
+        ("embedding",
+         lambda d: call(d.floats(v := d.size(), d.size()), d.ids(v, *d.sizes(1, 3)), d.one_of(-1, v - 1, 0))),
         ("layer_norm", lambda d: call(x := d.x(2), s := x.shape[d.one_of(-1, -2) :], d.floats(*s), d.floats(*s))),
         ("rms_norm", lambda d: call(x := d.x(2), s := x.shape[d.one_of(-1, -2) :], d.floats(*s))),
-        (
-            "group_norm",
-            lambda d: call(d.floats(d.size(), 6, *d.sizes(0, 2)), d.one_of(1, 2, 3), d.floats(6), d.floats(6)),
-        ),
+        ("group_norm",
+         lambda d: call(d.floats(d.size(), 6, *d.sizes(0, 2)), d.one_of(1, 2, 3), d.floats(6), d.floats(6))),
         ("_weight_norm", lambda d: call(x := d.x(2), d.unit(*_others_one(x, k := d.one_of(0, x.dim() - 1))), k)),
         ("lstm.input", lambda d: _recurrent(d, 4, 2)),
         ("gru.input", lambda d: _recurrent(d, 3)),
@@ -241,10 +237,8 @@ def _networks() -> list[Row]:
         ("lstm_cell", lambda d: _cell(d, 4, 2)),
         ("gru_cell", lambda d: _cell(d, 3)),
         ("rnn_tanh_cell rnn_relu_cell", lambda d: _cell(d, 1)),
-        (
-            "instance_norm",
-            lambda d: call(x := d.x(3, 4), *(d.floats(x.shape[1]) for _ in "wb"), None, None, True, 0.1, 1e-5, False),
-        ),
+        ("instance_norm",
+         lambda d: call(x := d.x(3, 4), *(d.floats(x.shape[1]) for _ in "wb"), None, None, True, 0.1, 1e-5, False)),
         ("batch_norm", _batch_norm),
         ("aten.batch_norm.default _native_batch_norm_legit_no_training", _given_norm),
         ("softmax.int log_softmax.int", lambda d: call(x := d.x(), d.dim(x.dim()))),
@@ -260,20 +254,13 @@ def _networks() -> list[Row]:
         ("ss.cross_entropy cross_entropy_loss", lambda d: _labelled(d, 1)),
         ("ss.nll_loss nll_loss_nd", lambda d: _labelled(d, 1)),
         ("cross_entropy_loss nll_loss_nd", lambda d: _labelled(d, d.one_of(0, 2))),
-        (
-            "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
-            lambda d: call(x := d.x(), d.floats(*x.shape), reduction=d.one_of(0, 1, 2)),
-        ),
-        (
-            "soft_margin_loss",
-            lambda d: call(x := d.x(), d.ids(2, *x.shape) * 2 - 1, reduction=d.one_of(0, 1, 2)),
-        ),
-        (
-            "binary_cross_entropy",
-            lambda d: call(x := d.unit(*d.sizes(1, 3)), d.unit(*x.shape), reduction=d.one_of(0, 1, 2)),
-        ),
+        ("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
+         lambda d: call(x := d.x(), d.floats(*x.shape), reduction=d.one_of(0, 1, 2))),
+        ("soft_margin_loss", lambda d: call(x := d.x(), d.ids(2, *x.shape) * 2 - 1, reduction=d.one_of(0, 1, 2))),
+        ("binary_cross_entropy",
+         lambda d: call(x := d.unit(*d.sizes(1, 3)), d.unit(*x.shape), reduction=d.one_of(0, 1, 2))),
         ("cosine_similarity", lambda d: call(x := d.x(2), d.floats(*x.shape), d.one_of(0, 1))),
-    ]
+    ]  # fmt: skip
 
 
 def _others_one(x: Tensor, dim: int) -> list[int]:
@@ -452,20 +439,14 @@ def _reductions() -> list[Row]:
             lambda d: call(x := d.x(2), d.some_dims(x.dim()), keepdim=d.one_of(True, False)),
         ),
         ("count_nonzero.dim_IntList", lambda d: call(d.bools(*d.sizes(2, 3)), d.one_of([0], [-1], [0, 1]))),
-        (
-            "max.dim min.dim prod.dim_int argmax argmin median.dim",
-            lambda d: call(x := d.x(2), d.dim(x.dim()), d.one_of(True, False)),
-        ),
+        ("max.dim min.dim prod.dim_int argmax argmin median.dim",
+         lambda d: call(x := d.x(2), d.dim(x.dim()), d.one_of(True, False))),
         ("any.dim all.dim", lambda d: call(x := d.bools(*d.sizes(2, 3)), d.dim(x.dim()), d.one_of(True, False))),
-        (
-            "any.dims all.dims",
-            lambda d: call(x := d.bools(*d.sizes(2, 3)), d.some_dims(x.dim()), d.one_of(True, False)),
-        ),
-        (
-            "linalg_vector_norm norm.ScalarOpt_dim",
-            lambda d: call(x := d.x(2), 2.0, d.some_dims(x.dim()), d.one_of(True, False)),
-        ),
-    ]
+        ("any.dims all.dims",
+         lambda d: call(x := d.bools(*d.sizes(2, 3)), d.some_dims(x.dim()), d.one_of(True, False))),
+        ("linalg_vector_norm norm.ScalarOpt_dim",
+         lambda d: call(x := d.x(2), 2.0, d.some_dims(x.dim()), d.one_of(True, False))),
+    ]  # fmt: skip
 
 
 def _space() -> list[Row]:
