@@ -80,6 +80,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     "unknown plan 'singel'; did you mean 'single'? Known: hybrid, single."
     """
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'?" if near else "."
+    lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    hint = f"; did you mean '{lower[near[0]]}'?" if near else "."
     return f"unknown {kind} '{name}'{hint} Known: {some(names, 20) or 'none'}."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,8 +90,13 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection
     return made
 
 
-def option(name: str, text: str, metavar: str | None = None) -> Any:
-    return typer.Option(name, metavar=metavar, help=text)
+def option(name: str, text: str, metavar: str | None = None, known: Callable[[], Iterable[str]] = tuple) -> Any:
+    """Return an option. The shell completes the names that are `known`."""
+
+    def completed(incomplete: str) -> list[str]:
+        return [name for name in known() if name.startswith(incomplete)]
+
+    return typer.Option(name, metavar=metavar, help=text, autocompletion=completed)
 
 
 def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:
@@ -128,6 +133,7 @@ class ModelRequest:
             "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adagrad, adamax, asgd, nadam, radam, "
             "rmsprop, rprop, muon (weights are matrices); none: inference, nothing is trained; FILE.py:FUNCTION that "
             "takes the module and --lr, and returns one, or several that share the parameters out.",
+            known=lambda: (*OPTIMIZERS, _NONE),
         ),
     ] = None
     lr: Annotated[float, option("--lr", "Learning rate of the optimizer.")] = 1e-3
@@ -231,6 +237,12 @@ class ModelRequest:
         )  # fmt: skip
 
 
+def _plans() -> list[str]:
+    from superscaler.plans import names
+
+    return names()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(ModelRequest):
     """A plan to compile, as text."""
@@ -241,6 +253,7 @@ class PlanRequest(ModelRequest):
             "--plan",
             "NAME[:key=value,...] of the library, FILE.py:FUNCTION[:key=value,...], or 'NAME:2 x NAME'",
             "PLAN",
+            _plans,
         ),
     ]
     cluster: Annotated[str, option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
@@ -324,6 +337,18 @@ def _read_options(context: typer.Context, file: str | None) -> str | None:
     return file
 
 
+# Groups of options in the help of a command that has many.
+_PANELS = {
+    "Data and evaluation": "data evaluation eval_every",
+    "Checkpoints": "save save_every keep on_failed_save resume weights",
+    "Learning rate and gradients": "clip ema schedule warmup check_finite",
+}
+
+
+def _panel(name: str) -> str | None:
+    return next((panel for panel, names in _PANELS.items() if name in names.split()), None)
+
+
 def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     """Make a command of `function(printer, [request,] options of its own)`. The fields of the request are options too,
     and so is --json. If the function returns False, the exit code is 1.
@@ -353,16 +378,18 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
         if is_good is False:
             raise typer.Exit(1)
 
-    for p in asked:
+    for p in (*own, *asked, *last):
         for given in getattr(p.annotation, "__metadata__", ()):
             if isinstance(given, typer.models.OptionInfo):
-                given.rich_help_panel = "Model and plan"
-    for p in last:
-        p.annotation.__metadata__[0].rich_help_panel = "Output"
+                given.rich_help_panel = "Model and plan" if p in asked else "Output" if p in last else _panel(p.name)
+                # A flag has no value.
+                given.metavar = " " if p.annotation.__origin__ is bool else given.metavar
     # Typer reads this signature and lists its options in order: required ones, then those of the command.
     ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
-    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    # Typer shows the lines of a paragraph as they are.
+    paragraphs = (getdoc(function) or "").split("\n\n")
+    run.__name__, run.__doc__ = function.__name__, "\n\n".join(" ".join(text.split()) for text in paragraphs)
     run.__signature__ = Signature([first, *options, *last])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in (first, *options, *last)}
     return run

@@ -1,8 +1,9 @@
 """`superscaler compile`: a model, a plan and a cluster -> a plan directory."""
 
 import os
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -64,6 +65,6 @@ def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:
 
 def _totals(seconds: dict[str, float], counts: dict[str, int]) -> str:
     """Return the counts and the seconds per phase, in two lines."""
-    numbers: dict[str, Any] = {name.replace("_", " "): f"{count:,}" for name, count in counts.items()}
-    first = ", ".join(f"{value} {name}" for name, value in numbers.items())
+    words = {name: re.sub(r"s\b", "" if counts[name] == 1 else "s", name.replace("_", " "), count=1) for name in counts}
+    first = ", ".join(f"{count:,} {words[name]}" for name, count in counts.items())
     return first + "\nseconds: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())

@@ -16,7 +16,7 @@ import typer
 
 import superscaler
 from superscaler.cli.common import Printer, command
-from superscaler.errors import InputError
+from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import writing
 from superscaler.timing import phase
 
@@ -24,25 +24,34 @@ _EXAMPLES = Path(superscaler.__file__).with_name("examples")
 
 
 @command
-def plans(printer: Printer) -> None:
+def plans(
+    printer: Printer, name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One plan, in full.")] = None
+) -> None:
     """List the plans of the library, with their keys: --plan NAME:key=value,..."""
     from superscaler.plans import names
 
-    found = {name: _plan(name) for name in names()}
+    if name is not None and name not in names():
+        raise InputError(unknown("plan", name, names()))
+    if name is not None:
+        keys, text = _plan(name)
+        printer.show(f"{name}{_words(' Keys: ', [f'{key}={value}' for key, value in keys.items()])}\n\n{text}")
+        printer.result = {name: {"keys": list(keys), "about": text}}
+        return
+    found = {name: (list(keys), first_sentence(text)) for name in names() for keys, text in [_plan(name)]}
     width = max(map(len, found))
     printer.show(*(f"{name:{width}}  {text}{_words(' Keys: ', keys)}" for name, (keys, text) in found.items()))
     printer.result = {name: {"keys": keys, "about": text} for name, (keys, text) in found.items()}
 
 
-def _plan(name: str) -> tuple[list[str], str]:
-    """Return the keys of a plan, and the first sentence about it."""
+def _plan(name: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of a plan with their defaults, and what its file says about it."""
     from superscaler.plans.lib.schedules import RULES
 
     home = importlib.import_module(f"superscaler.plans.{'pipeline' if name in RULES else name}")
     function = getattr(home, home.__name__.rpartition(".")[2])
-    _, _, *keys = inspect.signature(function).parameters
-    about = inspect.getdoc(RULES[name]) if name in RULES else home.__doc__
-    return [key for key in keys if name not in RULES or key != "schedule"], first_sentence(about or "")
+    _, _, *keys = inspect.signature(function).parameters.values()
+    about = f"{inspect.getdoc(RULES[name])}\n\n{home.__doc__}" if name in RULES else home.__doc__
+    return {key.name: key.default for key in keys if name not in RULES or key.name != "schedule"}, (about or "").strip()
 
 
 def _words(title: str, names: Sequence[str]) -> str:

@@ -83,7 +83,7 @@ def test_the_options_of_every_command() -> None:
         "explain": ["--svg", "--timeline", "plan"],
         "report": ["--out", "--run", "--trace", "plans"],
         "diff": ["plan_a", "plan_b"],
-        "plans": [],
+        "plans": ["name"],
         "models": [],
         "doctor": ["--cluster", "--measure", "--out"],
         "examples": ["directory"],
@@ -125,7 +125,11 @@ def test_what_there_is_has_a_line_each(capsys: pytest.CaptureFixture[str]) -> No
         assert all(len(about["keys"]) + len(about.get("about", "")) > 1 for about in found.values())
     assert run("train", "-h") == 0
     groups = [line.strip("╭─╮ ") for line in capsys.readouterr().out.splitlines() if line.startswith("╭")]
-    assert groups == ["Arguments", "Options", "Model and plan", "Output"], groups
+    own = ["Learning rate and gradients", "Data and evaluation", "Checkpoints"]
+    assert groups == ["Arguments", "Options", "Model and plan", *own, "Output"], groups
+    assert run("plans", "zero") == 0
+    assert "stage=1" in (out := capsys.readouterr().out)
+    assert "Frozen weights rest in slices" in out
 
 
 @pytest.mark.parametrize("arguments", [["capture"], ["verify", "mlp"], ["trian"], ["train", "mlp", "--steps", "0"]])
