@@ -128,7 +128,8 @@ def test_what_there_is_has_a_line_each(capsys: pytest.CaptureFixture[str]) -> No
     own = ["Learning rate and gradients", "Data and evaluation", "Checkpoints"]
     assert groups == ["Arguments", "Options", "Model and plan", *own, "Output"], groups
     assert run("plans", "zero") == 0
-    assert "stage=1" in (out := capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "stage=1" in out
     assert "Frozen weights rest in slices" in out
 
 
