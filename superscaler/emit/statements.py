@@ -195,6 +195,8 @@ class Statements:
             first, *others = map(self.name, i.pieces)
             total = first + "".join(f".maximum({x})" if i.largest else f" + {x}" for x in others)
             return f"{out} = ({total})" if len(total) > 100 else f"{out} = {total}"
+        if not (i.pieces or i.largest):
+            return f'{out} = rt.zeros({i.shape}, "{i.dtype}")'
         boxes, extra = self.number("boxes", lambda j: j.boxes), ", largest=True" * i.largest
         return f'{out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}"{extra})'
 

@@ -194,6 +194,11 @@ class Op:
         return self.kind == "optimizer" and not (self.is_write or self.is_rest)
 
     @property
+    def is_sum(self) -> bool:
+        """Return whether the op is linear in all inputs together: its backward needs the values of none."""
+        return any(len(group) == len(self.inputs) for group in self.linear)
+
+    @property
     def is_copy(self) -> bool:
         """Return whether the op was made by `Insert`. The gradient of its input is the gradient of its copy."""
         return self.target == "ss.identity"
@@ -458,16 +463,21 @@ def width(dtype: str) -> int:
 
 
 def unread_twins(model: Model) -> frozenset[str]:
-    """Return the recomputed tensors whose values no gradient depends on: only sums read them, and no other op reads
-    these.
+    """Return the recomputed tensors whose values no gradient depends on: only sums, and recomputed ops without a
+    backward, read them, and no other op reads what these make.
     """
     uses, found = model.uses, set[str]()
     for op in reversed(model.ops):
         for output in op.outputs if op.origin else ():
-            readers = [reader for reader, _ in uses[output.tensor]]
-            if all(len(r.linear) == 1 and found.issuperset(o.tensor for o in r.outputs) for r in readers):
+            readers = (reader for reader, _ in uses[output.tensor])
+            if all(_needs_none(r) and found.issuperset(o.tensor for o in r.outputs) for r in readers):
                 found.add(output.tensor)
     return frozenset(found)
+
+
+def _needs_none(op: Op) -> bool:
+    """Return whether the gradients of an op depend on no value that it reads."""
+    return op.is_sum or (bool(op.origin) and not op.has_mirror)
 
 
 def without_twins(model: Model) -> Model:

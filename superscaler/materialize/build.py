@@ -190,8 +190,8 @@ class _Builder:
             name = self.values.value(place)
             assert name is not None, (tensor, key)
             return name
-        if alias.is_zero(at):
-            # Another part reads the value; this one reads zeros.
+        if alias.is_zero(at) or tensor in self.schedule.edges.unread:
+            # Another part reads the value, or nobody needs it; this one reads zeros.
             like = self.code.like(tensor)
             like = like._replace(microbatch=key[1]) if self.context.steady else like
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)

@@ -129,12 +129,7 @@ def _frozen(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
 
 def _kept(model: Model, forward: list[Op]) -> list[str]:
     """Return the activations that mirrors read: inputs of ops that are not linear in all inputs together."""
-    read = (
-        operand.tensor
-        for op in forward
-        if op.has_mirror and not any(len(group) == len(op.inputs) for group in op.linear)
-        for operand in op.inputs
-    )
+    read = (operand.tensor for op in forward if op.has_mirror and not op.is_sum for operand in op.inputs)
     return [name for name in dict.fromkeys(read) if model.tensors[name].kind == "activation"]
 
 

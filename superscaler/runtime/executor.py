@@ -216,9 +216,8 @@ class Rank:
         largest: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return the sum of pieces, each placed at its box of a tensor of zeros; or the largest of them."""
-        device = pieces[0].device if pieces else self.device
         none = -math.inf if largest else 0
-        out = torch.full(tuple(view), none, dtype=getattr(torch, dtype), device=device)
+        out = torch.full(tuple(view), none, dtype=getattr(torch, dtype), device=pieces[0].device)
         for piece, box in zip(pieces, self.tables["boxes"][boxes], strict=True):
             part = _narrow(out, box)
             if largest:
@@ -228,6 +227,10 @@ class Rank:
             else:
                 part += piece.reshape(part.shape)
         return out.reshape(shape)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """Return zeros that take no memory."""
+        return torch.zeros((), dtype=getattr(torch, dtype), device=self.device).expand(shape)
 
     # Collectives over the group with a number, as the communicator runs them.
     all_reduce = _over_group(Communicator.all_reduce)

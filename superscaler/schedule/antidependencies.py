@@ -25,7 +25,7 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
         number, older = edges.home_number[tensor], edges.home_number.get(nexts.get(tensor, ""))
         if older is not None:
             yield from (((UPDATE, older, k), (UPDATE, number, k), "next iteration") for k in edges.rows[op.name].keys)
-        for reader, k in uses[tensor]:
+        for reader, k in (use for use in uses[tensor] if use[0].name in segment_of):
             ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
             if ends not in known:
                 known[ends] = edges.meetings((op, 0), (reader, k))

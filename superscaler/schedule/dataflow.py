@@ -12,7 +12,7 @@ import numpy as np
 from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints, Rows
-from superscaler.ir.model import Op, Operand
+from superscaler.ir.model import Op, Operand, unread_twins
 from superscaler.ops.table import row_of
 from superscaler.schedule.joins import Produced, Required, branch, join, project, share_out
 
@@ -103,6 +103,17 @@ class Dataflow:
     def by_home(self) -> dict[int, Op]:
         """Return the optimizer op of each home number."""
         return {self.home_number[tensor]: op for tensor, op in self.homes.items()}
+
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """Return the recomputed tensors whose values nobody needs."""
+        return unread_twins(self.model)
+
+    @cached_property
+    def running(self) -> list[Op]:
+        """Return the forward ops that run: all but recomputed ones that have no backward and make values for nobody."""
+        unread, ops = self.unread, self.model.forward_ops
+        return [op for op in ops if op.has_mirror or any(o.tensor not in unread for o in op.outputs)]
 
     @cached_property
     def bases(self) -> dict[str, str]:

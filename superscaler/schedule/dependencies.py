@@ -195,7 +195,8 @@ class DependencyGraph:
         found: dict[Node, None] = {}
         done: set[int] = set()
         rest = []
-        for name, paths in group.members:
+        running = [one for one in group.members if one[0] in self.segment_of or not self.graph.op(one[0]).is_forward]
+        for name, paths in running:
             segment = self.segment_of.get(name)
             if segment is None or paths:
                 rest.append((name, paths))
@@ -217,7 +218,7 @@ class DependencyGraph:
             found = {transfer: None for number, transfer in pairs if group.microbatch in (None, number)}
         existing = [n for n in found if n in self.number]
         # A gradient with fewer elements than pieces has empty pieces.
-        if not existing and group.kind != "C":
+        if running and not existing and group.kind != "C":
             raise ScheduleError(
                 f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
                 "choose a microbatch that Microbatch made, and for B, I and W ops that have a backward."

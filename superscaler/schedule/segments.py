@@ -152,7 +152,7 @@ def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[
         if joins and levels[source] == levels[reader]:
             parent[root(parent, reader)] = root(parent, source)
     members: dict[str, list[Op]] = {}
-    for op in ops:
+    for op in edges.running:
         members.setdefault(root(parent, op.name), []).append(op)
     position = {op.name: at for at, op in enumerate(ops)}
     first = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
@@ -239,7 +239,7 @@ def _is_gathered(edges: Dataflow, alias: Alias) -> bool:
     """Return whether each part reads more of an activation than any part of its maker holds, all with the whole
     value.
     """
-    if alias.tensor not in edges.producers:
+    if alias.tensor not in edges.producers or alias.tensor in edges.unread:
         return False
     held = edges.held(*edges.producers[alias.tensor])
     rows = range(len(held.lo))

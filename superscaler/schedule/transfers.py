@@ -17,7 +17,6 @@ import numpy as np
 from superscaler.errors import ScheduleError
 from superscaler.ir.grid import HOSTS, Tree
 from superscaler.ir.mask import Box, intersect
-from superscaler.ir.model import unread_twins
 from superscaler.schedule.dataflow import Dataflow, Key, Port
 from superscaler.schedule.joins import Produced, Required
 from superscaler.schedule.segments import Alias, Segment, root
@@ -117,21 +116,23 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
                 addends.setdefault(model.gradient(alias.tensor), []).append((segment, number, alias))
         for number, output in enumerate(segment.outputs):
             outputs[output.tensor] = (segment, number)
-    found, unread = list[Transfer](), unread_twins(model)
+    found = list[Transfer]()
     for tensor in dict.fromkeys((*reads, *edges.readers)):
         if tensor not in edges.makers or tensor not in model.tensors:
             continue
-        made = _side(edges, outputs, edges.makers[tensor][0])
+        # Nothing moves that nobody needs.
+        is_read = tensor not in edges.unread
+        made = [_side(edges, outputs, edges.makers[tensor][0])] if is_read else []
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
-        is_free = tensor in unread
         is_late = tensor in edges.homes or edges.makers[tensor][0][0].is_copy
         each = tensor in edges.homes and edges.graph.gathers_each
-        for readers, microbatch in _by_region(reads.get(tensor, []), is_late, each):
+        own = reads.get(tensor, []) if is_read else []
+        for readers, microbatch in _by_region(own, is_late, each):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
-            found += _move(edges, tensor, FORWARD, [made], taken, joins, is_free=is_free) if taken else []
+            found += _move(edges, tensor, FORWARD, made, taken, joins) if taken else []
             taken = []
-        for read in (read for read in reads.get(tensor, []) if read[1] in read[0].regathered):
-            found += _regather(edges, made, read, joins, is_once=tensor in edges.homes and not each)
+        for read in (read for read in own if read[1] in read[0].regathered):
+            found += _regather(edges, made[0], read, joins, is_once=tensor in edges.homes and not each)
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
@@ -193,12 +194,10 @@ def _move(
     read: Sequence[Side],
     joins: bool,
     microbatches: int = 0,
-    is_free: bool = False,
 ) -> list[Transfer]:
     """Return the transfers of a tensor from its makers, one addend each, to all readers.
 
-    `microbatches`: number of microbatches that move one by one. `is_free`: any replica may serve, so a device reads the
-    addends that it made.
+    `microbatches`: number of microbatches that move one by one.
     """
     columns = zip(*(side.boxes.columns() for side in read), strict=True)
     wanted = Required(*(np.concatenate(column) for column in columns))
@@ -210,7 +209,6 @@ def _move(
             joined = edges.join(side.port, reader.port)
             pairs += ([at[source] for source in joined[row]] for row in reader.rows)
         assert isinstance(side.boxes, Produced)
-        pairs = _own(side.boxes, wanted, pairs) if is_free else pairs
         for some in _by_microbatch(side.boxes, pairs, tensor, microbatches) if microbatches else (pairs,):
             found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
     return found
@@ -235,15 +233,6 @@ def _within(transfer: Transfer, number: int, slot: int, first: int, end: int) ->
     links = [(p, r) for p, r in transfer.links if intersect(pieces[p].box, readers[r].box)]
     parts = _components(pieces, readers, links)
     return [Transfer(transfer.tensor, transfer.kind, *part) for part in parts if part[-1]]
-
-
-def _own(held: Produced, wanted: Required, pairs: list[list[int]]) -> list[list[int]]:
-    """Return, for each reader, its sources on its own device if these have its box, else all its sources."""
-    found = []
-    for row, pair in enumerate(pairs):
-        place = wanted.at[row][0], *wanted.corners(row)
-        found.append([s for s in pair if (held.at[s][0], *held.corners(s)) == place] or pair)
-    return found
 
 
 def _by_microbatch(held: Produced, pairs: list[list[int]], tensor: str, count: int) -> list[list[list[int]]]:

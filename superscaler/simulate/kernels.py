@@ -189,7 +189,7 @@ class _Device:
             case p.Combine():
                 metas[i.out] = i.shape, i.dtype
                 pieces = (k for piece in i.pieces for k in _added(metas[piece]))
-                return Kernel("fill_.Scalar", (), (metas[i.out],)), *pieces
+                return Kernel("fill_.Scalar", (), (metas[i.out] if i.pieces else ((), i.dtype),)), *pieces
             case p.Accumulate():
                 metas[i.out] = metas[i.into]
                 return _added(metas[i.value])

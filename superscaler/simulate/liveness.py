@@ -210,7 +210,8 @@ class Liveness(Storages):
             self.make(i.out, size)
 
     def combine(self, i: p.Combine) -> None:
-        size = prod(i.shape) * width(i.dtype)
+        # Zeros without pieces take the memory of one.
+        size = prod(i.shape if i.pieces else ()) * width(i.dtype)
         is_whole = bool(i.pieces) and all(box == tuple((0, n) for n in i.view) for box in i.boxes)
         if is_whole and len(i.pieces) == 1:
             self.alias(i.out, i.pieces[0])

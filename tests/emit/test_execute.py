@@ -94,6 +94,8 @@ class Execution:
             case p.Slice():
                 call = lambda n: rt.slice(values[i.source], i.view, n, i.shape)  # noqa: E731
                 values[i.out] = self._with("boxes", i.ranges, call)
+            case p.Combine() if not (i.pieces or i.largest):
+                values[i.out] = rt.zeros(i.shape, i.dtype)
             case p.Combine():
                 call = lambda n: rt.combine(self.all(i.pieces), n, i.view, i.shape, i.dtype, i.largest)  # noqa: E731
                 values[i.out] = self._with("boxes", i.boxes, call)

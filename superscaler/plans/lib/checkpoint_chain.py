@@ -114,7 +114,7 @@ def _unit(graph: Graph, path: str, ops: Sequence[Op], seconds: dict[str, float],
     def total(names: Iterable[str]) -> int:
         return sum(size(name) for name in dict.fromkeys(names) if tensors[name].kind == "activation")
 
-    keeping = [op for op in ops if op.has_mirror and not any(len(some) == len(op.inputs) for some in op.linear)]
+    keeping = [op for op in ops if op.has_mirror and not op.is_sum]
     tape = total(o.tensor for op in keeping for o in (*op.inputs, *op.outputs))
     read = total(o.tensor for op in ops for o in op.inputs if o.tensor not in made)
     # Gradients of what an op reads and makes, or of what leaves the stretch.
