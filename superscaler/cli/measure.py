@@ -113,7 +113,7 @@ def _check_out(out: Path) -> None:
 
 
 def _count(spec: str | None) -> int:
-    """Return how many processes measure."""
+    """Return the number of processes that measure."""
     import torch
 
     from superscaler.cluster import Cluster

@@ -140,7 +140,7 @@ def _schedule(step: Step, options: argparse.Namespace, start: int) -> LRSchedule
 
 
 def _is_due(done: int, several: int, every: int | None, steps: int) -> bool:
-    """Return whether a periodic action is due after so many steps, `several` of which run together."""
+    """Return whether a periodic action is due after so many steps; `several` of them run together."""
     return done == steps or (every is not None and done % every < min(several, every))
 
 
