@@ -130,7 +130,7 @@ def ways(wiring: Wiring, kind: str, groups: Groups) -> list[Way]:
     """Return the ways to run a collective in groups of several devices, with the ports of each."""
     if kind in MESSAGES:
         return [_posted(wiring, kind, groups)]
-    spread = [_by_server(wiring, group) for group in groups]
+    spread = [_by_server(wiring, group) for group in _busy(wiring, kind, groups)]
     shares = [_shares(wiring, members) for members in spread]
     return [_inside(wiring, spread, uses, _timed(wiring, shares, uses)) for uses in _uses(wiring, kind, spread)]
 

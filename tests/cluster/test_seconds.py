@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
@@ -171,6 +171,8 @@ def test_time_grows_with_size_and_with_groups_and_is_above_the_bound(
     assert all(cluster.bound(kind, [g], size) <= cluster.bound(kind, groups, size) * (1 + 1e-12) for g in groups)
 
 
+# Both leave server 1.
+@example(case=(Cluster.of("local", "local", 3, 8), "reduce", [[6, 8, 7], [15, 16, 17]]), size=1.0)
 @given(case=cases(), size=st.floats(0, 1e10))
 def test_no_port_of_a_way_is_busy_for_longer_than_the_groups_that_use_it(
     case: tuple[Cluster, str, list[list[int]]], size: float
