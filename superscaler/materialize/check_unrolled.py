@@ -109,25 +109,27 @@ class UsesCache:
     def __init__(self) -> None:
         self.families: dict[Hashable, int] = {}
         self._known: dict[int, tuple[Instruction, list[int]]] = {}
+        self._tables: dict[int, tuple[Sequence[Instruction], Ints]] = {}
 
     def of(self, code: Rolled) -> Uses:
         return Uses(self.families, *np.concatenate(list(self._repeated(code))).T)
 
     def _repeated(self, code: Rolled) -> Iterator[Ints]:
-        """Yield the uses of code [uses, 4], repetition by repetition: value family, role, microbatch, time."""
+        """Yield the uses of code [uses, 4], run by run: value family, role, microbatch, time."""
         time = 0
         for run in code.runs:
-            first, second, count = (run.first, run.second, run.count) if isinstance(run, Loop) else (run, run, 1)
-            one = self._rows(first)
-            step = self._rows(second) - one
-            step[:, -1] = len(first)
-            found = one + step * np.arange(count)[:, None, None]
-            found[..., -1] += time
-            yield found.reshape(-1, 4)
+            found = self._rows(run.first if isinstance(run, Loop) else run)
+            if isinstance(run, Loop):
+                step = self._rows(run.second) - found
+                step[:, -1] = len(run.first)
+                found = (found + step * np.arange(run.count)[:, None, None]).reshape(-1, 4)
+            yield found + np.array([0, 0, 0, time])
             time += len(run)
 
     def _rows(self, code: Sequence[Instruction]) -> Ints:
         """Return the uses of instructions [uses, 4]: value family, role, microbatch, position of the instruction."""
+        if id(code) in self._tables:
+            return self._tables[id(code)][1]
         found = list[int]()
         counts = list[int]()
         for i in code:
@@ -138,7 +140,9 @@ class UsesCache:
             found += (own := self._known[id(i)][1])
             counts.append(len(own) // 3)
         where = np.repeat(np.arange(len(counts)), counts)
-        return np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
+        rows = np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
+        self._tables[id(code)] = code, rows
+        return rows
 
 
 # The roles that the names of a field have in `Uses`.
