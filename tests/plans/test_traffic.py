@@ -192,13 +192,30 @@ def test_a_breadth_first_pipeline_gathers_the_weights_of_a_chunk_once(options: s
     assert blocks_at_once(ran.program) == 2
 
 
-@pytest.mark.parametrize("devices", [*slow(2), 4])
-def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_them(devices: int) -> None:
-    """Of tokens of h channels, over P - 1 devices: rows to the first stage, their gradient back, the head's input to
-    all, its gradient back, and twice what stages hand on. The loss takes three numbers a token, in all_reduces.
+# Devices; channels; of a sequence the tokens that are looked up, that have a label, that stages hand on.
+INTERLACED = [
+    (f"{GPT},layers=4", 4, 64, (32, 32, 96)), ("mbart:size=tiny", 2, 48, (20 + 12, 12, 20)),
+    *slow((f"{GPT},layers=4", 2, 64, (32, 32, 32)), ("mbart:size=tiny", 4, 48, (20 + 12, 12, 3 * 20 + 12))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "devices", "hidden", "tokens"), INTERLACED)
+def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_them(
+    model: str, devices: int, hidden: int, tokens: tuple[int, int, int]
+) -> None:
+    """Over P - 1 devices: rows to the stages that read them, their gradient back, the head's input to all, its gradient
+    back. Twice what stages hand on. The loss takes three numbers a token, in all_reduces. The vocabulary rests in
+    slices, also where encoder, decoder and head share it.
     """
-    found = moved(program(f"{GPT},layers=4", 4, f"interlaced:{devices},microbatches=4", devices))
-    assert sum(found.values()) == (devices - 1) * BATCH * TOKENS * (6 * HIDDEN + 6)
+    plan = ss.compile(graph_of(model, "SGD"), f"interlaced:{devices},microbatches=4", f"local:{devices}")
+    looked, labelled, passed = tokens
+    shared = 2 * hidden * (looked + labelled) + 6 * labelled
+    found = plan.compiled.program
+    assert sum(moved(found).values()) == BATCH * ((devices - 1) * shared + 2 * hidden * passed)
+    vocabulary = max(found.model.parameters(), key=lambda tensor: prod(tensor.shape))
+    for device in found.devices:
+        held = sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.tensor == vocabulary.name)
+        assert held == prod(vocabulary.shape) // devices
 
 
 @pytest.mark.parametrize("devices", [*slow(2), 4])
