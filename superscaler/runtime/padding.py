@@ -34,15 +34,27 @@ class Padding:
         return {name: torch.cat([x, more[name]]) if name in more else x for name, x in longer.items()}
 
     def lengthened(self, batch: Batch, inputs: Mapping[str, Any]) -> Batch:
-        """Return a batch with sequences of the plan's length, if all its sequences are shorter by as much."""
+        """Return a batch with sequences of the plan's lengths, if all of a length are shorter by as much.
+
+        >>> padding = Padding(sequences={"ids": (1, None), "mask": (1, 0), "labels": (1, -100)})
+        >>> short = {"ids": torch.tensor([[5, 6]]), "mask": torch.tensor([[1, 1]]), "labels": torch.tensor([[7]])}
+        >>> whole = {"ids": ((1, 4), "int64"), "mask": ((1, 4), "int64"), "labels": ((1, 3), "int64")}
+        >>> [x.tolist() for x in padding.lengthened(short, whole).values()]
+        [[[5, 6, 6, 6]], [[1, 1, 0, 0]], [[7, -100, -100]]]
+        >>> padding.lengthened({**short, "mask": torch.tensor([[1]])}, whole)["ids"].tolist()
+        [[5, 6]]
+        """
         own = {name: pair for name, pair in self.sequences.items() if name in batch}
         if any(batch[name].dim() != len(inputs[name][0]) for name in own):
             return batch
-        sizes = {(batch[name].shape[dim], inputs[name][0][dim]) for name, (dim, _) in own.items()}
-        if len(sizes) != 1 or not 0 < (size := min(sizes)[0]) < (long := min(sizes)[1]):
+        sizes = {(inputs[name][0][dim], batch[name].shape[dim]) for name, (dim, _) in own.items()}
+        if len(sizes) > len(dict(sizes)) or any(not 0 < size <= long for long, size in sizes):
             return batch
-        ends = {name: _end(batch[name], dim, value, long - size) for name, (dim, value) in own.items()}
-        return {name: torch.cat([x, ends[name]], own[name][0]) if name in ends else x for name, x in batch.items()}
+        longer = dict(batch)
+        for name, (dim, value) in own.items():
+            if missing := inputs[name][0][dim] - batch[name].shape[dim]:
+                longer[name] = torch.cat([batch[name], _end(batch[name], dim, value, missing)], dim)
+        return longer
 
 
 def _end(x: Tensor, dim: int, value: int | None, count: int) -> Tensor:

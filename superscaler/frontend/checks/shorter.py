@@ -6,9 +6,10 @@ few short rows and on filled ones, in float64 if it can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, combinations
 from math import isfinite, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,36 +33,47 @@ _MOST = 10**9
 
 
 def shorter(captured: Captured) -> dict[str, int]:
-    """Return the dim of each input along which sequences may be shorter, all by as much; none if the module differs."""
+    """Return the dim of each input along which sequences may be shorter, all of a length by as much; none if the module
+    differs.
+    """
     model, module = captured.model, captured.call.module
     dims, elements = sequences(model), sum(prod(t.shape) for t in model.parameters())
     tensors = (*module.parameters(), *module.buffers(), *captured.batch.values())
     if not dims or captured.call.losses or elements > _MOST or any(x.is_meta for x in tensors):
         return {}
+    dtypes = (torch.float64, torch.float32)[elements > MOST_ELEMENTS :]
+    sizes = sorted({model.tensors[name].shape[dim] for name, dim in dims.items()})
+    some = chain.from_iterable(combinations(sizes, count) for count in range(1, len(sizes) + 1))
     with untouched(module):
-        full, cut = _batches(captured, dims)
-        for dtype in (torch.float64, torch.float32)[elements > MOST_ELEMENTS :]:
-            try:
-                filled, short = (_step(captured, batch, dtype) for batch in (full, cut))
-            except Exception:
-                # A module's code may raise any exception.
-                continue
-            return dims if _is_same(filled, short, _CLOSE[dtype]) else {}
-    return {}
+        return dims if all(_trains_alike(captured, dims, cut, dtypes) for cut in some) else {}
+
+
+def _trains_alike(captured: Captured, dims: Mapping[str, int], cut: Collection[int], dtypes: Sequence[Any]) -> bool:
+    """Return whether the module trains by sequences that are filled, those of some lengths, as by the short ones."""
+    full, short = _batches(captured, dims, cut)
+    for dtype in dtypes:
+        try:
+            return _is_same(_step(captured, full, dtype), _step(captured, short, dtype), _CLOSE[dtype])
+        except Exception:
+            # A module's code may raise any exception.
+            continue
+    return False
 
 
 def sequences(model: Model) -> dict[str, int]:
-    """Return the dim of each input that is a sequence: its size is that of dim 1 of the integer inputs."""
+    """Return the dim of each input that is a sequence: its size is that of dim 1 of an integer input."""
     shapes = {name: model.tensors[name].shape for name in model.inputs}
     sizes = {s[1] for name, s in shapes.items() if len(s) > 1 and "float" not in model.tensors[name].dtype}
-    if len(sizes) != 1 or min(sizes) <= _FILLED:
+    if len(sizes) not in (1, 2) or min(sizes) <= _FILLED:
         return {}
     dims = {name: [d for d, size in enumerate(s) if d and size in sizes] for name, s in shapes.items()}
     return {name: found[0] for name, found in dims.items() if found} if max(map(len, dims.values())) == 1 else {}
 
 
-def _batches(captured: Captured, dims: Mapping[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a drawn batch with sequences filled at the end, and the batch without that end."""
+def _batches(
+    captured: Captured, dims: Mapping[str, int], lengths: Collection[int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a drawn batch whose sequences of some lengths are filled at the end, and the batch without that end."""
     full, cut, limits, fills = {}, {}, bounds(captured.model), fillings(captured.model)
     rows = {x.shape[0] for x in captured.batch.values() if x.dim()}
     generator = torch.Generator().manual_seed(0)
@@ -71,12 +83,13 @@ def _batches(captured: Captured, dims: Mapping[str, int]) -> tuple[dict[str, Ten
         elif fills[name] == 0:
             x = torch.ones_like(x)
         x = x[:_ROWS] if x.dim() and len(rows) == 1 else x
+        is_cut = name in dims and x.shape[dims[name]] in lengths
         if name in dims:
             x = x.narrow(dims[name], 0, min(_LONG, x.shape[dims[name]])).clone()
             short, end = x.split((x.shape[dims[name]] - _FILLED, _FILLED), dims[name])
-            if (value := fills[name]) is not None:
+            if is_cut and (value := fills[name]) is not None:
                 end.fill_(value)
-        full[name], cut[name] = x, short.clone() if name in dims else x
+        full[name], cut[name] = x, short.clone() if is_cut else x
     return full, cut
 
 
