@@ -5,12 +5,16 @@
 
 Every plan is measured three times, in turns with the others; a time is the median of its steps. `spread`: the slowest
 turn over the fastest. Wants an idle machine: `ranks` compares the orders of the plans, predicted and measured.
+
+`work`: the error of the predicted work of rank 0, beside the least seconds of CPU that its thread took for a step. They
+hardly depend on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -24,6 +28,8 @@ SIZES = "layers=4,hidden=384,heads=8,seq=256,batch=8"
 MODELS = {
     "gpt2": f"gpt2:{SIZES},vocab=4096,dropout=0",
     "llama": f"llama:{SIZES},kv_heads=8,mlp=1024,vocab=4096,tied=False",
+    # Steps in which starts of communication and waits are a larger part.
+    "tiny": "gpt2:size=tiny,layers=4,hidden=256,heads=8,seq=128,batch=8,dropout=0",
 }
 PLANS = {
     "single": "single", "data_parallel": "data_parallel", "tensor_parallel": "tensor_parallel",
@@ -46,6 +52,7 @@ def worker(folders: list[str], steps: int, model: str) -> None:
     make_batch = build(model).make_batch
     assert make_batch is not None
     found: dict[str, list[float]] = {folder: [] for folder in folders}
+    work = dict.fromkeys(folders, math.inf)
     for _ in range(TURNS):
         for folder in folders:
             step, seconds = ss.load(folder), []
@@ -53,8 +60,10 @@ def worker(folders: list[str], steps: int, model: str) -> None:
                 batch = make_batch(number)
                 if step.world > 1:
                     dist.barrier()
-                start = time.perf_counter()
+                start, own = time.perf_counter(), time.thread_time()
                 step(batch)
+                own = time.thread_time() - own
+                work[folder] = min(work[folder], own if number >= WARM else math.inf)
                 if step.world > 1:
                     dist.barrier()
                 seconds.append(time.perf_counter() - start)
@@ -62,7 +71,7 @@ def worker(folders: list[str], steps: int, model: str) -> None:
             rank = step.rank
             step.close()
     if rank == 0:
-        Path(folders[0], "times.json").write_text(json.dumps(found))
+        Path(folders[0], "times.json").write_text(json.dumps([found, work]))
 
 
 def main() -> None:
@@ -88,7 +97,7 @@ def main() -> None:
             continue
         model = build(spec)
         graph = ss.capture(model.module, model.args, model.kwargs, torch.optim.AdamW(model.module.parameters()))
-        predicted, times = {}, {}
+        predicted, times, works = {}, {}, {}
         with tempfile.TemporaryDirectory() as parent:
             for world in (1, 2):
                 folders = {plan: str(Path(parent, plan)) for plan in chosen if (plan in ALONE) == (world == 1)}
@@ -100,13 +109,16 @@ def main() -> None:
                 if folders:
                     options = ["--worker", *folders.values(), "--steps", str(given.steps), "--model", spec]
                     launch(Path(__file__), options, world)
-                    found = json.loads(Path(next(iter(folders.values())), "times.json").read_text())
+                    found, work = json.loads(Path(next(iter(folders.values())), "times.json").read_text())
                     times |= {plan: found[folder] for plan, folder in folders.items()}
-        print(f"{spec}\n{'plan':16} {'predicted ms':>13} {'measured ms':>12} {'error':>7} {'spread':>7}")
+                    works |= {plan: work[folder] for plan, folder in folders.items()}
+        print(f"{spec}\n{'plan':16} {'predicted ms':>13} {'measured ms':>12} {'error':>7} {'spread':>7} {'work':>7}")
         for plan in chosen:
             ours, real = predicted[plan].step_seconds, statistics.median(times[plan])
             spread = max(times[plan]) / min(times[plan]) - 1
-            print(f"{plan:16} {ours * 1e3:13.1f} {real * 1e3:12.1f} {ours / real - 1:+7.1%} {spread:7.1%}")
+            first = next(d for d in predicted[plan].devices if 0 in d.devices)
+            work = (first.compute + first.optimizer + first.launch) / works[plan] - 1
+            print(f"{plan:16} {ours * 1e3:13.1f} {real * 1e3:12.1f} {ours / real - 1:+7.1%} {spread:7.1%} {work:+7.1%}")
         pairs = [(predicted[plan].step_seconds, statistics.median(times[plan])) for plan in chosen]
         signs = [(a - c) * (b - d) > 0 for (a, b), (c, d) in combinations(pairs, 2)]
         print(f"ranks: {sum(signs)} of {len(signs)} pairs of plans in the measured order\n")
