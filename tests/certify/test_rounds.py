@@ -1,8 +1,10 @@
 """Rounds that the certificate leaves out: they have the effect that they have when they run, or they do run."""
 
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -88,3 +90,75 @@ def test_a_fault_that_only_a_later_round_meets_is_found(wrong: Callable[[tuple[R
 
     with pytest.raises(ScheduleError, match="which is freed"):
         check_program(compiled(*PLANS[0]).changed(change))
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths to all numbers and flags in an instruction."""
+    if isinstance(value, int):
+        yield path
+    inner = range(len(value)) if isinstance(value, tuple) else []
+    for name in [f.name for f in fields(value) if f.compare] if is_dataclass(value) else inner:
+        yield from leaves(value[name] if isinstance(value, tuple) else getattr(value, name), (*path, name))
+
+
+def stepped(value: Any, path: tuple[Any, ...], step: int) -> Any:
+    """Return an instruction with another number at a path."""
+    if not path:
+        return not value if isinstance(value, bool) else value + step
+    if not isinstance(value, tuple):
+        return replace(value, **{path[0]: stepped(getattr(value, path[0]), path[1:], step)})
+    items = [stepped(item, path[1:], step) if n == path[0] else item for n, item in enumerate(value)]
+    return getattr(value, "_make", tuple)(items)
+
+
+def mutated(loop: Loop, draw: random.Random) -> Loop:
+    """Return a loop with one change, mostly the same one in all repetitions."""
+    bodies = [list(loop.first), list(loop.second)]
+    at, to = (draw.randrange(len(loop.first)) for _ in range(2))
+    kind, step = draw.choice(("drop", "twice", "move", *["number"] * 6)), draw.choice((1, -1, 2, 5))
+    path = draw.choice([*leaves(bodies[0][at])])
+    for body in bodies:
+        i = body.pop(at)
+        if kind == "number":
+            body.insert(at, stepped(i, path, step))
+        elif kind != "drop":
+            body[to:to] = [i] * (1 + (kind == "twice"))
+    second = loop.second if kind == "number" and not draw.randrange(8) else tuple(bodies[1])
+    return Loop(tuple(bodies[0]), second, loop.count)
+
+
+def is_certified(program: Program, kind: type, patch: pytest.MonkeyPatch) -> bool:
+    patch.setattr("superscaler.certify.certificate.Rounds", kind)
+    try:
+        check_program(program)
+    except (ScheduleError, LookupError, ValueError, TypeError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("plan", "devices"), [*PLANS, ("breadth_first:microbatches=32", 2)])
+def test_a_changed_loop_is_refused_with_rounds_left_out_as_with_all(
+    plan: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, verdicts = compiled(plan, devices), [0, 0]
+    for seed in range(400):
+        draw = random.Random(seed)
+        device = draw.choice(program.devices)
+        runs = list(device.instructions.runs)
+        at = draw.choice([n for n, run in enumerate(runs) if isinstance(run, Loop)])
+        try:
+            runs[at] = mutated(runs[at], draw)
+            list(runs[at])
+        except ValueError:
+            # No loop has these repetitions.
+            continue
+        code = Rolled(tuple(runs))
+        changed = program.changed(
+            lambda d, rank=device.rank, code=code: replace(d, instructions=code) if d.rank == rank else d
+        )
+        one, other = (is_certified(changed, kind, monkeypatch) for kind in (Rounds, Interpreter))
+        assert one == other, (seed, plan)
+        verdicts[one] += 1
+    assert min(verdicts) > 0
