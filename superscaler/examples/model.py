@@ -28,3 +28,15 @@ def build(batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """Return the module, and inputs of the global batch with which it is captured."""
     torch.manual_seed(0)
     return Model(), (torch.randn(batch, 8, 64), torch.randint(0, 10, (batch,)))
+
+
+def rows(count: int = 200, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Return samples by the names of the inputs of `forward`: --data model.py:rows"""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 10, (count,), generator=draw)
+    return [{"x": torch.randn(8, 64, generator=draw) + label / 5, "labels": label} for label in labels]
+
+
+def held_out() -> torch.utils.data.DataLoader[dict[str, Tensor]]:
+    """Return batches to evaluate on: --eval model.py:held_out"""
+    return torch.utils.data.DataLoader(rows(32, seed=2), batch_size=16)  # type: ignore[arg-type]
