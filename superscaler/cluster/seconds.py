@@ -66,6 +66,8 @@ MESSAGES: Mapping[str, Callable[[tuple[int, ...]], list[tuple[int, int, float]]]
     "rd_gather": lambda group: [(d, group[-1], 1) for d in group[:-1]],
     **dict.fromkeys(_PAIRS, lambda group: [(group[0], group[1], 1)]),
 }
+# The servers over which NCCL sends less than a ring: the tree of an all_reduce over two (its author, NVIDIA/nccl#946).
+_TREE = 2
 # All servers of a group together.
 _ALL = -1
 LOCAL_KINDS = ("chunk", "value_chunk")
@@ -127,11 +129,13 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], 
 
 
 def ways(wiring: Wiring, kind: str, groups: Groups) -> list[Way]:
-    """Return the ways to run a collective in groups of several devices, with the ports of each."""
+    """Return the ways that NCCL, or gloo, has to run a collective in groups of several devices, with their ports."""
     if kind in MESSAGES:
         return [_posted(wiring, kind, groups)]
     spread = [_by_server(wiring, group) for group in _busy(wiring, kind, groups)]
     shares = [_shares(wiring, members) for members in spread]
+    if kind != "all_reduce" or max(map(len, spread)) > _TREE:
+        wiring = replace(wiring, rings=True)
     return [_inside(wiring, spread, uses, _timed(wiring, shares, uses)) for uses in _uses(wiring, kind, spread)]
 
 

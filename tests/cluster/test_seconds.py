@@ -183,11 +183,26 @@ def test_no_port_of_a_way_is_busy_for_longer_than_the_groups_that_use_it(
     way = cluster.way(kind, groups, size)
     slowest, seconds = max(latency + slope * size for latency, slope in way.lines), cluster.seconds(kind, groups, size)
     # Messages are priced by the longest latency and the busiest link of all.
-    assert slowest <= seconds if kind in MESSAGES else slowest == pytest.approx(seconds)
+    servers = max(len({cluster.devices[d].server for d in group}) for group in groups)
+    if kind in MESSAGES:
+        assert slowest <= seconds
+    elif cluster.kind == LOCAL or servers == 1 or (kind, servers) == ("all_reduce", 2):
+        assert slowest == pytest.approx(seconds)
+    else:
+        assert slowest >= seconds * (1 - 1e-12)
     assert set(way.loads) == {port for ports in way.ports for port in ports}
     for (_, slope), ports in zip(way.lines, way.ports, strict=True):
         assert ports
         assert max(way.loads[port] for port in ports) <= slope * (1 + 1e-12)
+
+
+def test_nccl_sends_less_than_a_ring_in_an_all_reduce_over_two_servers_alone() -> None:
+    def slope(kind: str, servers: int) -> float:
+        return max(s for _, s in Cluster.preset("v100", servers, 8).way(kind, [range(8 * servers)], S).lines)
+
+    assert slope("all_gather", 2) == pytest.approx(15 / 12e9)
+    assert slope("all_reduce", 4) == pytest.approx(2 * 31 / 32 / 12e9)
+    assert slope("all_reduce", 2) == pytest.approx(1 / 12e9 + 2 * 7 / 8 / 120e9)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
