@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 # MosaicML, llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7): MPT models, 8 GPUs a server, FSDP with
 # FULL_SHARD, AMP in bfloat16, vocabulary 50,368, biases, learned positions, fused cross entropy. Attention is
-# FlashAttention 1 in Triton with ALiBi: on A100 30 to 50 % of the peak, backward 25 to 35 % (Dao 2023). A size: layers,
-# hidden, heads. A row: size, GPU, GPUs, sequence, microbatch, number of these, recomputation, tokens per second in all.
+# FlashAttention 1 in Triton with ALiBi: on A100 30 to 50 % of the peak, backward 25 to 35 % (Dao 2023, from 512 keys to
+# 16,384: so the ramps). A size: layers, hidden, heads. A row: size, GPU, GPUs, sequence, microbatch, number of these,
+# recomputation, tokens per second in all.
 _FLASH = "rates: {%d: [%g, %g]}, ramp: %d, causal: 0.9, tile: 128"
-_FIRST = {"forward": (128, 94e12, 156e12, 100), "backward": (128, 78e12, 109e12, 256)}
+_FIRST = {"forward": (128, 156e12, 156e12, 341), "backward": (128, 109e12, 109e12, 205)}
 _MPT = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
     "7b": (32, 4096, 32), "13b": (40, 5120, 40),
@@ -75,10 +76,24 @@ _BIGSCIENCE = ((8, 14400, 32, 769.99),)
 # samples a GPU, H100 with 2.4 TB/s and 500 W, NICs of 400 Gbit/s. What it computes again is compared with all and none.
 _TITAN = ((8, 5762), (128, 5605))
 
+# OneFlow, DLPerf, Megatron-LM/README.md (commit 01e43de): Megatron-LM of April 2021, V100 (16 GB), servers of 8 with a
+# NIC of 100 Gbit/s, fp16, sequence 2048, vocabulary 51,200, dropout (which ours lacks), all layers computed again,
+# gradients sent in fp16 after the backward. A row: dp, tp, pp, microbatch, batch, layers, hidden, heads, milliseconds.
+_DLPERF = (
+    (1, 1, 1, 2, 2, 16, 1536, 16, 464.12), (8, 1, 1, 2, 16, 16, 1536, 16, 480.96),
+    (16, 1, 1, 2, 32, 16, 1536, 16, 664.46), (32, 1, 1, 2, 64, 16, 1536, 16, 683.51),
+    (1, 1, 1, 8, 8, 12, 768, 12, 611.2), (1, 8, 1, 16, 16, 16, 1536, 16, 664.64),
+    (2, 4, 1, 8, 16, 16, 1536, 16, 576.48), (4, 2, 1, 4, 16, 16, 1536, 16, 593.68),
+    (2, 8, 1, 8, 16, 24, 2304, 24, 1313.52), (4, 8, 1, 8, 32, 24, 2304, 24, 1508.48),
+    (1, 16, 1, 16, 16, 16, 3072, 32, 5610.23), (1, 32, 1, 16, 16, 32, 3072, 32, 13037.85),
+    (8, 1, 4, 2, 512, 16, 1536, 16, 4893.55), (1, 8, 4, 16, 512, 24, 2304, 24, 22166.85),
+    (2, 4, 4, 8, 512, 24, 2304, 24, 15331.23), (2, 8, 2, 8, 512, 24, 2304, 24, 16281.51),
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Row:
-    """A published step."""
+    """A published step. `late`: gradients are sent after the backward."""
 
     source: str
     sweep: str
@@ -86,6 +101,8 @@ class Row:
     plan: str
     cluster: str
     seconds: float
+    precision: str = "bf16"
+    late: bool = False
 
 
 def rows() -> Iterator[Row]:
@@ -120,6 +137,13 @@ def rows() -> Iterator[Row]:
         cluster = f"{{name: titan, preset: h100, servers: {count // 8}, devices_per_server: 8, {slow}}}"
         for plan in ("fsdp", "fsdp:recompute=true"):
             yield Row("titan", f"8b {plan}", model, plan, cluster, 2 * 8192 / speed)
+    for dp, tp, pp, micro, batch, layers, hidden, heads, milliseconds in _DLPERF:
+        model = f"gpt3:layers={layers},hidden={hidden},heads={heads},{old},batch={batch}"
+        plan = f"hybrid:dp={dp},tp={tp},pp={pp},microbatches={batch // dp // micro},recompute=full,halves=true"
+        count = dp * tp * pp
+        shape = f"servers: {max(1, count // 8)}, devices_per_server: {min(count, 8)}"
+        cluster = f"{{name: dlperf, preset: v100, {shape}, device: {{memory: 16e9}}}}"
+        yield Row("dlperf", f"{layers}x{hidden} v100", model, plan, cluster, milliseconds / 1e3, "fp16", late=True)
 
 
 def simulated(row: Row) -> Prediction:
@@ -131,7 +155,12 @@ def simulated(row: Row) -> Prediction:
 
     model = build(f"{row.model},device=meta")
     optimizer = torch.optim.AdamW(model.module.parameters())
-    graph = ss.capture(model.module, model.args, model.kwargs, optimizer, precision="bf16", check=False)
+    scaler = torch.amp.GradScaler("cpu") if row.precision == "fp16" else None
+    graph = ss.capture(
+        model.module, model.args, model.kwargs, optimizer, precision=row.precision, scaler=scaler, check=False
+    )
+    if row.late:
+        graph.send_gradients_last()
     return ss.compile(graph, row.plan, row.cluster).simulate()
 
 
