@@ -4,10 +4,14 @@ and the work of the executor itself, are computed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 
+import numpy as np
+
 from superscaler.ir import program as p
+from superscaler.ir.codes import Cohort
+from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Program, Task, Value
@@ -19,6 +23,8 @@ from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
 __all__ = ["Kernel", "Kernels", "Meta", "Segment", "Segments", "Work", "Works"]
 
 Kernels = Sequence[Kernel]
+# Operators that leave out what no query of a part sees.
+_BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -31,9 +37,11 @@ class Segments:
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, dict[Task, Segment]] = {}
         self._known: dict[Hashable, Segment] = {}
-        # Functions whose kernels depend on the place of a part.
-        functions = enumerate(program.functions)
-        self._placed = {n for n, f in functions if any(op.target in PLACED for op in f.ops)}
+        # Functions that get the place of a part, and those whose kernels depend on it.
+        self._placed, self._by_place = (
+            {n for n, f in enumerate(program.functions) if any(op.target in targets for op in f.ops)}
+            for targets in (PLACED, _BY_PLACE)
+        )
 
     def of(
         self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = ()
@@ -49,11 +57,28 @@ class Segments:
                 made = zip(backward.outputs, sums, strict=True)
                 first = tuple(n for n, pair in enumerate(made) if pair != (None, None))
         function = self.program.functions[forward.function]
-        parts = self._parts(function, forward) if forward.function in self._placed else ()
+        parts = self._parts(function, forward.at) if forward.function in self._placed else ()
         key = forward.function, given, first, strides, parts, tuple(sorted(added))
         if key not in self._calls:
             self._calls[key] = self._segment(forward.function, Call(bool(function.grads), *key[1:]))
         return self._calls[key]
+
+    def variants(self, cohort: Cohort) -> tuple[list[Device], Ints]:
+        """Return devices of a cohort that have kernels of their own, and for each device the number of its equal.
+
+        Of a ring, each device sees other blocks of keys, by its place.
+        """
+        if not self._by_place:
+            return [cohort.samples[0]], np.zeros(len(cohort), dtype=np.int64)
+        functions, numbers = self.program.functions, dict[tuple[Box, ...], int]()
+        calls = {(i.function, i.at): n for n, i in enumerate(cohort.code[:]) if isinstance(i, Forward)}
+        moved = [(f, cohort.data(n, "at").tolist()) for (f, _), n in calls.items() if f in self._by_place]
+        found = []
+        for row in range(len(cohort)):
+            parts = tuple(part for f, at in moved for part in self._parts(functions[f], at[row], _BY_PLACE))
+            found.append(numbers.setdefault(parts, len(numbers)))
+        firsts = [cohort.devices[found.index(n)] for n in numbers.values()]
+        return [self.program.devices[int(rank)] for rank in firsts], np.array(found)
 
     def tasks(self, device: Device) -> dict[Task, Segment]:
         """Return the segment of each task of a device."""
@@ -76,9 +101,9 @@ class Segments:
             strides |= {out: some for out, some in zip(i.outputs, segment.strides, strict=True) if some}
         return found
 
-    def _parts(self, function: Function, forward: Forward) -> tuple[Box, ...]:
-        placed = (op for op in function.ops if op.target in PLACED)
-        pairs = zip(placed, function.boxes_at(forward.at, PLACED), strict=True)
+    def _parts(self, function: Function, at: Sequence[int], targets: Container[str] = PLACED) -> tuple[Box, ...]:
+        placed = (op for op in function.ops if op.target in targets)
+        pairs = zip(placed, function.boxes_at(at, targets), strict=True)
         return tuple(part for op, box in pairs for part in parts_of(op, box, self.program.model.tensors).values())
 
     def _segment(self, number: int, call: Call) -> Segment:

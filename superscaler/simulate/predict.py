@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
+
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind
 from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
 from superscaler.ir.codes import Cohort
+from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
 from superscaler.ir.model import Model, Op, once, without_twins
 from superscaler.ir.program import Program
@@ -138,15 +141,18 @@ class _Work:
     works: Works
     kind: DeviceKind
     share: float
-    known: dict[int, list[Kernels]] = field(default_factory=dict)
-    costs: dict[int, list[float]] = field(default_factory=dict)
+    # By cohort and variant, and the variant of each device; by cohort, of all its devices.
+    known: dict[int, tuple[list[list[Kernels]], Ints]] = field(default_factory=dict)
+    costs: dict[int, list[float | Floats]] = field(default_factory=dict)
     priced: dict[tuple[int, float], float] = field(default_factory=dict)
 
-    def seconds(self, cohort: Cohort, at: int) -> float:
-        """Return the seconds of an instruction of a cohort."""
+    def seconds(self, cohort: Cohort, at: int) -> float | Floats:
+        """Return the seconds of an instruction on all devices of a cohort."""
         if cohort.number not in self.costs:
-            self.known[cohort.number] = known = self.works.of(cohort.samples[0])
-            self.costs[cohort.number] = list(map(self.price, known))
+            devices, like = self.works.segments.variants(cohort)
+            self.known[cohort.number] = known = list(map(self.works.of, devices)), like
+            rows = zip(*(map(self.price, own) for own in known[0]), strict=True)
+            self.costs[cohort.number] = [row[0] if len({*row}) == 1 else np.array(row)[like] for row in rows]
         return self.costs[cohort.number][at]
 
     def price(self, kernels: Kernels, share: float | None = None) -> float:
@@ -157,10 +163,14 @@ class _Work:
 
     def saved(self, table: Timetable, share: float) -> float:
         """Return the seconds of the critical path that devices of the kind save at this share."""
-        cohort = {int(d): number for number, lane in enumerate(table.lanes) for d in lane.devices}
+        cohort = {
+            int(d): (number, row) for number, lane in enumerate(table.lanes) for row, d in enumerate(lane.devices)
+        }
         found = 0.0
         for link in table.path:
-            kernels = () if link.is_transfer else self.known[cohort[link.device]][link.instruction]
+            number, row = cohort[link.device]
+            works, like = self.known[number]
+            kernels = () if link.is_transfer else works[like[row]][link.instruction]
             if kernels:
                 found += link.seconds * (1 - self.price(kernels, share) / self.price(kernels))
         return found

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 import superscaler as ss
 from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
-from superscaler.simulate.predict import model_flops
+from superscaler.simulate.ports import Floats
+from superscaler.simulate.predict import model_flops, simulate
 from superscaler.simulate.prediction import words
 from tests.commands import answer, run
 from tests.graphs import graph_of
@@ -38,6 +42,34 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     small = plan.simulate(capacity=10**6)
     assert not small.fits
     assert words(small).startswith("does not fit: ")
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x * self.scale
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+
+
+def test_each_device_of_a_ring_computes_the_blocks_that_it_sees() -> None:
+    module = Attention()
+    x = torch.empty(1, 8, 32768, 64, device="meta")
+    graph = ss.capture(module, (x,), optimizer=torch.optim.SGD(module.parameters()))
+
+    def compute(spec: str) -> Floats:
+        found = ss.compile(graph, spec, "h100:1x4").compiled
+        return simulate(found.program, found.cluster).table.compute
+
+    plain, zigzag = compute("ring_attention:4"), compute("ring_attention:4,zigzag=true")
+    # Device i sees i blocks of keys, and half of its own one. The rest of its work is that of all.
+    one, *more = np.diff(plain)
+    assert one > 0.1 * plain[0]
+    assert more == pytest.approx([one, one], rel=0.01)
+    assert zigzag == pytest.approx(np.full(4, zigzag[0]), rel=0.02)
+    assert zigzag[0] < plain[-1]
 
 
 def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
