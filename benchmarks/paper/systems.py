@@ -32,7 +32,7 @@ SINGLE: Mapping[str, str] = {
 # One string a ladder, its steps separated by |. Megatron: stages x tensor parallel x data parallel, + where layers are
 # computed again. DeepSpeed: ZeRO-3 data parallel x tensor parallel; `offload` where it is the last resort. co-shard:
 # as Megatron, / parts, + where all other layers are computed again. interlaced: stages x tensor parallel. DAP: axial x
-# data parallel; 3F1B: stages x data parallel.
+# data parallel; 3F1B: stages x data parallel, x axial where that does not fit.
 SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("gpt3", 4): {
         "Megatron-LM, Alpa": ["1x2x2+|1x4x1+", "1x4x1", "2x2x1+"],
@@ -111,12 +111,12 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("alphafold2", 16): {
         "DAP + DP": ["4x4+|8x2+"],
         "DeepSpeed": ["16x1"],
-        "3F1B": ["4x4+|8x2+"],
+        "3F1B": ["4x4+|4x2x2+"],
     },
     ("alphafold2", 32): {
         "DAP + DP": ["8x4+|16x2+|32x1+"],
         "DeepSpeed": ["32x1"],
-        "3F1B": ["4x8+|8x4+"],
+        "3F1B": ["4x8+|4x4x2+|4x2x4+"],
     },
 }
 
@@ -189,11 +189,11 @@ def axial(place: Place, config: str) -> Point:
 
 
 def three_f_one_b(place: Place, config: str) -> Point:
-    pp, dp = _numbers(config.rstrip("+"))
+    pp, dp, *more = _numbers(config.rstrip("+"))
     if pp == 1:
         return place(_accumulated(dp, config), dp=dp)
-    again = " x recompute:1" if config.endswith("+") else ""
-    return place(f"three_f_one_b:{pp},microbatches={{m}} x data_parallel:{dp}{again}", stages=pp, dp=dp)
+    plans = [f"three_f_one_b:{pp},microbatches={{m}}", f"data_parallel:{dp}", *(f"dap:{n}" for n in more)]
+    return place(" x ".join([*plans, *(["recompute:1"] if config.endswith("+") else [])]), stages=pp, dp=dp)
 
 
 def _accumulated(dp: int, config: str) -> str:
