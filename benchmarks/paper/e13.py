@@ -22,9 +22,13 @@ def run(rows: Rows, quick: bool) -> str:
         "### E13. Beyond the paper: 32 V100, and 32 H100\n",
         "The largest models. `no scores`: attention in one kernel, which keeps no scores (memory-efficient on V100,",
         "FlashAttention on H100). `waits`: bubble and communication. Plans are compiled for the V100 cluster; their",
-        "programs are simulated on both. No TFLOPS: it is out of memory.\n",
+        "programs are simulated on both. No TFLOPS: it is out of memory. `?`: the microbatches that are simulated take",
+        "more than twice their period, so that the rest may not go on at that pace; these are not ranked.\n",
         table(NAMES, (_line(*line) for line in lines)),
         *(_best(lines, kind) for kind in CLUSTERS),
+        "- **The paper's advice today.** Co-shard is for scores that are written out: once attention is one kernel,",
+        "  plain recomputation needs no more memory, and co-shard only computes more. What it was for, 8-way tensor",
+        "  parallelism inside servers, stays right. Zero-bubble schedules need the memory of an H100.\n",
     ])  # fmt: skip
 
 
@@ -50,9 +54,14 @@ def _line(family: str, words: str, found: Kinds) -> list[str]:
         if row is None or "error" in row:
             line += ["", "", ""]
             continue
-        speed = f"{row['tflops']:.0f}" if row["fits"] else ""
+        speed = f"{row['tflops']:.0f}{'' if _is_steady(row) else '?'}" if row["fits"] else ""
         line += [speed, f"{row['peak'] / 1e9:.0f}", f"{share(row, 'bubble') + share(row, 'communication'):.0%}"]
     return line
+
+
+def _is_steady(row: Row) -> bool:
+    few = min(int(row["microbatches"]), max(3, 2 * int(row["stages"])))
+    return bool(row["simulated"] < 2 * few * row["period"])
 
 
 def _best(lines: list[tuple[str, str, Kinds]], kind: str) -> str:
@@ -62,7 +71,7 @@ def _best(lines: list[tuple[str, str, Kinds]], kind: str) -> str:
         fitting = [
             (row["tflops"], f"{words} ({name})" if "," in name else words)
             for name, words, found in lines
-            if name.partition(",")[0] == family and (row := found[kind]) and row.get("fits")
+            if name.partition(",")[0] == family and (row := found[kind]) and row.get("fits") and _is_steady(row)
         ]
         if fitting:
             parts.append(f"{family}: {', '.join(f'{words} {speed:.0f}' for speed, words in sorted(fitting)[:-4:-1])}")

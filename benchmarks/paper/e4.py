@@ -13,8 +13,6 @@ def run(rows: Rows, quick: bool) -> str:
     few = {gpus: row for gpus, row in found.items() if gpus <= 8}
     return "\n".join([
         *shown("e4", "E4. mBART end to end", found),
-        "Of the interlaced plan the look-up of the decoder lies between blocks, so that its stage has the whole",
-        "embedding (`plans/interlaced.py` cuts what is before the first block and after the last): out of memory.\n",
         table(VERDICTS, [
             verdict("over Megatron-LM at 4 and 8 GPUs", 1.0, most(few, ours, "Megatron-LM")),
             *(verdict(f"most over {name}", paper, most(found, ours, name), varied(rows, "mbart", ours, name))

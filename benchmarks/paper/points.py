@@ -237,7 +237,8 @@ def predicted(plan: Any, cluster: str, point: Point) -> Row:
 
     simulation = simulate(plan.compiled.program, Cluster.parse(cluster))
     found = simulation.prediction
-    each = period(simulation.table, point.few)
+    # No steady state is shorter than the work of a device.
+    each = max(period(simulation.table, point.few), found.mean("compute") / point.few)
     whole = found.step_seconds + (point.whole - point.few) * each
     full, parts = found.fullest, ("compute", "communication", "bubble", "copies", "optimizer", "launch")
     return {
