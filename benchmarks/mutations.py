@@ -229,6 +229,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "plans/test_checkpoint_chain"),
     ("the last piece of a text is never read", "len(self._text) - self.sequence + 1, self.batch)",
      "len(self._text) - self.sequence, self.batch)", "train/test_data"),
+    ("a division by a trained tensor is a sum", "any(len(group) == len(self.inputs) for group in self.linear)",
+     "len(self.linear) == 1", "integration/test_recompute"),
+    ("a result that others read is left out", "is_unread &= self.unread.issuperset(o.tensor for o in op.outputs)",
+     "is_unread &= bool(op.origin)", "integration/test_recompute"),
 )]  # fmt: skip
 
 

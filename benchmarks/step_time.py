@@ -10,6 +10,7 @@ GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, b
 eagerly, with fused AdamW and F.gelu (GPT-2's own gelu is eight operators, which a plan would run as one). Peers:
 
 single             the plain module
+recompute          the module with its blocks in activation checkpoints
 data_parallel      torch DDP, its gradients in buckets (gradient_as_bucket_view); `hierarchical`: with 4 processes
 tensor_parallel    DTensor `parallelize_module` (`sequence_parallel` too; both sides a llama of the same size, because
                    DTensor has no style for GPT-2's Conv1D)
@@ -51,6 +52,7 @@ HIDDEN, HEADS, SEQUENCE, BATCH, MICROBATCHES = 512, 8, 256, 8, 8
 LAYERS, VOCABULARY = int(os.environ.get("LAYERS", "4")), int(os.environ.get("VOCABULARY", "8192"))
 PLANS = {
     "single": (1, "single"),
+    "recompute": (1, "recompute"),
     "data_parallel": (2, "data_parallel"),
     "tensor_parallel": (2, "tensor_parallel"),
     "sequence_parallel": (2, "sequence_parallel"),
@@ -141,6 +143,19 @@ def peer_single(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     return local_step(gpt2())
 
 
+def in_checkpoints(blocks: nn.ModuleList) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for number, block in enumerate(blocks):
+        blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False)
+
+
+def peer_recompute(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
+    module: Any = gpt2()
+    in_checkpoints(module.transformer.h)
+    return local_step(module)
+
+
 def peer_data_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -157,16 +172,16 @@ peer_hierarchical = peer_data_parallel
 
 
 def peer_sharded(name: str, rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     is_again, is_freed = SHARDED[name]
-    module, mesh = gpt2(), init_device_mesh("cpu", (2,))
-    blocks: Any = module.transformer.h
-    for number, block in enumerate(blocks):
-        blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False) if is_again else block
-        fully_shard(blocks[number], mesh=mesh, reshard_after_forward=is_freed)
+    module: Any = gpt2()
+    mesh, blocks = init_device_mesh("cpu", (2,)), module.transformer.h
+    if is_again:
+        in_checkpoints(blocks)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=is_freed)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
     return local_step(module, own_share)
 
