@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -23,7 +23,7 @@ from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.ports import Floats
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
-from superscaler.simulate.rates import is_attention, operations_of, products_of, segment_seconds
+from superscaler.simulate.rates import is_attention, operations_of, products_of, scores_of, segment_seconds
 from superscaler.simulate.recording import Recorder, alone, callables
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.simulate.works import Call
@@ -63,9 +63,10 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
         )
     work = _Work(Works(program), kind, _share(cluster))
     table = clock(program, cluster, work.seconds, launch=kind.speeds.issue, slowdown=kind.speeds.slowdown)
-    flops = model_flops(program.model)
+    made = products(program.model)
+    flops, needed = _count(made, flops_of), _count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
-    total, rate = sum(flops.values()), sum(kind.speeds.products[dtype]) / 2
+    rate = sum(kind.speeds.products[dtype]) / 2
     overheads = _overheads(cluster)
     found = memories(program, work.works.segments, overheads=overheads)
     samples, tokens = _batch(program.model)
@@ -77,9 +78,9 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
         high=table.seconds - work.saved(table, _SLOW),
         samples=samples,
         tokens=tokens,
-        model_flops=total,
+        model_flops=sum(flops.values()),
         peak_flops=kind.flops.get(dtype, 0.0),
-        bound=total / rate / program.world,
+        bound=sum(needed.values()) / rate / program.world,
         devices=tuple(_times(program, table, lane, found) for lane in table.lanes),
         capacity=capacity or kind.memory,
         reserved=overheads.context,
@@ -181,6 +182,18 @@ def model_flops(model: Model) -> Counter[str]:
 
     The backward of a product is two products of the same size; all scores of attention count.
     """
+    return _count(products(model), flops_of)
+
+
+def _count(kernels: Sequence[tuple[Kernel, int]], operations: Callable[[Kernel], float]) -> Counter[str]:
+    found = Counter[str]()
+    for kernel, times in kernels:
+        found[kernel.inputs[-1][1]] += round(times * operations(kernel))
+    return found
+
+
+def products(model: Model) -> list[tuple[Kernel, int]]:
+    """Return the kernels with products of a model's forward, each with its number in a step, backward included."""
     plain = once(without_twins(model))
     count, example = Counter[str](), dict[str, Op]()
     for op in plain.forward_ops:
@@ -189,11 +202,10 @@ def model_flops(model: Model) -> Counter[str]:
         count[key] += 1
         example.setdefault(key, op)
     functions = [alone(op) for op in example.values()]
-    found = Counter[str]()
+    found = list[tuple[Kernel, int]]()
     for key, function, run in zip(example, functions, callables(Program(plain, tuple(functions), ())), strict=True):
-        for kernel in Recorder().segment(run, input_metas(plain, function), Call(tape=False)).forward.kernels:
-            if flops := flops_of(kernel):
-                found[kernel.inputs[-1][1]] += count[key] * flops * (3 if model.loss else 1)
+        kernels = Recorder().segment(run, input_metas(plain, function), Call(tape=False)).forward.kernels
+        found += [(kernel, count[key] * (3 if model.loss else 1)) for kernel in kernels if flops_of(kernel)]
     return found
 
 
@@ -203,6 +215,11 @@ def flops_of(kernel: Kernel) -> int:
         q, k = (shape for shape, _ in kernel.inputs[1 if "backward" in kernel.name else 0 :][:2])
         return operations_of(kernel) * prod(q) * k[-2]
     return sum(2 * prod(sizes) for sizes in products_of(kernel))
+
+
+def needed_of(kernel: Kernel) -> float:
+    """Return the operations of the matrix products in a kernel, without the scores that a causal mask hides."""
+    return operations_of(kernel) * prod(scores_of(kernel, 1)) if is_attention(kernel) else flops_of(kernel)
 
 
 def _batch(model: Model) -> tuple[int, int]:

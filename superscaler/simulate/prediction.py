@@ -47,7 +47,7 @@ class Prediction:
     samples         of the global batch; `tokens` of all samples, 0 for inputs that are no tokens
     model_flops     of the model itself, without recomputation
     peak_flops      per second, of a device for the dtype of most products; `bound`: seconds of the model's own
-                    operations on all devices at the rate of large products
+                    operations, without masked scores of attention, on all devices at the rate of large products
     devices         a row for each distinct program
     capacity        bytes of a device, None if unknown; `reserved`: bytes of it for the driver and libraries
     links           bytes of a step by class of link
