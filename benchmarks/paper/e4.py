@@ -13,6 +13,7 @@ def run(rows: Rows, quick: bool) -> str:
     few = {gpus: row for gpus, row in found.items() if gpus <= 8}
     return "\n".join([
         *shown("e4", "E4. mBART end to end", found),
+        "Rows of the interlaced plan are of a later simulator than those of its peers (`rows.jsonl`).\n",
         table(VERDICTS, [
             verdict("over Megatron-LM at 4 and 8 GPUs", 1.0, most(few, ours, "Megatron-LM")),
             *(verdict(f"most over {name}", paper, most(found, ours, name), varied(rows, "mbart", ours, name))
