@@ -241,7 +241,8 @@ def _by_microbatch(held: Produced, pairs: list[list[int]], tensor: str, count: i
     if found[-1:] != [-1] and len(found) != count:
         raise ScheduleError(
             f"Microbatch({count}) of the update of {tensor}, but its gradient comes in {len(found)} microbatches; "
-            f"cut the update into {len(found)} of them."
+            f"cut the update into {len(found)} of them. In a product, give microbatches to one plan "
+            "only, as to the pipeline."
         )
     return [[[source for source in pair if microbatch[source] == at] for pair in pairs] for at in found]
 
