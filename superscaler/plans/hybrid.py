@@ -12,44 +12,16 @@ halves        gradients of bf16 and fp16 weights are sent over dp in that dtype,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from superscaler.plans.data_parallel import data_parallel
-from superscaler.plans.lib.place_table import check_microbatches
-from superscaler.plans.lib.schedules import check_rounds
 from superscaler.plans.lib.shared import batch_of
+from superscaler.plans.lib.sizes import REGIONS
+from superscaler.plans.lib.sizes import check_hybrid as check
 from superscaler.plans.pipeline import pipeline
 from superscaler.plans.recompute import recompute as recomputing
 from superscaler.plans.sequence_parallel import sequence_parallel
 from superscaler.plans.tensor_parallel import tensor_parallel
 from superscaler.plans.zero import zero as sharding
-from superscaler.specs.options import check_shared
-from superscaler.verbs import Cluster, Graph, InputError, Mesh, op_assign, sprogram
-
-REGIONS = {"none": "", "selective": "attention", "full": "block"}
-
-
-def check(
-    sizes: Mapping[str, int], cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
-    chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0, **_: Any,
-) -> Mesh:  # fmt: skip
-    """Raise InputError for options that no model of these sizes has on a cluster; return the mesh of its devices."""
-    if recompute not in REGIONS:
-        raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
-    if zero not in (0, 1):
-        raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
-    mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
-    if dp > 1:
-        # Microbatches of one device may differ in size.
-        check_shared(sizes, "batch", dp=dp, microbatches=microbatches)
-    check_microbatches(microbatches, sizes.get("batch", microbatches))
-    check_shared(sizes, "heads", tp=tp)
-    if sequence:
-        check_shared(sizes, "seq", tp=tp)
-    if chunks > 1:
-        check_rounds(pp, microbatches)
-    return mesh
+from superscaler.verbs import Cluster, Graph, op_assign, sprogram
 
 
 @sprogram

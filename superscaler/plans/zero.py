@@ -14,39 +14,13 @@ elements. `halves`: gradients of bf16 and fp16 weights are sent to their slices 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
-from superscaler.errors import divisors
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import batch_of, layers
-from superscaler.specs.options import check_shared
-from superscaler.verbs import (
-    Cluster,
-    Graph,
-    InputError,
-    Microbatch,
-    Recompute,
-    Regather,
-    Replicate,
-    Shard,
-    Split,
-    op_trans,
-)
-
-
-def check(sizes: Mapping[str, int], cluster: Cluster, shard: int = 0, microbatches: int = 1, **_: Any) -> None:
-    """Raise InputError for options that no model of these sizes has on a cluster."""
-    _check(sizes, len(cluster.devices), shard or 1, microbatches)
-
-
-def _check(sizes: Mapping[str, int], n: int, shard: int, microbatches: int) -> None:
-    if shard < 1 or n % shard:
-        raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose {divisors(n)}.")
-    if n > 1:
-        # Microbatches of one device may differ in size.
-        check_shared(sizes, "batch", devices=n, microbatches=microbatches)
+from superscaler.plans.lib.sizes import check_shards
+from superscaler.plans.lib.sizes import check_zero as check  # noqa: F401 (`plans.check` reads it)
+from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
 
 
 @along_axis(last=True)
@@ -60,7 +34,7 @@ def zero(
             f"zero:stage={stage},keep={keep},microbatches={microbatches}: choose stage 1, 2 or 3, keep at least 0 "
             "blocks, and at least 1 microbatch."
         )
-    _check({"batch": batch_of(graph)}, n, shard, microbatches)
+    check_shards({"batch": batch_of(graph)}, n, shard, microbatches)
     if halves:
         graph.send_halves()
     if microbatches > 1:

@@ -86,7 +86,7 @@ EDITS = {
     "weights doubled": ("data", doubled, r"first\.bias\[0\] is \S+ in initial\.safetensors, but \S+ in the module"),
     "exponent": ("classes", text(r"(pow.*), 3\)", r"\1, 2)", *BOTH), r"op pow_1 is .* 2\).* in model.txt, but .* 3\)"),
     "dropout": ("data", text(r"(dropout.*)0\.25", r"\g<1>0.5", *BOTH), r"op native_dropout is .*0\.5.* but .*0\.25"),
-    "kernel": ("classes", text(r"1\.5", "2.5", "operators/*/cubes.py"), r"cubes\.py is another file than the one that"),
+    "kernel": ("classes", text(r"1\.5", "2.5", "operators/*/cubes.py"), r"cubes\.py is not the file that registers"),
 }
 
 

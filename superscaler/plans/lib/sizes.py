@@ -1,0 +1,51 @@
+"""Checks of the options of plans against the sizes of a model, before the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from superscaler.errors import divisors
+from superscaler.plans.lib.place_table import check_microbatches
+from superscaler.plans.lib.schedules import check_rounds
+from superscaler.specs.options import check_shared
+from superscaler.verbs import Cluster, InputError, Mesh
+
+# What `hybrid:recompute=` computes again.
+REGIONS = {"none": "", "selective": "attention", "full": "block"}
+
+
+def check_hybrid(
+    sizes: Mapping[str, int], cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
+    chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0, **_: Any,
+) -> Mesh:  # fmt: skip
+    """Raise InputError for options that no model of these sizes has on a cluster; return the mesh of its devices."""
+    if recompute not in REGIONS:
+        raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
+    if zero not in (0, 1):
+        raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
+    mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
+    if dp > 1:
+        # Microbatches of one device may differ in size.
+        check_shared(sizes, "batch", dp=dp, microbatches=microbatches)
+    check_microbatches(microbatches, sizes.get("batch", microbatches))
+    check_shared(sizes, "heads", tp=tp)
+    if sequence:
+        check_shared(sizes, "seq", tp=tp)
+    if chunks > 1:
+        check_rounds(pp, microbatches)
+    return mesh
+
+
+def check_zero(sizes: Mapping[str, int], cluster: Cluster, shard: int = 0, microbatches: int = 1, **_: Any) -> None:
+    """Raise InputError for options that no model of these sizes has on a cluster."""
+    check_shards(sizes, len(cluster.devices), shard or 1, microbatches)
+
+
+def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int) -> None:
+    """Raise InputError for slices over n devices that they cannot have, or a batch that they do not divide."""
+    if shard < 1 or n % shard:
+        raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose {divisors(n)}.")
+    if n > 1:
+        # Microbatches of one device may differ in size.
+        check_shared(sizes, "batch", devices=n, microbatches=microbatches)
