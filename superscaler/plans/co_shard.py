@@ -6,7 +6,7 @@ parts=N         number of parts, on top of the cuts of other plans in a product
 blocks=first:N  the first N blocks only (default: all)
 factors=A+B     the cut factors, by name or its end (`heads`); default: those of tensor parallelism
 
-Its own devices are data parallel: `co_shard:2,parts=4 x tensor_parallel:2 x pipeline_1f1b:2`.
+Its own devices are data parallel: `co_shard:2,parts=4 x pipeline_1f1b:2 x tensor_parallel:2`.
 """
 
 from __future__ import annotations

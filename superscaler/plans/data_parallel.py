@@ -5,17 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from superscaler.plans.lib.products import along_axis
-from superscaler.specs.options import check_shared
-from superscaler.verbs import Cluster, Graph, Split, op_trans
-
-
-def check(sizes: Mapping[str, int], cluster: Cluster, **_: Any) -> None:
-    """Raise InputError for a batch that the devices of a cluster do not divide."""
-    check_shared(sizes, "batch", devices=len(cluster.devices))
+from superscaler.plans.lib.sizes import check_batch as check  # noqa: F401 (`plans.check` reads it)
+from superscaler.verbs import Graph, Split, op_trans
 
 
 @along_axis(nests=True)

@@ -37,6 +37,11 @@ def check_hybrid(
     return mesh
 
 
+def check_batch(sizes: Mapping[str, int], cluster: Cluster, **_: Any) -> None:
+    """Raise InputError for a batch that the devices of a cluster do not divide."""
+    check_shared(sizes, "batch", devices=len(cluster.devices))
+
+
 def check_zero(sizes: Mapping[str, int], cluster: Cluster, shard: int = 0, microbatches: int = 1, **_: Any) -> None:
     """Raise InputError for options that no model of these sizes has on a cluster."""
     check_shards(sizes, len(cluster.devices), shard or 1, microbatches)
