@@ -6,7 +6,6 @@ import functools
 import importlib
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Mapping
 
 from superscaler.errors import InputError, unknown
@@ -46,13 +45,15 @@ def resolve(spec: str) -> SProgram:
 
 
 def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:
-    """Raise InputError for options of a plan that no model of these sizes has on a cluster. Only plans with a function
-    `check` in their file are checked; it needs no model.
+    """Raise InputError for options of a plan that no model of these sizes has on a cluster. Only plans of the
+    library with one of `sizes.CHECKS` are checked; it needs no model.
     """
+    from superscaler.plans.lib.sizes import CHECKS
+
     plan = resolve(spec)
-    file = sys.modules[getattr(plan, "func", plan).__module__]
-    if file.__name__.startswith(__name__) and hasattr(file, "check"):
-        file.check(sizes, cluster, **getattr(plan, "keywords", {}))
+    function = getattr(plan, "func", plan)
+    if function.__module__.startswith(__name__) and function.__name__ in CHECKS:
+        CHECKS[function.__name__](sizes, cluster, **getattr(plan, "keywords", {}))
 
 
 def _product(spec: str, terms: list[str]) -> SProgram:

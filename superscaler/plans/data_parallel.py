@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.sizes import check_batch as check  # noqa: F401 (`plans.check` reads it)
 from superscaler.verbs import Graph, Split, op_trans
 
 

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import layers
-from superscaler.plans.lib.sizes import check_zero as check
 from superscaler.plans.zero import zero
 from superscaler.verbs import Graph
-
-__all__ = ["check", "fsdp"]
 
 
 @along_axis(last=True)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from superscaler.plans.data_parallel import data_parallel
 from superscaler.plans.lib.shared import batch_of
-from superscaler.plans.lib.sizes import REGIONS
-from superscaler.plans.lib.sizes import check_hybrid as check
+from superscaler.plans.lib.sizes import REGIONS, check_hybrid
 from superscaler.plans.pipeline import pipeline
 from superscaler.plans.recompute import recompute as recomputing
 from superscaler.plans.sequence_parallel import sequence_parallel
@@ -39,7 +38,9 @@ def hybrid(
     vocabulary: bool = True,
     halves: bool = False,
 ) -> None:
-    mesh = check({"batch": batch_of(graph)}, cluster, dp, tp, pp, microbatches, chunks, recompute=recompute, zero=zero)
+    mesh = check_hybrid(
+        {"batch": batch_of(graph)}, cluster, dp, tp, pp, microbatches, chunks, recompute=recompute, zero=zero
+    )
     order = ("interleaved", chunks) if chunks != 1 else ("pipeline_1f1b", None)
     pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1])
     is_trained = any(op.has_mirror for op in graph.forward_ops)

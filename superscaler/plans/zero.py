@@ -19,7 +19,6 @@ from math import prod
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import batch_of, layers
 from superscaler.plans.lib.sizes import check_shards
-from superscaler.plans.lib.sizes import check_zero as check  # noqa: F401 (`plans.check` reads it)
 from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from superscaler.errors import divisors
@@ -54,3 +54,12 @@ def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int
     if n > 1:
         # Microbatches of one device may differ in size.
         check_shared(sizes, "batch", devices=n, microbatches=microbatches)
+
+
+# By the name of a plan of the library.
+CHECKS: Mapping[str, Callable[..., object]] = {
+    "data_parallel": check_batch,
+    "fsdp": check_zero,
+    "hybrid": check_hybrid,
+    "zero": check_zero,
+}
