@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
-from superscaler.verbs import Graph, InputError, Microbatch, Split, op_trans
+from superscaler.plans.lib.shared import batch_of
+from superscaler.plans.lib.sizes import check_rows
+from superscaler.verbs import Graph, Microbatch, Split, op_trans
 
 
 @along_axis(batches=True)
 def gradient_accumulation(graph: Graph, n: int, axis: str, microbatches: int = 4) -> None:
-    batch = graph.factors.get("batch")
-    if batch and not (1 <= microbatches <= batch.size and (n == 1 or batch.size % (n * microbatches) == 0)):
-        raise InputError(
-            f"microbatches={microbatches} on each of {n} devices does not divide the batch of {batch.size}; choose a "
-            f"divisor of {batch.size // n}, or another batch."
-        )
+    check_rows({"batch": batch_of(graph)}, microbatches, devices=n)
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
     # A batch of one is no factor.

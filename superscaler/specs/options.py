@@ -136,26 +136,23 @@ def kind_of(group: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
 
 
 def check_divides(model: str, whole: str, part: str, options: Options) -> None:
-    """Raise InputError unless the option `part` divides the option `whole`."""
-    if options[whole] % options[part]:
-        raise InputError(
-            f"{model}: {whole}={options[whole]} is not divisible by {part}={options[part]}; "
-            f"give numbers where {part} divides {whole}."
-        )
+    """Raise InputError unless the option `part` of a model divides the option `whole`."""
+    check_divisible(options, whole, f"{model}: ", **{part: options[part]})
 
 
-def check_shared(sizes: Mapping[str, int], whole: str, **counts: int) -> None:
+def check_divisible(sizes: Mapping[str, int], whole: str, label: str = "", /, **counts: int) -> None:
     """Raise InputError unless the product of some counts divides a size; an unknown size is not checked.
 
-    >>> check_shared({"batch": 12}, "batch", dp=4, microbatches=3)
+    >>> check_divisible({"batch": 12}, "batch", dp=4, microbatches=3)
     """
     size, parts = sizes.get(whole, 0), prod(counts.values())
     if size % parts:
-        shown = " x ".join(f"{name}={count}" for name, count in counts.items() if count > 1)
+        several = {name: count for name, count in counts.items() if count > 1}
+        shown = " x ".join(f"{name}={count}" for name, count in several.items())
         multiples = [str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n]
         raise InputError(
-            f"{whole}={size} cannot be shared by {shown}; give {whole}={' or '.join(multiples)}, or choose numbers "
-            f"whose product divides {size}: {divisors(size)}."
+            f"{label}{whole}={size} is not divisible by {shown}; give {whole}={' or '.join(multiples)}, or choose "
+            f"{' x '.join(several)} from {divisors(size)}."
         )
 
 

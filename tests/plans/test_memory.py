@@ -21,18 +21,18 @@ def compiled(spec: str, plan: str, devices: int) -> Plan:
 
 
 REFUSED = [
-    ("gradient_accumulation:microbatches=9", 1, "microbatches=9 on each of 1 devices does not divide the batch of 8"),
-    ("gradient_accumulation:microbatches=3", 2, "microbatches=3 on each of 2 devices does not divide the batch of 8"),
-    ("hybrid:dp=2,pp=2,microbatches=3", 4, "batch=8 cannot be shared by dp=2 x microbatches=3; give batch=6 or 12"),
-    ("zero:stage=1", 3, "batch=8 cannot be shared by devices=3; give batch=6 or 9, or choose numbers whose product"),
+    ("gradient_accumulation:microbatches=9", 1, "microbatches=9 of a batch of 8; choose 1 to 8"),
+    ("gradient_accumulation:microbatches=3", 2, "batch=8 is not divisible by devices=2 x microbatches=3; give batch=6"),
+    ("hybrid:dp=2,pp=2,microbatches=3", 4, "batch=8 is not divisible by dp=2 x microbatches=3; give batch=6 or 12"),
+    ("zero:stage=1", 3, "batch=8 is not divisible by devices=3; give batch=6 or 9, or choose devices from 1, 2, 4"),
     (
         "pipeline_1f1b:1,microbatches=8 x data_parallel:2",
         2,
         "has 1 of 8 elements of batch there, and 2 does not divide 1",
     ),
-    ("gradient_accumulation:microbatches=8", 2, "does not divide the batch of 8; choose a divisor of 4"),
-    ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),
-    ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 on each"),
+    ("gradient_accumulation:microbatches=8", 2, "or choose devices x microbatches from 1, 2, 4 or 8."),
+    ("gradient_accumulation:microbatches=0", 1, "microbatches=0 of a batch of 8; choose 1 to 8"),
+    ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 of a batch of 8"),
     ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),
     ("co_shard:parts=1", 1, "co_shard:parts=1: give 2 or more"),
     ("co_shard:parts=3", 1, "into 3 parts divides no factor of this model: h.0.attn.heads of size 4"),

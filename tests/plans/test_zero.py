@@ -80,7 +80,7 @@ def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) ->
 
 def test_options_that_do_not_hold_are_refused() -> None:
     graph = graph_of("mlp")
-    with pytest.raises(InputError, match="zero:shard=3 does not divide its 4 devices; choose 1, 2 or 4"):
+    with pytest.raises(InputError, match="zero: devices=4 is not divisible by shard=3; choose shard from 1, 2 or 4"):
         ss.compile(graph, resolve("zero:shard=3"), "local:4")
     for option in ("stage=4", "keep=-1", "microbatches=0", "microbatches=-1"):
         with pytest.raises(InputError, match=f"zero:.*{option}.*: choose stage 1"):

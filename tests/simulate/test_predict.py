@@ -85,14 +85,16 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
 
 
 REFUSED = [
-    ("heads=10,hidden=40", "hybrid:tp=4", "heads=10 cannot be shared by tp=4; give heads=8 or 12, or choose"),
-    ("batch=12", "hybrid:dp=2,tp=2,microbatches=4", "batch=12 cannot be shared by dp=2 x microbatches=4; give batch=8"),
+    ("heads=10,hidden=40", "hybrid:tp=4", "heads=10 is not divisible by tp=4; give heads=8 or 12, or choose tp from"),
+    ("batch=12", "hybrid:dp=2,tp=2,microbatches=4", "batch=12 is not divisible by dp=2 x microbatches=4; give batch=8"),
     ("batch=3", "hybrid:pp=4,microbatches=8", "microbatches=8 of a batch of 3; choose 1 to 3"),
-    ("seq=30", "hybrid:tp=4,sequence=true", "seq=30 cannot be shared by tp=4; give seq=28 or 32"),
+    ("seq=30", "hybrid:tp=4,sequence=true", "seq=30 is not divisible by tp=4; give seq=28 or 32"),
     ("layers=8", "hybrid:pp=4,chunks=2,microbatches=6", "6 microbatches do not come in rounds of 4"),
     ("layers=2", "hybrid:tp=2", "mesh pp=1,dp=1,tp=2 needs 2 devices, but there are 4"),
-    ("batch=3", "data_parallel", "batch=3 cannot be shared by devices=4; give batch=4, or choose"),
-    ("batch=8", "fsdp:microbatches=4", "batch=8 cannot be shared by devices=4 x microbatches=4; give batch=16"),
+    ("batch=3", "data_parallel", "batch=3 is not divisible by devices=4; give batch=4, or choose"),
+    ("batch=8", "hybrid:dp=4,microbatches=0", "microbatches=0 of a batch of 8; choose 1 to 8"),
+    ("batch=8", "fsdp:microbatches=0", "microbatches=0 of a batch of 8"),
+    ("batch=8", "fsdp:microbatches=4", "batch=8 is not divisible by devices=4 x microbatches=4; give batch=16"),
 ]
 
 

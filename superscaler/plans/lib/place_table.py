@@ -36,8 +36,8 @@ def count_microbatches(graph: Graph, n: int, microbatches: int | None) -> int:
 
 
 def check_microbatches(count: int, size: int) -> None:
-    """Raise InputError for more microbatches than a batch has rows."""
-    if count > size:
+    """Raise InputError for fewer than one microbatch, or more than a batch has rows."""
+    if not 1 <= count <= size:
         raise InputError(f"microbatches={count} of a batch of {size}; choose 1 to {size}, or a larger batch.")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from superscaler.errors import divisors
 from superscaler.plans.lib.place_table import check_microbatches
 from superscaler.plans.lib.schedules import check_rounds
-from superscaler.specs.options import check_shared
+from superscaler.specs.options import check_divisible
 from superscaler.verbs import Cluster, InputError, Mesh
 
 # What `hybrid:recompute=` computes again.
@@ -25,13 +26,10 @@ def check_hybrid(
     if zero not in (0, 1):
         raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
-    if dp > 1:
-        # Microbatches of one device may differ in size.
-        check_shared(sizes, "batch", dp=dp, microbatches=microbatches)
-    check_microbatches(microbatches, sizes.get("batch", microbatches))
-    check_shared(sizes, "heads", tp=tp)
+    check_rows(sizes, microbatches, dp=dp)
+    check_divisible(sizes, "heads", tp=tp)
     if sequence:
-        check_shared(sizes, "seq", tp=tp)
+        check_divisible(sizes, "seq", tp=tp)
     if chunks > 1:
         check_rounds(pp, microbatches)
     return mesh
@@ -39,21 +37,27 @@ def check_hybrid(
 
 def check_batch(sizes: Mapping[str, int], cluster: Cluster, **_: Any) -> None:
     """Raise InputError for a batch that the devices of a cluster do not divide."""
-    check_shared(sizes, "batch", devices=len(cluster.devices))
+    check_rows(sizes, devices=len(cluster.devices))
+
+
+def check_rows(sizes: Mapping[str, int], microbatches: int = 1, **devices: int) -> None:
+    """Raise InputError unless each microbatch has rows of the batch, and several devices have equally many of each."""
+    check_microbatches(microbatches, sizes.get("batch", max(microbatches, 1)))
+    if prod(devices.values()) > 1:
+        check_divisible(sizes, "batch", **devices, microbatches=microbatches)
 
 
 def check_zero(sizes: Mapping[str, int], cluster: Cluster, shard: int = 0, microbatches: int = 1, **_: Any) -> None:
     """Raise InputError for options that no model of these sizes has on a cluster."""
-    check_shards(sizes, len(cluster.devices), shard or 1, microbatches)
+    n = len(cluster.devices)
+    check_shards(sizes, n, shard or n, microbatches)
 
 
 def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int) -> None:
     """Raise InputError for slices over n devices that they cannot have, or a batch that they do not divide."""
     if shard < 1 or n % shard:
-        raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose {divisors(n)}.")
-    if n > 1:
-        # Microbatches of one device may differ in size.
-        check_shared(sizes, "batch", devices=n, microbatches=microbatches)
+        raise InputError(f"zero: devices={n} is not divisible by shard={shard}; choose shard from {divisors(n)}.")
+    check_rows(sizes, microbatches, devices=n)
 
 
 # By the name of a plan of the library.
