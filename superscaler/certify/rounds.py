@@ -52,8 +52,7 @@ class Rounds(Interpreter[Content]):
         self.before: list[_Seen] = []
         try:
             self.bodies = [bodies(run.cohort, self.shift) for run in self.runs]
-        except (Unsteady, LookupError, TypeError, ValueError, AttributeError):
-            # Then all repetitions run.
+        except Unsteady:
             self.bodies = [[] for _ in self.runs]
         for run in self.runs:
             run.limit = self._stop(run)

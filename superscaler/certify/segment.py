@@ -63,8 +63,8 @@ class Segment:
     def check(self, run: Forward, starts: Ints) -> None:
         """Raise Refusal unless parts with these starts are parts of the function's ops."""
         column, size, whole = self._limits
-        if column.size and column.max() >= starts.shape[1] - 1:
-            raise Refusal(f"has {starts.shape[1] - 1} starts for {int(column.max()) + 1} coordinates.")
+        if (given := starts.shape[1] - 1) != (count := int(column.max(initial=-1)) + 1):
+            raise Refusal(f"has {given} starts for {count} coordinates.")
         at = starts[:, column]
         outside = (at < 0) | (at + size > whole)
         if outside.any():

@@ -41,7 +41,7 @@ Key = Value | Task
 
 
 class Unsteady(Exception):
-    """The repetitions of a loop differ by more than a shift."""
+    """The repetitions of a loop differ by more than a shift, or name what the program lacks. Then all of them run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +112,8 @@ class Shift:
                 case Forward(at=one), Forward(at=two):
                     self._run(a.function, tuple(np.subtract(two, one).tolist()))
                 case Send() | Recv(), Send() | Recv():
+                    if a.peer not in range(len(self.cohort_of)):
+                        raise Unsteady
                     ends = int(self.cohort_of[rank]), int(self.cohort_of[a.peer])
                     _set(self.messages, ends if isinstance(a, Send) else ends[::-1], b.message - a.message)
             if isinstance(a, Load) and isinstance(b, Load):
@@ -131,8 +133,12 @@ class Shift:
     def _run(self, number: int, step: tuple[int, ...]) -> None:
         """Add the steps of a function whose parts start `step` later in each round."""
         _set(self.starts, number, step)
-        function = self.program.functions[number]
-        for op, where in zip(function.ops, function.coordinates, strict=True):
+        functions = self.program.functions
+        if number not in range(len(functions)):
+            raise Unsteady
+        for op, where in zip(functions[number].ops, functions[number].coordinates, strict=True):
+            if max(where, default=-1) >= len(step):
+                raise Unsteady
             steps = [step[column] for column in where]
             for i, index in enumerate(op.indices):
                 _set(self.indices, (op.name, i), steps[i])

@@ -43,7 +43,7 @@ def narrowed(given: Narrowed, precision: str) -> Narrowed:
     try:
         return copy.deepcopy(given, memo)
     except Exception as error:
-        # A module's code may raise any exception.
+        # The module's own `__deepcopy__` may raise any exception.
         raise CaptureError(
             f"{type(given.module).__name__} cannot be copied for precision={precision!r} ({type(error).__name__}: "
             f"{brief(error)}); leave what cannot be copied out of the module."

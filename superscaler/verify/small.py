@@ -230,10 +230,11 @@ def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tupl
 def _shapes(model: Model, function: Function, run: Callable[..., Sequence[Tensor]]) -> list[Shape] | None:
     """Return the shapes of a function's results on tensors without data, None if it fails."""
     tensors = (model.tensors[name] for name in function.inputs)
+    given = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in tensors]
     try:
-        made = run(*(torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in tensors))
-        return [tuple(x.shape) for x in made]
+        return [tuple(x.shape) for x in run(*given)]
     except Exception:
+        # An operator of the user may raise any exception at sizes that it does not take.
         return None
 
 

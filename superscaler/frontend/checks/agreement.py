@@ -107,10 +107,8 @@ def _require_small(captured: Captured) -> None:
 def _compared(captured: Captured, optimizer: Optimizers | None) -> float:
     """Return the largest relative difference of all steps."""
     call, original = captured.call, {id(p) for p in captured.call.module.parameters()}
-    try:
+    with _unchecked("it cannot be copied"):
         module, optimizer, args, kwargs = copy.deepcopy((call.module, optimizer, call.args, call.kwargs))
-    except Exception as error:
-        raise Unchecked(f"it cannot be copied ({type(error).__name__}: {brief(error)})") from None
     largest = 0.0
     for step in range(1, STEPS + 1):
         values = {**captured.values, **values_of(module, captured.model)}
@@ -168,24 +166,30 @@ def _eager_step(captured: Captured, module: nn.Module, args: Any, kwargs: Any, o
     module.zero_grad()
     # An enclosing autocast region would return cached casts of weights that have changed since.
     torch.clear_autocast_cache()
-    try:
-        with WithoutDropout(), marked(), torch.enable_grad(), torch.autocast(kind, dtype, dtype is not None):
-            output = module(*args, **kwargs)
+    autocast = torch.autocast(kind, dtype, dtype is not None)
+    with _unchecked("it does not run"), WithoutDropout(), marked(), torch.enable_grad(), autocast:
+        output = module(*args, **kwargs)
+    with _unchecked("it does not run", CaptureError):
         loss = loss_of(output, name, call.losses) if captured.model.loss else None
         kept = form_and_tensors(output, name, loss)[1] if captured.model.result else {}
-        if loss is not None:
-            if any(id(x) in original for x in _leaves(loss)):
-                raise Unchecked("its copy reads the parameters of the module itself, which a function in it holds")
+    if loss is not None:
+        if any(id(x) in original for x in _leaves(loss)):
+            raise Unchecked("its copy reads the parameters of the module itself, which a function in it holds")
+        with _unchecked("it does not run"):
             _backward(module, loss, kept, call.loss_of)
-    except Unchecked:
-        raise
-    except Exception as error:
-        # A module's code may raise any exception.
-        raise Unchecked(f"it does not run ({type(error).__name__}: {brief(error)})") from error
     outputs = {n: x.detach() for n, x in kept.items()}
     gradients: dict[str, Tensor | None] = {n: dense(p.grad, p.detach()) for n, p in module.named_parameters()}
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
     return Reference(None if loss is None else loss.detach(), gradients, buffers, outputs)
+
+
+@contextmanager
+def _unchecked(why: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Turn an error of a module's code, which may raise any exception, into Unchecked."""
+    try:
+        yield
+    except kind as error:
+        raise Unchecked(f"{why} ({type(error).__name__}: {brief(error)})") from error
 
 
 def _backward(module: nn.Module, loss: Tensor, outputs: Mapping[str, Tensor], loss_of: Mapping[str, str]) -> None:

@@ -52,11 +52,9 @@ def _trains_alike(captured: Captured, dims: Mapping[str, int], cut: Collection[i
     """Return whether the module trains by sequences that are filled, those of some lengths, as by the short ones."""
     full, short = _batches(captured, dims, cut)
     for dtype in dtypes:
-        try:
-            return _is_same(_step(captured, full, dtype), _step(captured, short, dtype), _CLOSE[dtype])
-        except Exception:
-            # A module's code may raise any exception.
-            continue
+        some, others = (_step(captured, batch, dtype) for batch in (full, short))
+        if some and others:
+            return _is_same(some, others, _CLOSE[dtype])
     return False
 
 
@@ -94,16 +92,20 @@ def _batches(
 
 
 def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the loss, the gradients and the buffers of a step of the module."""
+    """Return the loss, the gradients and the buffers of a step of the module; nothing if its code raises."""
     module, device = captured.call.module, next(iter(captured.batch.values())).device.type
     leaves = {n: retyped(p.detach(), dtype).requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
     buffers = {n: retyped(b.detach(), dtype).clone() for n, b in module.named_buffers()}
     args, kwargs = captured.call.arguments({n: retyped(x, dtype) for n, x in batch.items()})
     torch.manual_seed(0)
-    with WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
-        loss = loss_of(functional_call(module, {**leaves, **buffers}, args, kwargs), "the module")
     trained = [x for x in leaves.values() if x.requires_grad]
-    found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+    try:
+        with WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
+            loss = loss_of(functional_call(module, {**leaves, **buffers}, args, kwargs), "the module")
+        found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+    except Exception:
+        # A module's code may raise any exception, in its backward too.
+        return []
     gradients = [dense(g, x.detach()) for g, x in zip(found, trained, strict=True)]
     return [loss.detach(), *gradients, *(b for b in buffers.values() if b.is_floating_point())]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from superscaler.errors import InputError
 from superscaler.frontend.infer import signature
 from superscaler.frontend.trace import reads
-from superscaler.frontend.users.proof import Failure, ops_of, prove, record
+from superscaler.frontend.users.proof import Failure, NoGradientError, ops_of, prove, record
 from superscaler.frontend.users.samples import KINDS, NORMAL, TRIED, Kind
 from superscaler.ops.notation import Dim, operand_dims, untils
 from superscaler.specs.registered import Registered
@@ -146,7 +146,7 @@ class Trial:
         operands = [values[x.name].cpu() for x in reads(node)]
         try:
             failure = prove(ops[0], tensors, operands, run, kind)
-        except Exception as error:
+        except NoGradientError as error:
             message = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
             raise self._error(CannotRun, message, given) from error
         if failure and failure.is_raised and kind is not NORMAL:
@@ -174,6 +174,7 @@ class Trial:
         try:
             first, second = (_results(self.overload(*given[0], **given[1])) for _ in range(2))
         except Exception as error:
+            # The user's operator may raise any exception.
             message = f"fails as {self.overload._schema}: {_line(error)} Give sizes={{...}} or example={{...}}"
             raise self._error(CannotRun, message, given) from error
         for is_wrong, message in (

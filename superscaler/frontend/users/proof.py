@@ -78,7 +78,8 @@ def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
 
 
 def prove(op: Op, tensors: Tensors, values: Sequence[Tensor], run: Run, kind: Kind = NORMAL) -> Failure | None:
-    """Return the first difference between the op in parts and the whole op; None if its notation is true.
+    """Return the first difference between the op in parts and the whole op; None if its notation is true. Raises
+    NoGradientError if its backward raises.
 
     `values`: those of `op.inputs`, floating ones in float64. All floating inputs except buffers have gradients. Each
     index that may be cut is cut in 2 and 3 parts, even and uneven, and each pair of indices in 2 parts each. The marks
@@ -117,6 +118,10 @@ def _halves(op: Op) -> Iterator[Cut]:
     """Yield cuts of each index in the middle and after its first element."""
     for n, size in ((n, i.size) for n, i in enumerate(op.indices) if i.mark != "frozen"):
         yield from ({n: sizes} for sizes in dict.fromkeys([(size - size // 2, size // 2), (1, size - 1)]))
+
+
+class NoGradientError(Exception):
+    """The error of an operator's backward."""
 
 
 class _Wrong(Exception):
@@ -183,6 +188,7 @@ class _Job:
         try:
             results = list(self.run(box, pieces, shapes))
         except Exception as error:
+            # The user's operator may raise any exception.
             raise _Wrong("the part", f"{box} fails: {error}", True) from error
         if (found := [tuple(r.shape) for r in results]) != shapes:
             raise _Wrong("the part", f"{box} gives the shapes {found}, its notation {shapes}")
@@ -200,7 +206,11 @@ class _Job:
         wanted = [piece for piece in pieces if piece.requires_grad]
         if not chosen or not wanted:
             return [None] * len(pieces)
-        found = iter(torch.autograd.grad(chosen, wanted, given, materialize_grads=True))
+        try:
+            found = iter(torch.autograd.grad(chosen, wanted, given, materialize_grads=True))
+        except Exception as error:
+            # The backward of the user's operator may raise any exception.
+            raise NoGradientError(error) from error
         return [next(found) if piece.requires_grad else None for piece in pieces]
 
     def _add(

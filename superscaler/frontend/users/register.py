@@ -67,6 +67,7 @@ def register(
                 trial.check()
                 REGISTERED[str(made)] = replace(own, check=trial.check_call)
         except BaseException:
+            # Whatever ended the check, the operator is not registered.
             del REGISTERED[str(made)]
             raise
         return what if overload else wraps(what)(lambda *args, **kwargs: made(*args, **kwargs))

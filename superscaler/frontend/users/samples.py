@@ -72,13 +72,10 @@ def is_derivative(own: Function, forward: Function, args: Sequence[Any]) -> bool
     tensors = [a for a in args if isinstance(a, Tensor)]
     if sum(a.numel() for a in tensors) > _MOST_ELEMENTS:
         return False
-    bounds = sorted({n for a in tensors for n in a.shape} | {1, 2}, reverse=True)
+    bounds = sorted({n for a in tensors for n in a.shape if n} | {1, 2}, reverse=True)
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
-        try:
-            bound = next(n for n in bounds if _runs(forward, _draw(args, NORMAL, n)))
-            return all(_agree(own, forward, _draw(args, kind, bound), kind) for kind in KINDS)
-        except Exception:
-            return False
+        bound = next((n for n in bounds if _runs(forward, _draw(args, NORMAL, n))), 0)
+        return bound > 0 and all(_agree(own, forward, _draw(args, kind, bound), kind) for kind in KINDS)
 
 
 def _draw(args: Sequence[Any], kind: Kind, bound: int) -> list[Any]:
@@ -101,6 +98,7 @@ def _runs(function: Function, given: Sequence[Any]) -> bool:
     try:
         function(*given)
     except Exception:
+        # The user's code may raise any exception.
         return False
     return True
 
@@ -108,9 +106,14 @@ def _runs(function: Function, given: Sequence[Any]) -> bool:
 def _agree(one: Function, other: Function, given: Sequence[Any], kind: Kind) -> bool:
     """Return whether two functions have the same results and gradients."""
     leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-    first, second = (_with_gradients(f, given, leaves, kind.sizes[1] ** 0.5) for f in (one, other))
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(kind.is_close(x, y, _TOLERANCE).all() for x, y in pairs)
+    try:
+        first, second = (_with_gradients(f, given, leaves, kind.sizes[1] ** 0.5) for f in (one, other))
+    except Exception:
+        # The user's code may raise any exception, in its backward too.
+        return False
+    if [(x.shape, x.dtype) for x in first] != [(x.shape, x.dtype) for x in second]:
+        return False
+    return all(kind.is_close(x, y, _TOLERANCE).all() for x, y in zip(first, second, strict=True))
 
 
 def _with_gradients(function: Function, given: Sequence[Any], leaves: Sequence[Tensor], scale: float) -> list[Tensor]:
