@@ -6,6 +6,7 @@ each kind in `tests/plans/test_equal.py`; `tests/integration/test_twin.py` shows
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +19,7 @@ from superscaler.artifact import initial_values
 from superscaler.compiler import Compiled, finish, transform
 from superscaler.emit.device import Emitted
 from superscaler.frontend.oracle import retyped
-from superscaler.ir.program import Instruction, Program
+from superscaler.ir.program import Collective, Instruction, Program, Send, links
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from superscaler.verify import certify
@@ -68,6 +69,21 @@ def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:
     assert found["equal"], found
     assert found["bytes_moved"] == found["bytes_planned"]
     return Ran(compiled, found)
+
+
+def kinds(program: Program) -> Counter[str]:
+    """Return how many collectives of each kind there are, and messages (`send`)."""
+    code = [(device.rank, i) for device in program.devices for i in device.instructions]
+    found = Counter(i.kind for rank, i in code if isinstance(i, Collective) and i.group[0] == rank)
+    return found + Counter("send" for _, i in code if isinstance(i, Send))
+
+
+def moved(program: Program) -> Counter[tuple[str, str, str]]:
+    """Return the bytes that collectives put on links, by kind, dtype and `wide`."""
+    found = Counter[tuple[str, str, str]]()
+    for i in (i for device in program.devices for i in device.instructions if isinstance(i, Collective)):
+        found[i.kind, i.dtype, i.wide] += i.bytes * links(i.kind, len(i.group)) // len(i.group)
+    return found
 
 
 class Around(nn.Module):

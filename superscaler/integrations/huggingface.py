@@ -13,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
-from superscaler.integrations.planned import Planned
+from superscaler.integrations.planned import Planned, put
 
 # In the folder of the run.
 _FOLDER = "plan"
@@ -95,19 +95,15 @@ class Trainer(transformers.Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return None if self._planned is None or self._planned.step is None else self._planned.step.last_norm
 
-    def _put(self) -> None:
-        if self._planned is not None:
-            self._planned.put()
-
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:
-        self._put()
+        put(self._planned)
         super()._save_checkpoint(*args, **options)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate the module with the trained weights."""
-        self._put()
+        put(self._planned)
         return super().evaluation_loop(*args, **options)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
-        self._put()
+        put(self._planned)
         return super()._finalize_training(*args, **options)

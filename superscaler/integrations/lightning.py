@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.integrations.planned import Planned
+from superscaler.integrations.planned import Planned, put
 
 # In the folder of the run.
 _FOLDER = "plan"
@@ -114,19 +114,15 @@ class PlanStrategy(DDPStrategy):
         """Do nothing: the step had its backward."""
         return closure_loss
 
-    def _put(self) -> None:
-        if self._planned is not None:
-            self._planned.put()
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, with the trained weights; the state of the optimizer is set, too."""
-        self._put()
+        put(self._planned)
         return super().lightning_module_state_dict()
 
     def on_validation_start(self) -> None:
         """Give the module the trained weights."""
-        self._put()
+        put(self._planned)
 
     def on_train_end(self) -> None:
         """Give the module the trained weights."""
-        self._put()
+        put(self._planned)

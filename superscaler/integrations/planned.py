@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from superscaler.comm.distributed import connect
 from superscaler.errors import InputError, PlanError
-from superscaler.integrations.state import put, take
+from superscaler.integrations import state
 from superscaler.plan import capture, compile, load
 from superscaler.runtime.step import Step
 from superscaler.store.folder import digest
@@ -66,7 +66,7 @@ class Planned:
     def put(self) -> None:
         """Set the trained weights and states in the module and the optimizer of each rank; all ranks call this."""
         if self.step is not None and self._is_stale:
-            put(self.step, self._around, self._optimizer)
+            state.put(self.step, self._around, self._optimizer)
         self._is_stale = False
 
     @property
@@ -86,7 +86,7 @@ class Planned:
                 "last batch, or pad it, to save that.", shapes,
             )  # fmt: skip
         step = self._made[shapes] = known or self._compiled(tensors, spec)
-        take(step, self._around, self._optimizer, has_weights=known is None)
+        state.take(step, self._around, self._optimizer, has_weights=known is None)
         step.state.steps = self._steps
         return step
 
@@ -128,6 +128,12 @@ class Planned:
                 plan.save(self._folder, self._seed)
         finally:
             self._optimizer.state = states
+
+
+def put(planned: Planned | None) -> None:
+    """Set the trained weights and states as `Planned.put` does, if a step was made."""
+    if planned is not None:
+        planned.put()
 
 
 class _Loss(nn.Module):

@@ -37,11 +37,9 @@ class Segments:
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, dict[Task, Segment]] = {}
         self._known: dict[Hashable, Segment] = {}
-        # Functions that get the place of a part, and those whose kernels depend on it.
-        self._placed, self._by_place = (
-            {n for n, f in enumerate(program.functions) if any(op.target in targets for op in f.ops)}
-            for targets in (PLACED, _BY_PLACE)
-        )
+        # Functions that get the place of a part, and whether their kernels depend on it.
+        targets = ({op.target for op in f.ops} for f in program.functions)
+        self._placed = {n: not _BY_PLACE.isdisjoint(own) for n, own in enumerate(targets) if own & PLACED}
 
     def of(
         self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = ()
@@ -68,11 +66,11 @@ class Segments:
 
         Of a ring, each device sees other blocks of keys, by its place.
         """
-        if not self._by_place:
+        if not any(self._placed.values()):
             return [cohort.samples[0]], np.zeros(len(cohort), dtype=np.int64)
         functions, numbers = self.program.functions, dict[tuple[Box, ...], int]()
         calls = {(i.function, i.at): n for n, i in enumerate(cohort.code[:]) if isinstance(i, Forward)}
-        moved = [(f, cohort.data(n, "at").tolist()) for (f, _), n in calls.items() if f in self._by_place]
+        moved = [(f, cohort.data(n, "at").tolist()) for (f, _), n in calls.items() if self._placed.get(f)]
         found = []
         for row in range(len(cohort)):
             parts = tuple(part for f, at in moved for part in self._parts(functions[f], at[row], _BY_PLACE))

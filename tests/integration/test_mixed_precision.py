@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
 from superscaler.ir.model_text import parse_model, print_model
-from superscaler.ir.program import Collective
 from superscaler.models import BuiltModel, build
 from superscaler.runtime.optimizer import WithCopies
 from superscaler.runtime.step import Step
 from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, on_ranks
+from tests.ran import Around, captured, equal, moved, on_ranks
 from tests.sweeps import slow
 
 SPEC = "gpt2:size=tiny,layers=2,batch=4"
@@ -191,23 +189,16 @@ def test_verify_finds_a_wrong_copy_and_a_wrong_weight(wrong: str, monkeypatch: p
     assert "in bfloat16, after its update " + "the float32 copy of " * (wrong == "copy") in found["first_difference"]
 
 
-def moved(graph: ss.Graph, plan: str) -> Counter[tuple[str, str]]:
-    """Return the bytes that the first of two devices gives to collectives, by kind and dtype."""
-    found = Counter[tuple[str, str]]()
-    for i in ss.compile(graph, plan, "local:2").compiled.program.devices[0].instructions:
-        found += Counter({(i.kind, i.dtype): i.bytes}) if isinstance(i, Collective) else {}
-    return found
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_move_in_two_bytes_and_gradients_in_four(stage: int) -> None:
     """A device keeps 2 + 12 bytes for each of its parameters."""
-    graph, plan = step_in("bf16"), f"zero:stage={stage}"
+    graph = step_in("bf16")
     elements = sum(t.nbytes // 2 for t in graph.model.parameters())
-    wide, found = moved(graph_of(SPEC), plan), moved(graph, plan)
-    assert found.pop(("all_gather", "bfloat16")) * 2 == wide.pop(("all_gather", "float32")) >= elements * 2
+    plans = [ss.compile(one, f"zero:stage={stage}", "local:2") for one in (graph_of(SPEC), graph)]
+    wide, found = (moved(plan.compiled.program) for plan in plans)
+    assert found.pop(("all_gather", "bfloat16", "")) * 2 == wide.pop(("all_gather", "float32", "")) >= elements * 4
     assert found == wide
-    assert wide["reduce_scatter", "float32"] == elements * 4
+    assert wide["reduce_scatter", "float32", ""] == elements * 4
     assert graph.model.optimizer.state_bytes("bfloat16") == 12
 
     def sizes(step: Step) -> tuple[int, int]:
@@ -216,7 +207,7 @@ def test_weights_move_in_two_bytes_and_gradients_in_four(stage: int) -> None:
         weights = sum(x.nbytes for name, x in kinds if name == "weight")
         return weights, sum(x.nbytes for name, x in kinds if name != "weight")
 
-    assert on_ranks(ss.compile(graph, plan, "local:2"), sizes) == [(elements // 2 * 2, elements // 2 * 12)] * 2
+    assert on_ranks(plans[1], sizes) == [(elements // 2 * 2, elements // 2 * 12)] * 2
 
 
 def assert_same(found: Trained, expected: Trained) -> None:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.ir.program import Collective
 from superscaler.materialize.collectives import match_boxes
 from tests.graphs import graph_of
-from tests.ran import Around, captured
+from tests.ran import Around, captured, equal, kinds
 
 WORLD = 3
-
-
-def kinds(plan: ss.Plan) -> Counter[str]:
-    """Return how many collectives and messages there are."""
-    found = Counter[str]()
-    for device in plan.compiled.program.devices:
-        found.update(i.kind for i in device.instructions if isinstance(i, Collective) and i.group[0] == device.rank)
-        found.update(type(i).__name__ for i in device.instructions if type(i).__name__ == "Send")
-    return found
-
-
-def moved(plan: ss.Plan) -> int:
-    """Return the bytes that a verified step moves, in float64; on processes in tests/dist/test_random_plans.py."""
-    result = plan.verify()
-    assert result["equal"], result["first_difference"]
-    assert result["bytes_moved"] == result["bytes_planned"]
-    found: int = result["bytes_moved"]
-    return found
 
 
 def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:
@@ -47,11 +27,10 @@ def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:
 def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> None:
     """A sum there, in a bucket per device, and a broadcast from there, each of a weight to all devices but one."""
     graph = graph_of("mlp:hidden=8,inputs=6,classes=4,batch=6")
-    plan = ss.compile(graph, weights_shared_out, ss.Cluster.local(WORLD))
-    found, weights = kinds(plan), list(graph.model.parameters())
-    assert found == {"reduce": WORLD, "broadcast": len(weights), "all_reduce": 1}
+    program, weights = equal(graph, weights_shared_out, WORLD).program, list(graph.model.parameters())
+    assert kinds(program) == {"reduce": WORLD, "broadcast": len(weights), "all_reduce": 1}
     scalars = 8 * 2 * (WORLD - 1)
-    assert moved(plan) == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
+    assert program.bytes_moved == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
 
 
 def wide(m: Around, x: Tensor, y: Tensor) -> Tensor:
@@ -73,10 +52,10 @@ def narrowing(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 
 def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
-    plan = ss.compile(widened(), narrowing, ss.Cluster.local(WORLD))
-    assert kinds(plan) == {"rd_gather": 1, "Send": WORLD - 1}
+    program = equal(widened(), narrowing, WORLD).program
+    assert kinds(program) == {"rd_gather": 1, "send": WORLD - 1}
     # A slice to device 1 from each other one, and its gradient back.
-    assert moved(plan) == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
+    assert program.bytes_moved == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
 
 
 def test_slices_with_a_gap_or_an_overlap_are_no_collective() -> None:

@@ -36,7 +36,7 @@ from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
-from tests.ran import Around, equal, on_ranks
+from tests.ran import Around, equal, moved, on_ranks
 from tests.simulate.counted import counted
 from tests.sweeps import few, slow
 
@@ -51,7 +51,7 @@ def program(model: str, layers: int, plan: str, devices: int) -> Program:
     return ss.compile(graph, plan, f"local:{devices}").compiled.program
 
 
-def moved(found: Program) -> Counter[tuple[str, str]]:
+def activations(found: Program) -> Counter[tuple[str, str]]:
     """Return how many elements of activations all devices put on links, by direction and kind."""
     elements: Counter[tuple[str, str]] = Counter()
     for i in (i for device in found.devices for i in device.instructions):
@@ -72,7 +72,7 @@ def moved(found: Program) -> Counter[tuple[str, str]]:
 
 
 def per_layer(model: str, plan: str, devices: int) -> dict[tuple[str, str], int]:
-    one, two = (moved(program(model, layers, plan, devices)) for layers in (1, 2))
+    one, two = (activations(program(model, layers, plan, devices)) for layers in (1, 2))
     return {key: count for key in two if (count := two[key] - one[key])}
 
 
@@ -100,7 +100,7 @@ def test_a_sequence_cut_by_tensor_parallelism_passes_from_stage_to_stage_once(ch
     """Without sequence parallelism each of the tensor-parallel devices sends all."""
     plan, passed = f"hybrid:tp=2,pp=2,microbatches=4,chunks={chunks}", (2 * chunks - 1) * BATCH * TOKENS * HIDDEN
     for options, count in (("", 2), (",sequence=true", 1)):
-        found = moved(ss.compile(graph_of(f"{GPT},layers=4", "SGD"), plan + options, "local:4").compiled.program)
+        found = activations(ss.compile(graph_of(f"{GPT},layers=4", "SGD"), plan + options, "local:4").compiled.program)
         assert {found[direction, "send"] for direction in ("forward", "backward")} == {count * passed}
 
 
@@ -147,7 +147,7 @@ def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(model: str, de
     the embedding for each token, forward only, whether or not it shares the head's weight; the head's input has a
     gradient.
     """
-    found, rows = moved(program(model, 1, "tensor_parallel", devices)), 2 * (devices - 1) * BATCH * TOKENS
+    found, rows = activations(program(model, 1, "tensor_parallel", devices)), 2 * (devices - 1) * BATCH * TOKENS
     blocks = per_layer(model, "tensor_parallel", devices)
     assert blocks == {("forward", "all_reduce"): 2 * rows * HIDDEN, ("backward", "all_reduce"): 2 * rows * HIDDEN}
     assert {key: count - blocks[key] for key, count in found.items()} == {
@@ -159,7 +159,7 @@ def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(model: str, de
 def test_axial_parallelism_has_collectives_only() -> None:
     spec = MESHED
     found = program(spec, 1, "dap", 4)
-    assert {kind for _, kind in moved(found)} == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
+    assert {kind for _, kind in activations(found)} == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
 
 
 @pytest.mark.parametrize(("devices", "apart"), [(3, 0), (4, 1)])
@@ -214,7 +214,7 @@ def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_th
     looked, labelled, passed = tokens
     shared = 2 * hidden * (looked + labelled) + 6 * labelled
     found = plan.compiled.program
-    assert sum(moved(found).values()) == BATCH * ((devices - 1) * shared + 2 * hidden * passed)
+    assert sum(activations(found).values()) == BATCH * ((devices - 1) * shared + 2 * hidden * passed)
     vocabulary = max(found.model.parameters(), key=lambda tensor: prod(tensor.shape))
     for device in found.devices:
         held = sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.tensor == vocabulary.name)
@@ -228,12 +228,10 @@ def test_sums_of_halves_for_all_devices_travel_in_halves_both_ways(devices: int)
     adam = torch.optim.AdamW(built.module.parameters())
     graph = ss.capture(built.module, built.args, built.kwargs, adam, precision="bf16", check=False)
     plan = ss.compile(graph, "data_parallel:halves=true", f"local:{devices}")
-    moved, psi = Counter[tuple[str, str, str]](), sum(prod(tensor.shape) for tensor in graph.model.parameters())
-    for i in (i for device in plan.compiled.program.devices for i in device.instructions if isinstance(i, Collective)):
-        moved[i.kind, i.dtype, i.wide] += i.bytes * links(i.kind, devices) // devices
+    psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     each = 2 * psi * (devices - 1)
     ways = {(kind, "bfloat16", "float32"): each for kind in ("reduce_scatter", "all_gather")}
-    assert moved == {**ways, ("all_reduce", "float32", ""): 8 * (devices - 1)}
+    assert moved(plan.compiled.program) == {**ways, ("all_reduce", "float32", ""): 8 * (devices - 1)}
     assert plan.verify()["equal"]
     assert memories(plan.compiled.program)[0].peak == pytest.approx(counted(plan, 0), rel=0.01)
 
@@ -277,10 +275,9 @@ def test_gradients_of_halves_travel_in_halves_and_are_added_in_float32() -> None
     psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     plans = {each: ss.compile(graph, f"zero:halves={each == 2}", "local:2") for each in (4, 2)}
     for each, plan in plans.items():
-        every = [i for device in plan.compiled.program.devices for i in device.instructions]
-        sums = [i for i in every if isinstance(i, Collective) and i.kind == "reduce_scatter"]
-        assert sum(i.bytes * links(i.kind, 2) // 2 for i in sums) == each * psi
-        assert {(i.dtype, i.wide) for i in sums} == {("bfloat16", "float32") if each == 2 else ("float32", "")}
+        sums = {key: count for key, count in moved(plan.compiled.program).items() if key[0] == "reduce_scatter"}
+        way = ("bfloat16", "float32") if each == 2 else ("float32", "")
+        assert sums == {("reduce_scatter", *way): each * psi}
     assert plans[2].verify()["equal"]
     program = plans[2].compiled.program
     check_program(program)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.compiler import Compiled
-from superscaler.ir.program import Collective, Send
 from superscaler.schedule.residents import follow
 from tests.graphs import graph_of
-from tests.ran import Around, captured, equal
+from tests.ran import Around, captured, equal, kinds
 
 
 def axial_attention(m: Around, x: Tensor, y: Tensor) -> Tensor:
@@ -32,15 +31,12 @@ def tied_head(m: Around, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy((hidden @ m.words.weight.t()).flatten(0, 1), y.flatten())
 
 
-def moved(plan: Compiled) -> tuple[Counter[str], dict[str, int]]:
-    """Return how many collectives and messages there are, and the bytes on links by tensor, `d ` before gradients."""
-    kinds, weights = Counter[str](), Counter[str]()
-    for device in plan.program.devices:
-        kinds.update(i.kind for i in device.instructions if isinstance(i, Collective) and i.group[0] == device.rank)
-        kinds.update("send" for i in device.instructions if isinstance(i, Send))
+def by_tensor(plan: Compiled) -> Counter[str]:
+    """Return the bytes on links by tensor, `d ` before gradients."""
+    found = Counter[str]()
     for move in plan.moves:
-        weights[f"d {move.tensor}" if move.is_backward else move.tensor] += move.moved
-    return kinds, weights
+        found[f"d {move.tensor}" if move.is_backward else move.tensor] += move.moved
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -60,8 +56,9 @@ def test_a_residual_that_is_read_as_it_is_and_along_another_axis_is_one_all_to_a
             )
             ss.op_assign(graph, ss.op_trans(graph, op, cut), cluster.devices)
 
-    kinds, weights = moved(equal(graph, axial, world).compiled)
-    assert kinds == {"all_to_all": 4, "all_reduce": 1}
+    ran = equal(graph, axial, world)
+    assert kinds(ran.program) == {"all_to_all": 4, "all_reduce": 1}
+    weights = by_tensor(ran.compiled)
     # The residual there, its gradient, and what columns add to it: a part of each device's slice stays.
     share = 8 * 2 * 8 * 8 * 8 * (world - 1) // world
     assert weights["add"] == weights["d add"] == weights["linear_2"] == weights["d linear_2"] == share
@@ -79,9 +76,9 @@ def test_a_tied_weight_that_is_read_whole_and_in_slices_comes_by_collectives(res
             factor = "vocabulary" if op.name in ("t", "matmul") else factor
             ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, 2)), cluster.devices)
 
-    kinds, weights = moved(equal(graph, tied).compiled)
-    assert not kinds["send"]
-    assert weights["words.weight"] == 8 * 16 * 8
+    ran = equal(graph, tied)
+    assert not kinds(ran.program)["send"]
+    assert by_tensor(ran.compiled)["words.weight"] == 8 * 16 * 8
 
 
 def test_a_weight_rests_in_the_slices_in_which_it_is_read() -> None:
