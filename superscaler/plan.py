@@ -258,8 +258,13 @@ def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, clust
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(graph, Graph):
         raise InputError(f"compile needs the graph that ss.capture returns, not {type(graph).__name__}; capture it.")
-    if not callable(program) or not isinstance(devices, Cluster):
-        raise InputError(f"compile needs an sProgram and a Cluster, not {program!r} and {devices!r}.")
+    if not callable(program):
+        raise InputError(
+            f"compile needs an sProgram, not {brief(repr(program))}; give a function of a graph and a cluster, or text "
+            "as 'data_parallel'."
+        )
+    if not isinstance(devices, Cluster):
+        raise InputError(f"compile needs a Cluster, not {brief(repr(devices))}; give text as 'local:4'.")
     return Plan(compile_graph(graph, program, devices))
 
 

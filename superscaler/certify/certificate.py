@@ -103,7 +103,8 @@ def _check_weights(program: Program, masks: Masks) -> None:
             held[weight.tensor].append(box)
             counted[weight.tensor].append(box[counts])
             if not op.is_update and (weight.trained or counts.any()):
-                raise ScheduleError(f"{where} is trained, but {op.name} {'keeps' if op.is_rest else 'sets'} it.")
+                what = "holds it as a frozen weight" if op.is_rest else "writes it as a buffer"
+                raise ScheduleError(f"{where} is a trained weight, but op {op.name} of the model {what}.")
             if op.is_update and (not weight.trained or weight.group != op.group):
                 what = f"in parameter group {weight.group}" if weight.trained else "at rest as if it were frozen"
                 raise ScheduleError(f"{where} is {what}, but {op.name} trains it in group {op.group}.")

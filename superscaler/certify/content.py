@@ -62,7 +62,7 @@ class Content:
 
     @property
     def own_addends(self) -> Addends:
-        """Return the addends of a value; a whole value is one chain of its own."""
+        """Return the addends of a value. A whole value counts as one addend, itself."""
         return {(): Boxes.of(self.box[:, None])} if self.addends is None else self.addends
 
 

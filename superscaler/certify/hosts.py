@@ -120,9 +120,8 @@ class Memories:
             self._flights[cohort] = [flight for flight in self._flights.get(cohort, ()) if not flight.is_awaited]
         for flight in () if cohort is None else self._flights[cohort]:
             if not flight.memory.isdisjoint(content.memory):
-                raise Refusal(
-                    f"comes while {describe(self.program, flight.how)} may still read the memory that it changes."
-                )
+                started = describe(self.program, flight.how)
+                raise Refusal(f"changes memory that {started} may still read; the wait for it must come first.")
         for memory in content.memory:
             memory.changed = i
 

@@ -171,7 +171,9 @@ class Rounds(Interpreter[Content]):
         return is_own and like.moved.isdisjoint(still | like.kept)
 
     def _is_own(self, now: _Seen, group: bytes) -> bool:
-        """Return whether collectives are between devices of this cohort, and unfinished ones belong to the loop."""
+        """Return whether all devices of a group's collectives are in this cohort, and the loop waits for unfinished
+        ones.
+        """
         run = now.run
         waiting = {name for name, (post, _) in run.handles.items() if post.peers.tobytes() == group}
         known = run.groups.get(group)

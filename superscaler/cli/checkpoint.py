@@ -77,7 +77,9 @@ def export(
 
 
 def _trained(checkpoint: Path) -> str:
-    """Return the trained model of the library. A user's file is run only on request."""
+    """Return the spec of the library's model that a checkpoint was trained with. Raises InputError for a model of a
+    user's file, which is run only if `--model` names it.
+    """
     from superscaler.store.tensors import open_checkpoint
 
     name = (open_checkpoint(checkpoint).head["training"] or {}).get("model")

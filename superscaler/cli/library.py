@@ -94,7 +94,7 @@ def examples(
         directory.mkdir(parents=True, exist_ok=True)
         for file in files:
             if (directory / file.name).exists():
-                raise InputError(f"{directory / file.name} is there; name another folder.")
+                raise InputError(f"{directory / file.name} exists, and would be replaced; name another folder.")
         for file in files:
             (directory / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     printer.show(*(f"{directory / file.name}: {first_line(file)}" for file in files))

@@ -106,8 +106,8 @@ def _welcome(store: Store, launch: Launched, start: str) -> None:
         if left and time.monotonic() > deadline:
             missing = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
             raise RuntimeFailure(
-                f"{len(left)} of {launch.world} ranks did not come within {_MEET:.0f} s: {missing}; see what they say "
-                f"on their servers. All must reach {launch.host}:{launch.port}."
+                f"{len(left)} of {launch.world} ranks did not come within {_MEET:.0f} s: {missing}; look at the output "
+                f"of these ranks, and whether their servers reach {launch.host}:{launch.port}."
             )
         time.sleep(_POLL)
 

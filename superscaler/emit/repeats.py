@@ -28,10 +28,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A body of `length` instructions from `start` on, `count` times and then once more up to `tail`.
+    """A body of `length` instructions that starts at `start` and runs `count` times; then its first `tail` ones run.
 
-    The number of its layer is `first` in the first repetition, and grows by `step`. `moves`: by slot of the first
-    repetition, its step to the next one, in layers for values and in places or segments for others.
+    The layer is `first` in the first repetition, and grows by `step`. `moves`: the step of each slot between two
+    repetitions, in layers for values and in places or segments for others.
     """
 
     start: int

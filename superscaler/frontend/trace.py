@@ -311,7 +311,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
         where = next(filter(None, map(source_of, (node, *node.all_input_nodes))), "the model")
         raise CaptureError(
             f"{where} changes {len(changed)} parameters or inputs in place: {', '.join(changed.values())}; "
-            "compute new tensors (of an input, a clone)."
+            "change a clone of an input, and leave parameters to the optimizer."
         )
 
 

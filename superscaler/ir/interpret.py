@@ -240,7 +240,10 @@ class Interpreter(Generic[V]):
             peers = cohort.data(at, "peer")
             self._check_devices(peers)
             if (peers == cohort.devices).any():
-                raise Refusal("is a message of a device to itself.", int(np.argmax(peers == cohort.devices)))
+                raise Refusal(
+                    "sends to its own device or receives from it, which no message does.",
+                    int(np.argmax(peers == cohort.devices)),
+                )
             post = Post(cohort, at, read, peers, cohort.data(at, "message"))
             if isinstance(i, Send):
                 run.sent.setdefault(int(self.cohort_of[peers[0]]), []).append(post)

@@ -92,9 +92,7 @@ class Code:
         return self._like[tensor, is_gradient]
 
     def common(self, microbatches: Iterable[int]) -> int:
-        """Return the microbatch of a value made of several slices: the last slice if all are in one microbatch, else
-        -1.
-        """
+        """Return the last of several slices, for a value made of them, or -1 if they are of several microbatches."""
         found = set(microbatches)
         return max(found) if len({at // self.inner for at in found}) == 1 else -1
 

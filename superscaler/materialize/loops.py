@@ -160,7 +160,7 @@ def _outside(i: Instruction, moves_of: Mapping[int, Moves], stands: tuple[int, i
 
 
 def _shifted(i: Instruction, later: int, changed: dict[str, Any]) -> Instruction:
-    """Return an instruction moved `later` microbatches; `changed` holds its already known fields."""
+    """Return an instruction `later` microbatches on. `changed`: its fields that are known already."""
     for name in _NAMES[type(i)]:
         value = getattr(i, name)
         is_one = isinstance(value, Value)

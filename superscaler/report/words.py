@@ -72,7 +72,7 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _held(block: Block) -> Iterator[str]:
-    """Yield the cuts and places of a block's ops, and the places of its weights."""
+    """Yield lines of text: how the ops of a block are cut and on which devices, and where its weights rest."""
     for devices, rows in group(block.splits, lambda row: row.devices).items():
         if len(rows) == 1:
             yield f"{_on(devices)}: {axes_text(rows[0].axes, 'whole')}: {_ops(rows[0])}"

@@ -357,7 +357,8 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
         raise InputError(f"the batch has '{unread[0]}'; this plan reads {', '.join(inputs)} only.")
     for name, (shape, dtype) in inputs.items():
         if name not in batch:
-            raise InputError(f"the batch has no '{name}'; this plan reads {', '.join(inputs)}.")
+            has = ", ".join(batch) or "nothing"
+            raise InputError(f"the batch has {has}, but no '{name}'; this plan reads {', '.join(inputs)}.")
         if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
             given = getattr(batch[name], "dtype", type(batch[name]).__name__)
             raise InputError(f"'{name}' is of {given}, but this plan was compiled for torch.{dtype} tensors.")

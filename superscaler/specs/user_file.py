@@ -61,7 +61,9 @@ def from_file(
         raise InputError(f"{path}: {unknown('function', name, known)}")
     is_generator = inspect.isgeneratorfunction(function) and not may_yield
     if is_generator or inspect.isasyncgenfunction(function) or iscoroutinefunction(function):
-        raise InputError(f"{path}: {name} is a generator or async; make it a plain function.")
+        raise InputError(
+            f"{path}: {name} is a generator or async, but a {kind} is a plain function; write def and return."
+        )
     try:
         parameters = inspect.signature(function)
     except ValueError:

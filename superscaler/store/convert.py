@@ -58,8 +58,9 @@ def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) ->
 
 
 def export_distributed(path: Path, out: Path) -> list[str]:
-    """Write a folder of `torch.distributed.checkpoint`: `model` by the user's names, and `optimizer` if there is one,
-    as `torch.distributed.checkpoint.state_dict` has it.
+    """Write a checkpoint in the format of `torch.distributed.checkpoint`, and return the names of its files.
+
+    `model` has the user's names; `optimizer`, if any, is as `torch.distributed.checkpoint.state_dict` returns it.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save

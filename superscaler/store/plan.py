@@ -177,7 +177,7 @@ class PlanHead(Head):
     def _check_counts(self) -> Self:
         if not len(self.devices) == len(self.programs) == self.world > 0:
             counts = f"{len(self.devices)} devices, {len(self.programs)} programs and a world of {self.world}"
-            raise ValueError(f"it has {counts}")
+            raise ValueError(f"it has {counts}, which must be one number above 0")
         return self
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The program of a plan directory, from its texts."""
+"""The program of a plan directory, parsed from its files `model.txt` and `program.txt`."""
 
 from __future__ import annotations
 

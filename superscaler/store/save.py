@@ -28,7 +28,7 @@ _SHOWN = 60.0
 
 
 class TrainingStep(Protocol):
-    """One rank of a plan, as far as its state is saved and restored: `superscaler.runtime.step.Step`."""
+    """The part of `superscaler.runtime.step.Step` that checkpoints read and set: the state of one rank of a plan."""
 
     plan: Mapping[str, Any]
     fixed: dict[str, Tensor]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from superscaler.errors import TransformError
+from superscaler.errors import TransformError, some
 from superscaler.ir.graph import Entry, Graph, Group, Parts
 from superscaler.ir.grid import Grid
 from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
@@ -48,7 +48,10 @@ class Stale:
         updates = {op.inputs[0].tensor: op for op in model.ops if op.is_update}
         read = dict.fromkeys(o.tensor for op in ops if op.is_forward for o in op.inputs if o.tensor in updates)
         if not read:
-            raise TransformError("Stale needs ops that read the newest trained weights; none of these does.")
+            raise TransformError(
+                f"Stale({self.updates}): none of {len(ops)} ops ({some([op.name for op in ops], 3)}) reads the newest "
+                "version of a trained weight; give forward ops that do."
+            )
         ages = [(n, age) for n in read for age in range(1, self.updates + 1)]
         older = [replace(model.tensors[n], name=version(n, age), kind="buffer", origin=n) for n, age in ages]
         names = {n: version(n, self.updates) for n in read}

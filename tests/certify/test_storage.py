@@ -115,7 +115,7 @@ def test_a_weight_that_a_collective_still_reads_is_not_updated() -> None:
     works = tuple(work and work._replace(number=9) for work in start.works)
     code.insert(at(code, Update), replace(start, works=works))
     devices[0] = replace(devices[0], instructions=tuple(code))
-    with pytest.raises(ScheduleError, match=r"comes while all_gather .* may still read the memory"):
+    with pytest.raises(ScheduleError, match=r"changes memory that all_gather .* may still read"):
         check_program(replace(made, devices=tuple(devices)))
 
 

@@ -65,7 +65,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 def test_files_that_are_there_stay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("examples", str(folder)) == 2
-    assert "loop.py is there; name another folder" in capsys.readouterr().err
+    assert "loop.py exists, and would be replaced; name another folder" in capsys.readouterr().err
 
 
 def test_the_picture_shows_the_plan_of_the_examples(folder: Path) -> None:

@@ -80,7 +80,7 @@ IDS = batch()["input_ids"]
 CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "step in no_grad": (lambda c: quiet(c, torch.no_grad()), "outside of torch.no_grad"),
     "a name too many": (lambda c: c.step(batch(x=IDS)), "the batch has .x.; this plan reads"),
-    "a name missing": (lambda c: c.step({"labels": IDS}), "the batch has no 'input_ids'"),
+    "a name missing": (lambda c: c.step({"labels": IDS}), "the batch has labels, but no 'input_ids'"),
     "an id too large": (lambda c: c.step(batch(input_ids=IDS + 1)), "'input_ids' has 16, but the model has 16 rows"),
     "a label too large": (lambda c: c.step(batch(labels=IDS + 9)), "'labels' has 24, but the model has 16 rows"),
     "a list": (lambda c: c.step([1]), "a batch is a dict of tensors by name, not list"),
@@ -99,15 +99,15 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "a state without weights": (
         lambda c: c.step.load_state_dict({**c.step.state_dict(), "weights": {}}), "weight .* has shape None in this"),
     "compile a module": (lambda c: ss.compile(Net(), "single", "local:1"), "graph that ss.capture returns, not Net"),
-    "compile without a plan": (lambda c: ss.compile(c.graph, None, "local:1"), "needs an sProgram and a Cluster"),
-    "compile for a number": (lambda c: ss.compile(c.graph, "single", 4), "needs an sProgram and a Cluster"),
+    "compile without a plan": (lambda c: ss.compile(c.graph, None, "local:1"), "needs an sProgram, not None"),
+    "compile for a number": (lambda c: ss.compile(c.graph, "single", 4), "needs a Cluster, not 4"),
     "a billion devices": (lambda c: ss.compile(c.graph, "data_parallel", "local:1000000000"), "1000000000"),
     "no devices": (lambda c: ss.compile(c.graph, "single", "local:0"), "1 servers with 0 devices each"),
     "no cluster": (lambda c: ss.compile(c.graph, "single", ""), "cluster"),
     "an unknown key": (lambda c: ss.compile(c.graph, "single:x=1", "local:1"), "takes no keys|unknown key 'x'"),
     "no stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=0", "local:2"), "stages=0 on 2 devices"),
     "no microbatches": (
-        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=0", "local:2"), "0 microbatches"),
+        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=0", "local:2"), "microbatches=0 of"),
     "more microbatches than rows": (
         lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=5", "local:2"), "=5 of a batch of 4"),
     "more copies than devices": (lambda c: ss.compile(c.graph, f"hybrid:dp={10**20}", "local:2"), f"{10**20}"),

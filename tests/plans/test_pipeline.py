@@ -171,7 +171,7 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
         ("terapipe:slices=0", "0 slices"),
         ("terapipe:slices=5", "5 slices cuts the tokens that transformer.h.0 gives, which are along sequence of 32"),
         ("gpipe:stages=3", "stages=3 on 2 devices"),
-        ("gpipe:microbatches=0", "0 microbatches"),
+        ("gpipe:microbatches=0", "microbatches=0 of a batch of"),
         ("gpipe:microbatches=1000000000", "microbatches=1000000000 of a batch of"),
         ("breadth_first:chunks=1000000000", "2 devices x 4 microbatches x 1000000000 chunks has 8000000000 forwards"),
         ("terapipe:slices=1000000000", "has 8000000000 forwards; choose at most 1048576"),
