@@ -300,6 +300,14 @@ def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Clus
     return sprogram(graph, cluster)
 
 
+def warn_of_servers(printer: Printer, plan: str, cluster: Cluster) -> None:
+    """Print a line if a plan communicates in each layer over servers."""
+    from superscaler.plans import over_servers
+
+    if line := over_servers(plan, cluster):
+        printer.show(line)
+
+
 def save_options(folder: Path, options: Mapping[str, Any]) -> None:
     """Write the options of a command, by their names, into a file that --config takes."""
     import yaml

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command, path
+from superscaler.cli.common import PlanRequest, Printer, command, path, warn_of_servers
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
@@ -29,6 +29,7 @@ def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed 
     graph, built = request.capture()
     summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
     printer.show(summary, _totals(seconds, counts), *saved(out, devices, is_new))
+    warn_of_servers(printer, request.plan, devices)
     printer.result = {
         "model": built.name,
         "plan": request.plan,

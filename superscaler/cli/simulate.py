@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from superscaler.cli.common import Printer, command, option, table
+from superscaler.cli.common import Printer, command, option, table, warn_of_servers
 from superscaler.cli.validate import Request
 from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError, PlanError
@@ -80,6 +80,7 @@ def simulate(
     others = {spec: p for spec, p in tried if advise or _rank(p) < _rank(found[request.plan])}
     found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
     _show(printer, found, "What would help" if others else "")
+    warn_of_servers(printer, request.plan, cluster)
     return any(found[spec].fits for spec in specs)
 
 

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
+from math import gcd, prod
 
 from superscaler.errors import InputError, unknown
 from superscaler.plans.lib.products import product
@@ -16,6 +17,8 @@ from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
+# Plans that communicate in each layer, in the forward and in the backward.
+_EACH_LAYER = ("tensor_parallel", "sequence_parallel", "ulysses", "dap", "tp")
 _FACTOR = re.compile(r"(?P<name>[^:]+(?:\.py:\w+)?):(?P<size>\d+)(?:,(?P<keys>.*))?")
 
 
@@ -54,6 +57,37 @@ def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:
     function = getattr(plan, "func", plan)
     if function.__module__.startswith(__name__) and function.__name__ in CHECKS:
         CHECKS[function.__name__](sizes, cluster, **getattr(plan, "keywords", {}))
+
+
+def over_servers(spec: str, cluster: Cluster) -> str:
+    """Return a line about a factor that communicates in each layer over several servers, with a spec that keeps it
+    inside of one; nothing for other plans.
+
+    >>> over_servers("tensor_parallel:2 x data_parallel", Cluster.parse("a100:2x8")).partition("; ")[2]
+    'the first factor is outermost: data_parallel x tensor_parallel:2 stays inside a server'
+    """
+    terms, each, count = re.split(r"\s+x\s+", spec.strip()), cluster.devices_per_server, len(cluster.devices)
+    names = [re.split("[:,]", term)[0] for term in terms]
+    sizes = [int(factor["size"]) if (factor := _FACTOR.fullmatch(term)) else 0 for term in terms]
+    if names == ["hybrid"]:
+        tp = re.search(r"\btp=(\d+)", spec)
+        names, sizes = ["tp"], [int(tp[1]) if tp else 1]
+    if sizes.count(0) > 1:
+        # As in a product.
+        sizes = [size or int("recompute" in name) for name, size in zip(names, sizes, strict=True)]
+    left = count // prod(filter(None, sizes))
+    for at, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        n, step = size or left, prod(size or left for size in sizes[at + 1 :])
+        if cluster.servers == 1 or name not in _EACH_LAYER or n == 1 or each % (n * step) == 0:
+            continue
+        speeds = f"{cluster.links.network.bandwidth / 1e9:g} GB/s a NIC, not {cluster.links.intra.bandwidth / 1e9:g}"
+        line = f"{name} of {n} communicates in each layer over servers, as devices 0 and {(n - 1) * step} ({speeds}); "
+        if each % n or len(terms) == 1:
+            few = gcd(n, each)
+            return line + f"{name} of {few} stays inside, beside {n // few} times as many of another factor"
+        inner = " x ".join([*terms[:at], *terms[at + 1 :], terms[at]])
+        return line + f"the first factor is outermost: {inner} stays inside a server"
+    return ""
 
 
 def _product(spec: str, terms: list[str]) -> SProgram:

@@ -25,6 +25,8 @@ __all__ = ["Kernel", "Kernels", "Meta", "Segment", "Segments", "Work", "Works"]
 Kernels = Sequence[Kernel]
 # Operators that leave out what no query of a part sees.
 _BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
+# The steps of torch.optim.Muon by default.
+_NEWTON_SCHULZ = 5
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -252,13 +254,27 @@ class _Device:
         owned: dict[str, tuple[Meta, ...]] = {}
         for name, meta in zip(i.weights, updated, strict=True):
             owned[self.kinds[name]] = *owned.get(self.kinds[name], ()), meta
-        return (*copies, *(_fused(kind, metas) for kind, metas in owned.items()))
+        products = (k for shape, _ in owned.get("muon", ()) for k in _orthogonal(*shape))
+        return (*copies, *(_fused(kind, metas) for kind, metas in owned.items()), *products)
 
 
 def _fused(kind: str, weights: tuple[Meta, ...]) -> Kernel:
     """Return the update of weights by an optimizer."""
     states = weights * (2 if kind.startswith("adam") else 1)
     return Kernel(f"_fused_{kind}_", (*weights, *weights, *states), (*weights, *states))
+
+
+@cache
+def _orthogonal(rows: int, columns: int) -> Kernels:
+    """Return the products of torch's Muon for a matrix: Newton-Schulz in bfloat16, by its smaller side."""
+    n, k = sorted((rows, columns))
+    wide, tall, square = ((n, k), "bfloat16"), ((k, n), "bfloat16"), ((n, n), "bfloat16")
+    step = (
+        Kernel("mm", (wide, tall), (square,)),
+        Kernel("addmm", (square, square, square), (square,)),
+        Kernel("addmm", (wide, square, wide), (wide,)),
+    )
+    return step * _NEWTON_SCHULZ
 
 
 @cache

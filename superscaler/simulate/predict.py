@@ -23,7 +23,14 @@ from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.ports import Floats
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
-from superscaler.simulate.rates import is_attention, operations_of, products_of, scores_of, segment_seconds
+from superscaler.simulate.rates import (
+    is_attention,
+    operations_of,
+    products_of,
+    scores_of,
+    segment_seconds,
+    waiting_seconds,
+)
 from superscaler.simulate.recording import Recorder, alone, callables
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.simulate.works import Call
@@ -81,7 +88,7 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
         model_flops=sum(flops.values()),
         peak_flops=kind.flops.get(dtype, 0.0),
         bound=sum(needed.values()) / rate / program.world,
-        devices=tuple(_times(program, table, lane, found) for lane in table.lanes),
+        devices=tuple(_times(program, table, lane, found, work.waits(n)) for n, lane in enumerate(table.lanes)),
         capacity=capacity or kind.memory,
         reserved=overheads.context,
         links=table.bytes,
@@ -112,7 +119,7 @@ def _overheads(cluster: Cluster) -> Overheads:
     return NO_OVERHEADS if cluster.kind == LOCAL else Overheads()
 
 
-def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory]) -> DeviceTimes:
+def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory], host: float) -> DeviceTimes:
     """Return the times of the devices of a lane, and the memory of the fullest one."""
     devices = set(lane.devices.tolist())
     fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)
@@ -123,6 +130,7 @@ def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[Devic
     return DeviceTimes(
         devices=tuple(sorted(devices)),
         compute=mean(table.compute),
+        host=host,
         optimizer=mean(table.optimizer),
         launch=mean(table.launch),
         communication=mean(table.exposed),
@@ -146,6 +154,7 @@ class _Work:
     known: dict[int, tuple[list[list[Kernels]], Ints]] = field(default_factory=dict)
     costs: dict[int, list[float | Floats]] = field(default_factory=dict)
     priced: dict[tuple[int, float], float] = field(default_factory=dict)
+    waited: dict[int, float] = field(default_factory=dict)
 
     def seconds(self, cohort: Cohort, at: int) -> float | Floats:
         """Return the seconds of an instruction on all devices of a cohort."""
@@ -161,6 +170,14 @@ class _Work:
         if (id(kernels), share) not in self.priced:
             self.priced[id(kernels), share] = segment_seconds(kernels, self.kind, share)
         return self.priced[id(kernels), share]
+
+    def waits(self, cohort: int) -> float:
+        """Return the seconds in which the first device of a cohort waits for its host to start kernels."""
+        works, _ = self.known.get(cohort, ([()], None))
+        for kernels in works[0]:
+            if id(kernels) not in self.waited:
+                self.waited[id(kernels)] = waiting_seconds(kernels, self.kind, self.share)
+        return sum(self.waited[id(kernels)] for kernels in works[0])
 
     def saved(self, table: Timetable, share: float) -> float:
         """Return the seconds of the critical path that devices of the kind save at this share."""

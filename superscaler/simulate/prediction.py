@@ -10,13 +10,16 @@ from superscaler.specs.sizes import duration, number, size
 
 # Parts of a step below this share are not said.
 _SMALL = 0.005
+# Where devices wait for the host for this share of their work, in a step of so many times its bound, the host is the
+# cause.
+_LAUNCH_BOUND, _FAR = 0.3, 10
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
     """Devices that run one program. Times are seconds of a step, in the mean over them.
 
-    compute        segments, copies and sums
+    compute        segments, copies and sums; `host`: waits in these and in updates for the host to start kernels
     optimizer      updates of weights
     launch         starts of communication
     communication  waits for data under way
@@ -28,6 +31,7 @@ class DeviceTimes:
 
     devices: tuple[int, ...]
     compute: float
+    host: float
     optimizer: float
     launch: float
     communication: float
@@ -129,7 +133,10 @@ def _lines(p: Prediction) -> Iterator[str]:
     spread = f"{duration(p.low)} to {duration(p.high)}"
     condition = "" if p.fits else ", if it did fit"
     yield f"step {duration(p.step_seconds)} ({spread}){peak}, {speed}{condition}"
-    if p.bound:
+    host, work = p.mean("host"), p.mean("compute") + p.mean("optimizer")
+    if host > _LAUNCH_BOUND * work and p.step_seconds > _FAR * p.bound:
+        yield f"launch-bound: for {host / work:.0%} of their work devices wait for the host to start kernels"
+    elif p.bound:
         yield f"{p.step_seconds / p.bound:.2f}x of what this hardware allows" + _said(_losses(p))
     if p.links:
         yield "bytes of a step: " + ", ".join(f"{name} {size(count)}" for name, count in p.links.items() if count)

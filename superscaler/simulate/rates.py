@@ -91,6 +91,12 @@ def segment_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 
     return device
 
 
+def waiting_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> float:
+    """Return the seconds of `segment_seconds` in which the device waits for the host to start a kernel."""
+    some = tuple(kernels)
+    return segment_seconds(some, kind, share) - sum(seconds(kernel, kind, share) for kernel in some)
+
+
 def name_of(kernel: Kernel) -> str:
     """Return the operator without its overload. Sums of whole columns, and of planes, are operators of their own."""
     base = kernel.name.partition(".")[0]

@@ -12,7 +12,7 @@ import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
 from superscaler.ir.program import Collective
-from superscaler.plans import names, resolve
+from superscaler.plans import names, over_servers, resolve
 from tests.graphs import graph_of
 from tests.ran import equal
 
@@ -114,3 +114,23 @@ def test_the_plans_along_one_axis_are_told_by_their_mark() -> None:
     found = {name for name in names() if hasattr(getattr(resolve(name), "func", None), "cut")}
     assert {"data_parallel", "tensor_parallel", "pipeline_1f1b", "zero"} <= found
     assert not {"single", "hybrid"} & found
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            "tensor_parallel:4 x data_parallel",
+            "devices 0 and 12 (24 GB/s a NIC, not 240); the first factor is outermost",
+        ),
+        ("tensor_parallel", "of 16 communicates in each layer over servers, as devices 0 and 15"),
+        ("hybrid:tp=16", "tp of 8 stays inside, beside 2 times as many"),
+        ("data_parallel x tensor_parallel:4 x recompute", ""),
+        ("tensor_parallel:4 x data_parallel x recompute", "data_parallel x recompute x tensor_parallel:4 stays inside"),
+        ("hybrid:dp=2,tp=8", ""),
+        ("fsdp", ""),
+    ],
+)
+def test_layers_that_wait_for_other_servers_are_said(spec: str, said: str) -> None:
+    line = over_servers(spec, ss.Cluster.parse("a100:2x8"))
+    assert said in line if said else not line

@@ -9,7 +9,8 @@ import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.ir.program import Backward, Forward
 from superscaler.plans import resolve
-from superscaler.simulate.kernels import Segments
+from superscaler.simulate.kernels import Segments, _orthogonal
+from superscaler.simulate.recording import Recorder
 from superscaler.simulate.works import Kernel, Segment, Tape, Work
 
 W, B, X, H, Y = 4 * 64 * 16, 512, 512, 4 * 8 * 64, 512
@@ -52,6 +53,15 @@ def test_a_segment_has_the_kernels_and_the_tape_of_torch() -> None:
     (made,) = segment.gradients
     assert sorted(segment.sizes[n] for n in made.values()) == [B, W, W]
     assert sorted(segment.elements.values()) == [4 * 64, W, W]
+
+
+def test_an_update_of_muon_has_the_products_of_torch() -> None:
+    weight = nn.Parameter(torch.zeros(48, 16))
+    weight.grad = torch.ones(48, 16)
+    optimizer = torch.optim.Muon([weight])
+    with Recorder() as ran:
+        optimizer.step()
+    assert [k for k in ran.kernels if k.name in ("mm", "addmm")] == [*_orthogonal(48, 16)]
 
 
 def test_the_peak_of_a_work_depends_on_what_others_hold() -> None:

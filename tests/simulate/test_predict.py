@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,10 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     small = plan.simulate(capacity=10**6)
     assert not small.fits
     assert words(small).startswith("does not fit: ")
+    # Layers of 64 numbers: the host takes longer to start kernels than the device to run them.
+    assert all(0.3 < d.host / d.compute < 1 for d in found.devices)
+    assert "launch-bound" in words(found)
+    assert "launch-bound" not in words(replace(found, devices=tuple(replace(d, host=0.0) for d in found.devices)))
 
 
 class Attention(torch.nn.Module):
