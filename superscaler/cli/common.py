@@ -222,7 +222,7 @@ class ModelRequest:
 
         name = self.optimizer or "adamw"
         if ".py:" in name:
-            return from_file(name, "optimizer", ("module", "lr"))(built.module, self.lr)
+            return from_file(name, "optimizer", ("module", "lr"), is_new=False)(built.module, self.lr)
         return named_optimizer(name, parameters, self.lr, self.options or ())
 
     def _captured(self, built: BuiltModel) -> Callable[..., Graph]:

@@ -19,8 +19,18 @@ from superscaler.specs.options import for_function
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
-def load_file(file: Path) -> ModuleType:
-    """Run a Python file as a module of its own. Raises InputError that names its line when it cannot be run."""
+# By path, time and size.
+_RUN: dict[tuple[str, int, int], ModuleType] = {}
+
+
+def load_file(file: Path, is_new: bool = True) -> ModuleType:
+    """Run a Python file as a module of its own. Raises InputError that names its line when it cannot be run. Unless
+    `is_new`, a file that has run in this process and is unchanged does not run again.
+    """
+    stat = file.stat()
+    key = os.path.realpath(file), stat.st_mtime_ns, stat.st_size
+    if not is_new and key in _RUN:
+        return _RUN[key]
     name = f"superscaler_user_{file.stem}"
     found = importlib.util.spec_from_file_location(name, file)
     if found is None or found.loader is None:
@@ -30,25 +40,26 @@ def load_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     with running(file, "cannot be imported"):
         found.loader.exec_module(module)
+    _RUN[key] = module
     return module
 
 
 def from_file(
-    spec: str, kind: str, given: Sequence[str] = (), mark: str = "", may_yield: bool = False
+    spec: str, kind: str, given: Sequence[str] = (), mark: str = "", may_yield: bool = False, is_new: bool = True
 ) -> Callable[..., Any]:
     """Return the function in `path/to/file.py:function[:key=value,...]`, with its keys as keyword arguments.
 
     `kind`: its name in errors. `given`: the arguments that it will get. `mark`: an attribute; the only function with it
-    needs no name. `may_yield`: it may be a generator function. Raises InputError for a missing file or function, a file
-    that cannot be run, a function with other arguments, and a bad key. The function raises InputError with the line,
-    too, for any error of its own.
+    needs no name. `may_yield`: it may be a generator function. `is_new`: see `load_file`. Raises InputError for a
+    missing file or function, a file that cannot be run, a function with other arguments, and a bad key. The function
+    raises InputError with the line, too, for any error of its own.
     """
     path, _, rest = spec.partition(":")
     name, _, keys = rest.partition(":")
     file = Path(path)
     if not os.path.isfile(file):
         raise InputError(f"there is no {kind} file {path}; write NAME or path/to/file.py:function.")
-    module = load_file(file)
+    module = load_file(file, is_new)
     found = {k: v for k, v in vars(module).items() if inspect.isfunction(v)}
     marked = [k for k, v in found.items() if mark and hasattr(v, mark)]
     known = marked or [k for k, v in found.items() if v.__module__ == module.__name__]

@@ -46,7 +46,7 @@ def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = p
     Step numbers must rise. `say` gets a line for each sort of batch that is left out. The function of the file may draw
     numbers: all ranks, and the ranks that resume, draw the same ones.
     """
-    make = from_file(str(data), "data", may_yield=True) if isinstance(data, Path) else lambda: data
+    make = from_file(str(data), "data", may_yield=True, is_new=False) if isinstance(data, Path) else lambda: data
     if isinstance(data, Path):
         for set_seed in (random.seed, np.random.seed, torch.manual_seed):
             set_seed(seed)

@@ -148,7 +148,7 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
     """Return the evaluator of the batches of `FILE.py:function`, which returns batches, or (batches, metrics)."""
     if spec is None:
         return None
-    make = from_file(str(spec), "evaluation", may_yield=True)
+    make = from_file(str(spec), "evaluation", may_yield=True, is_new=False)
 
     def evaluate() -> dict[str, float]:
         made = make()
