@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from superscaler.cli import progress
+from superscaler.cli import printing
 from superscaler.cli.main import main
 
 # Whether a phase is said depends on the load of the machine.
-progress._PATIENCE = 600.0
+printing._PATIENCE = 600.0
 
 
 def run(*arguments: object) -> int:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from superscaler.cli.common import ModelRequest, Printer, command, table
+from superscaler.cli.common import ModelRequest, command
+from superscaler.cli.printing import Printer, table
 from superscaler.errors import some
 from superscaler.report.model import collapse, describe, group
 from superscaler.specs.sizes import scaled

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import HELP, Printer, command
+from superscaler.cli.common import HELP, command
+from superscaler.cli.printing import Printer
 from superscaler.errors import InputError, unknown
 
 app = typer.Typer(

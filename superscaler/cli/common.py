@@ -1,13 +1,10 @@
-"""Shared parts of the commands: arguments, printing, and the way from text to a model and a plan."""
+"""Shared parts of the commands: their options, and the way from text to a model and a plan."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
@@ -15,79 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from superscaler.cli.progress import Progress, listening
+from superscaler.cli.printing import Printer, printing
 from superscaler.errors import InputError, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
 from superscaler.timing import phase
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from superscaler.cluster import Cluster
     from superscaler.models import BuiltModel
     from superscaler.plan import Plan
     from superscaler.verbs import Graph
-
-
-@contextmanager
-def printing(as_json: bool, timings: bool = False) -> Iterator[Printer]:
-    """Yield a printer. With JSON, all other output of the block goes to standard error."""
-    with redirect_stdout(sys.stderr) if as_json else nullcontext(), listening() as progress:
-        printer = Printer(as_json, progress)
-        yield printer
-        if timings:
-            printer.show(_timings(progress))
-    if as_json and printer.result is not None:
-        print(json.dumps(plain(printer.result), allow_nan=False), flush=True)
-
-
-def _timings(progress: Progress) -> Table:
-    """Return the table of --timings."""
-    whole = progress.elapsed
-    rows = [(name, f"{some:.2f}", f"{some / whole:.0%}") for name, some in (*progress.seconds.items(), ("all", whole))]
-    return table(("phase", "seconds", ""), rows, right=("seconds", ""))
-
-
-@dataclass
-class Printer:
-    """A printer for people, which also keeps the one JSON object for the end."""
-
-    as_json: bool
-    progress: Progress = field(default_factory=Progress)
-    result: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def show(self, *things: RenderableType) -> None:
-        """Print tables or plain text; markup in text is not read."""
-        from rich.console import Console
-
-        console = Console(stderr=self.as_json, markup=False, highlight=False, soft_wrap=True)
-        for thing in things:
-            console.print(thing)
-
-
-def plain(value: Any) -> Any:
-    """Return the value as JSON has it: numbers that are not finite become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value
-
-
-def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), title: str = "") -> Table:
-    """Return a table for people, whose columns `right` have numbers."""
-    from rich.table import Column, Table
-
-    made = Table(
-        *(Column(name, justify="right" if name in right else "left", overflow="fold") for name in names), title=title
-    )
-    for row in rows:
-        made.add_row(*row)
-    return made
 
 
 def option(name: str, text: str, metavar: str | None = None, known: Callable[[], Iterable[str]] = tuple) -> Any:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command, path, warn_of_servers
+from superscaler.cli.common import PlanRequest, command, path, warn_of_servers
+from superscaler.cli.printing import Printer
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from superscaler.cli import measure as links
-from superscaler.cli.common import Printer, command, option, table
+from superscaler.cli.common import command, option
+from superscaler.cli.printing import Printer, table
 from superscaler.errors import RuntimeFailure
 from superscaler.store import cache
 from superscaler.timing import cores

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import Printer, command, option
+from superscaler.cli.common import command, option
+from superscaler.cli.printing import Printer
 from superscaler.report.words import difference, read, words
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]

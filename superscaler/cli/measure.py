@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from superscaler.cli.common import Printer, table
+from superscaler.cli.printing import Printer, table
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import writing
 from superscaler.timing import cores

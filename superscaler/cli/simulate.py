@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from superscaler.cli.common import Printer, command, option, table, warn_of_servers
+from superscaler.cli.common import command, option, warn_of_servers
+from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError, PlanError

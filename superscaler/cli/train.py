@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command, option, path, save_options
+from superscaler.cli.common import PlanRequest, command, option, path, save_options
 from superscaler.cli.compile import Out, Seed, check_out
+from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.specs.sizes import size
 from superscaler.timing import phase

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command, option
+from superscaler.cli.common import PlanRequest, command, option
+from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 
 

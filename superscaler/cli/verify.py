@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from superscaler.cli.common import PlanRequest, Printer, command, option
+from superscaler.cli.common import PlanRequest, command, option
+from superscaler.cli.printing import Printer
 from superscaler.report.model import collapse, span
 
 if TYPE_CHECKING:

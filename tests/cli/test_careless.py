@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from superscaler.cli import launch
-from superscaler.cli.common import Printer
+from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.plan import Plan
 from superscaler.store.plan import plan_files

@@ -11,7 +11,7 @@ import pytest
 
 from superscaler.cli import doctor as rooms
 from superscaler.cli import measure as links
-from superscaler.cli.common import Printer
+from superscaler.cli.printing import Printer
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel

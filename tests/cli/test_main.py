@@ -14,6 +14,7 @@ import superscaler
 from superscaler import models, plans
 from superscaler.cli import common
 from superscaler.cli.main import app
+from superscaler.cli.printing import printing
 from superscaler.errors import InputError, ScheduleError
 from superscaler.timing import phase
 from tests.commands import run
@@ -151,7 +152,7 @@ def test_an_error_ends_with_its_own_exit_code(
 
 
 def test_with_json_only_the_object_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with common.printing(as_json=True) as printer:
+    with printing(as_json=True) as printer:
         print("said by a library")
         printer.show("said to people")
         printer.result = {"losses": [1.0, float("nan")], "size": (2, 3), "out": None}
@@ -165,8 +166,8 @@ def test_with_json_only_the_object_is_on_standard_output(capsys: pytest.CaptureF
 def test_a_phase_that_takes_long_is_said_and_all_are_in_the_timings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("superscaler.cli.progress._PATIENCE", 0.05)
-    with common.printing(as_json=False, timings=True) as printer:
+    monkeypatch.setattr("superscaler.cli.printing._PATIENCE", 0.05)
+    with printing(as_json=False, timings=True) as printer:
         printer.progress.announce("train it")
         with phase("model"):
             pass
@@ -180,7 +181,7 @@ def test_a_phase_that_takes_long_is_said_and_all_are_in_the_timings(
 
 
 def test_without_json_people_read_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with common.printing(as_json=False) as printer:
+    with printing(as_json=False) as printer:
         printer.show("h.0.attn [bold]is no markup")
         printer.result = {"a": 1}
     assert capsys.readouterr() == ("h.0.attn [bold]is no markup\n", "")

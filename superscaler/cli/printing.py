@@ -1,18 +1,26 @@
-"""The progress of a command, with its seconds: a spinner on a terminal, lines elsewhere, and a table for --timings."""
+"""The output of a command: text and tables for people, one JSON object, and its progress.
+
+Progress is a spinner on a terminal, lines elsewhere, and a table of seconds for --timings.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from superscaler.timing import listeners
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress as Spinner
+    from rich.table import Table
 
 # A phase is said where it takes longer than so many seconds.
 _PATIENCE = 1.0
@@ -116,3 +124,63 @@ def listening() -> Iterator[Progress]:
         yield progress
     finally:
         listeners.remove(progress)
+
+
+@contextmanager
+def printing(as_json: bool, timings: bool = False) -> Iterator[Printer]:
+    """Yield a printer. With JSON, all other output of the block goes to standard error."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), listening() as progress:
+        printer = Printer(as_json, progress)
+        yield printer
+        if timings:
+            printer.show(_timings(progress))
+    if as_json and printer.result is not None:
+        print(json.dumps(plain(printer.result), allow_nan=False), flush=True)
+
+
+def _timings(progress: Progress) -> Table:
+    """Return the table of --timings."""
+    whole = progress.elapsed
+    rows = [(name, f"{some:.2f}", f"{some / whole:.0%}") for name, some in (*progress.seconds.items(), ("all", whole))]
+    return table(("phase", "seconds", ""), rows, right=("seconds", ""))
+
+
+@dataclass
+class Printer:
+    """A printer for people, which also keeps the one JSON object for the end."""
+
+    as_json: bool
+    progress: Progress = field(default_factory=Progress)
+    result: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def show(self, *things: RenderableType) -> None:
+        """Print tables or plain text; markup in text is not read."""
+        from rich.console import Console
+
+        console = Console(stderr=self.as_json, markup=False, highlight=False, soft_wrap=True)
+        for thing in things:
+            console.print(thing)
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON has it: numbers that are not finite become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), title: str = "") -> Table:
+    """Return a table for people, whose columns `right` have numbers."""
+    from rich.table import Column, Table
+
+    made = Table(
+        *(Column(name, justify="right" if name in right else "left", overflow="fold") for name in names), title=title
+    )
+    for row in rows:
+        made.add_row(*row)
+    return made
