@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from superscaler.plans.lib.products import along_axis as along_axis
     from superscaler.plans.lib.schedules import schedule_1f1b as schedule_1f1b
     from superscaler.plans.lib.shared import decompose_losses as decompose_losses
-    from superscaler.plans.lib.shared import stages as stages
     from superscaler.plans.lib.shared import tensor_splits as tensor_splits
+    from superscaler.plans.lib.stages import stages as stages
     from superscaler.store.tensors import load_weights as load_weights
     from superscaler.train.feed import batches as batches
     from superscaler.verbs import Action as Action
@@ -74,7 +74,8 @@ _HOMES = {
     "register": "superscaler.frontend.users.register",
     "schedule_1f1b": "superscaler.plans.lib.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
-    **dict.fromkeys(("decompose_losses", "stages", "tensor_splits"), "superscaler.plans.lib.shared"),
+    "stages": "superscaler.plans.lib.stages",
+    **dict.fromkeys(("decompose_losses", "tensor_splits"), "superscaler.plans.lib.shared"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }
 __all__ = ["__version__", *_HOMES]

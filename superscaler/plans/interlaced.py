@@ -12,7 +12,8 @@ from superscaler.plans.lib import schedules
 from superscaler.plans.lib.around_blocks import in_three, made_by, read_by
 from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.shared import decompose_losses, stages, tensor_splits
+from superscaler.plans.lib.shared import decompose_losses, tensor_splits
+from superscaler.plans.lib.stages import stages
 from superscaler.verbs import Graph, InputError, op_trans
 
 

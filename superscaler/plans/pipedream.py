@@ -7,7 +7,7 @@ w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n))), n = p - 1 -
 from __future__ import annotations
 
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.shared import stages
+from superscaler.plans.lib.stages import stages
 from superscaler.plans.pipeline import pipeline
 from superscaler.verbs import Graph, Stale, op_trans
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.schedules import RULES, table_of
-from superscaler.plans.lib.shared import stages as balanced
+from superscaler.plans.lib.stages import stages as balanced
 from superscaler.verbs import Graph, InputError
 
 

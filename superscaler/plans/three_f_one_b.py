@@ -10,7 +10,7 @@ from itertools import pairwise
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.place_table import count_microbatches, place_table
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.shared import stages
+from superscaler.plans.lib.stages import stages
 from superscaler.verbs import Graph, InputError, Op
 
 

@@ -13,7 +13,7 @@ from superscaler.certify.certificate import check_program
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.program import ONE, Backward
 from superscaler.plans.lib.schedules import schedule_1f1b
-from superscaler.plans.lib.shared import stages
+from superscaler.plans.lib.stages import stages
 from superscaler.report.facts import account, summary
 from tests.graphs import graph_of
 from tests.integration.test_recompute import normed

@@ -18,7 +18,7 @@ from superscaler.ir.actions import parse_schedule, print_schedule
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.place_table import place_table
-from superscaler.plans.lib.shared import stages
+from superscaler.plans.lib.stages import stages
 from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from tests.ran import Around, captured, equal

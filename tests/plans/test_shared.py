@@ -16,7 +16,8 @@ from superscaler import plans
 from superscaler.errors import InputError
 from superscaler.ir.fold import Folded
 from superscaler.plans import names
-from superscaler.plans.lib.shared import stages, tensor_splits
+from superscaler.plans.lib.shared import tensor_splits
+from superscaler.plans.lib.stages import stages
 from tests.graphs import graph_of
 from tests.ran import Around, captured, equal
 

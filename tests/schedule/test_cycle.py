@@ -15,7 +15,8 @@ import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
-from superscaler.plans.lib import schedules, shared
+from superscaler.plans.lib import schedules
+from superscaler.plans.lib.stages import stages as stages_of
 from superscaler.verbs import Action, Cluster, Graph, Microbatch, op_assign, op_order, op_trans
 from tests.graphs import graph_of
 
@@ -32,7 +33,7 @@ def graph() -> Graph:
 def pipeline(graph: Graph, cluster: Cluster, rows: Rows, microbatches: int = 4, chunks: int = 1) -> None:
     """Stages on the devices in turn, `chunks` on each, in the order of the rows."""
     world = len(cluster.devices)
-    parts = shared.stages(graph, chunks * world)
+    parts = stages_of(graph, chunks * world)
     for stage, ops in enumerate(parts):
         op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), stage % world)
     if rows:
@@ -73,7 +74,7 @@ def late(graph: Graph, cluster: Cluster) -> None:
 def unnamed(graph: Graph, cluster: Cluster) -> None:
     """Two chunks on each of two devices, whose work has no names: the second chunks wait for each other."""
     pipeline(graph, cluster, [], 2, chunks=2)
-    stages = shared.stages(graph, 4)
+    stages = stages_of(graph, 4)
     before, after = (graph.select(ops=stages[stage], microbatch=0) for stage in (3, 2))
     op_order(graph, before, after)
 
@@ -86,9 +87,9 @@ def within(graph: Graph, cluster: Cluster) -> None:
 
 def plain(graph: Graph, cluster: Cluster) -> None:
     """Layers in turn on two devices: the third, on device 0, is to wait for the fourth, which reads what it makes."""
-    for layer, ops in enumerate(shared.stages(graph, 4)):
+    for layer, ops in enumerate(stages_of(graph, 4)):
         op_assign(graph, ops, layer % 2)
-    op_order(graph, shared.stages(graph, 4)[3], shared.stages(graph, 4)[2])
+    op_order(graph, stages_of(graph, 4)[3], stages_of(graph, 4)[2])
 
 
 def updates(graph: Graph, cluster: Cluster) -> None:
@@ -101,7 +102,7 @@ def updates(graph: Graph, cluster: Cluster) -> None:
 
 def many(graph: Graph, cluster: Cluster) -> None:
     """A ring of ten devices."""
-    stages = shared.stages(graph, 10)
+    stages = stages_of(graph, 10)
     for device, ops in enumerate(stages):
         op_assign(graph, ops, device)
     op_order(graph, stages[9], stages[0])

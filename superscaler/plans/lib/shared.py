@@ -1,4 +1,4 @@
-"""Helpers of several plans, written in the verbs: tensor-parallel factors and balanced stages."""
+"""Helpers of several plans, written in the verbs: groups of ops, and the factors of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
-
-import numpy as np
 
 from superscaler.errors import divisors
 from superscaler.specs.arguments import checked
@@ -310,61 +308,3 @@ def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bo
         used, mark = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None], "summed"
     own = (op.indices[i] for i in used)
     return next((i.factor for i in own if i.mark == mark and i.size % parts == 0), None)
-
-
-@checked
-def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:
-    """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
-
-    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` gives the
-    number of blocks of each stage instead, as 3+5+4: ops before the first block are with it, ops after a block with
-    that block. Raises InputError for more stages than there are units.
-    """
-    block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
-    units: list[list[Op]] = []
-    for op in ops or graph.forward_ops:
-        path = block_of.get(op.name)
-        if units and path is not None and block_of.get(units[-1][-1].name) == path:
-            units[-1].append(op)
-        else:
-            units.append([op])
-    if blocks:
-        bounds = _bounds(blocks, count, [k for k, unit in enumerate(units) if unit[0].name in block_of])
-        return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise([*bounds, len(units)])]
-    flops = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
-    trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
-    most = max(int((x > 0).sum()) for x in (flops, trained))
-    if not 1 <= count <= most:
-        raise InputError(f"{count} stages do not fit a model of {most} blocks and single ops; choose 1 to {most}.")
-    # Every stage gets products to compute; with more stages than that allows, at least something to train.
-    bounds = _balance(flops, flops if count <= int((flops > 0).sum()) else trained, count)
-    return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise(bounds)]
-
-
-def _bounds(blocks: str, count: int, at: list[int]) -> list[int]:
-    """Return the first unit of each stage; the blocks are the units `at`."""
-    sizes = [int(size) if size.isdecimal() else 0 for size in blocks.split("+")]
-    if len(sizes) != count or min(sizes) < 1 or sum(sizes) != len(at):
-        raise InputError(
-            f"blocks={blocks} is {len(sizes)} stages of {sum(sizes)} blocks, but there are {count} and {len(at)} "
-            "blocks; write a number for each stage, as 3+5+4."
-        )
-    return [0, *(at[sum(sizes[:k])] for k in range(1, count))]
-
-
-def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
-    """Return the bounds of `count` contiguous groups whose largest cost is smallest, each with something needed."""
-    total, present = (np.concatenate([[0.0], np.cumsum(x)]) for x in (costs, needed))
-    best = np.full((count + 1, len(total)), np.inf)
-    best[0, 0] = 0.0
-    cut = np.zeros((count + 1, len(total)), dtype=int)
-    for k in range(1, count + 1):
-        for end in range(1, len(total)):
-            worst = np.maximum(best[k - 1, :end], total[end] - total[:end])
-            worst = np.where(present[end] > present[:end], worst, np.inf)
-            cut[k, end] = int(worst.argmin())
-            best[k, end] = worst[cut[k, end]]
-    bounds = [len(costs)]
-    for k in range(count, 0, -1):
-        bounds.append(int(cut[k, bounds[-1]]))
-    return bounds[::-1]
