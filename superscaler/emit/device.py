@@ -152,16 +152,16 @@ class _Writer(Statements):
     def _repeats(self, run: Section, declared: Mapping[int, object], layers: Layers) -> list[Repeat]:
         """Return the loops over layers of a section."""
         code = [i for i, *_ in run.rows]
-        starts = batches(code)
-        inside = {n for start, end in starts.items() for n in range(start, end + 1)}
-        # The function of each task, and where an instruction is the first to write to a list, or is in a batch.
+        # A batch is in one body as a whole, so that the form of its instructions has their places and its length.
+        inside = {n: (n - a, b - a) for a, b in batches(code).items() for n in range(a, b + 1)}
+        # The function of each task, and where an instruction is the first to write to a list.
         forwards = {n: self._forward_of(i) for n, i in enumerate(code) if isinstance(i, p.Forward | p.Backward)}
         number = {n: forward.function for n, forward in forwards.items() if forward is not None}
         run_by = {n: (self.functions[f], bool(self.program.functions[f].grads)) for n, f in number.items()}
-        lines = [line(i, self.lists, (run_by.get(n), n in declared, n in inside)) for n, i in enumerate(code)]
+        lines = [line(i, self.lists, (run_by.get(n), n in declared, inside.get(n))) for n, i in enumerate(code)]
 
         def is_cut(n: int) -> bool:
-            return n == len(code) or not (isinstance(code[n], p.Free) or (n in inside and n not in starts))
+            return n == len(code) or not (isinstance(code[n], p.Free) or inside.get(n, (0, 0))[0])
 
         return [r for one in repeats_of(lines, list(number), is_cut) if (r := layers.add(one, lines)) is not None]
 

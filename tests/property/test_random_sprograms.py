@@ -65,6 +65,10 @@ def test_random_sprograms_are_equal_or_refused(model: str) -> None:
     check_again(graph, range(1))
 
 
+def test_messages_that_start_together_are_in_one_body_of_a_loop() -> None:
+    assert ask(captured("tied"), random_sprogram(80210, "free", 0.4, REWRITES), 3, is_trained=False) == "equal"
+
+
 def check_again(graph: Graph, seeds: range) -> None:
     """What can run can run with parts of it computed again, on the parts of their ops."""
     for seed, kind in product(seeds, ("free", "layered")):
