@@ -30,12 +30,13 @@ class Statements:
     ) -> None:
         self.program, self.model, self.functions = program, program.model, functions
         self.lists, self.spelling = lists, spelling
-        # The numbers of the gradients that the first half of a split backward makes, by segment and part.
-        self.first_halves = {
-            (i.task.segment, i.task.part): tuple(n for n, pair in enumerate(_made(i)) if pair != (None, None))
-            for i in rows
-            if isinstance(i, p.Backward) and i.half == "input"
-        }
+        # The numbers of the gradients that the first half of a split backward makes, by segment and part: those of all
+        # microbatches, whose second halves may be one loop.
+        self.first_halves = dict[tuple[int, int], set[int]]()
+        for i in rows:
+            if isinstance(i, p.Backward) and i.half == "input":
+                own = self.first_halves.setdefault((i.task.segment, i.task.part), set())
+                own.update(n for n, pair in enumerate(_made(i)) if pair != (None, None))
         self.entries = entries_of_tables()
         # What was asked for, with the answer.
         self.asked: list[tuple[Asked, Answer]] = []
@@ -151,7 +152,7 @@ class Statements:
         return "\n".join([deleted(others)] * bool(others) + cleared)
 
     def _backward(self, i: p.Backward) -> str:
-        first = self.first_halves.get((i.task.segment, i.task.part), ())
+        first = tuple(sorted(self.first_halves.get((i.task.segment, i.task.part), ())))
         made = [n for n in range(len(i.outputs)) if not i.half or (n in first) == (i.half == "input")]
         places = list(_numbered(self.lists.items(i.outputs)))
         sums = {n for n, total in enumerate(i.sums) if total is not None}

@@ -65,8 +65,15 @@ def test_random_sprograms_are_equal_or_refused(model: str) -> None:
     check_again(graph, range(1))
 
 
-def test_messages_that_start_together_are_in_one_body_of_a_loop() -> None:
-    assert ask(captured("tied"), random_sprogram(80210, "free", 0.4, REWRITES), 3, is_trained=False) == "equal"
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        pytest.param((80210, "free", 0.4, REWRITES), id="messages that start together are in one body of a loop"),
+        pytest.param((1090, "layered", 0.4, ("split",)), id="one of four microbatches has a gradient of its input"),
+    ],
+)
+def test_code_that_was_wrong(drawn: tuple[int, str, float, tuple[str, ...]]) -> None:
+    assert ask(captured("tied"), random_sprogram(*drawn), 3, is_trained=False) == "equal"
 
 
 def check_again(graph: Graph, seeds: range) -> None:
