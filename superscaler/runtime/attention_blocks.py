@@ -1,4 +1,4 @@
-"""One block of attention, queries to a chunk of keys: its result and log-sum-exp, and its share of the gradients.
+"""Attention by blocks, each of queries to a chunk of keys: its result and log-sum-exp, and its share of the gradients.
 
 Torch's kernels give the log-sum-exp. Their backward takes the log-sum-exp of all keys, so that it makes the share of a
 block in the gradients: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K, dK = dS^T Q
@@ -6,12 +6,15 @@ block in the gradients: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(d
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
+Box = Sequence[tuple[int, int]]
+Sizes = Sequence[int]
 _ATEN = torch.ops.aten
 
 
@@ -23,7 +26,7 @@ class Block(NamedTuple):
     v: Tensor
     mask: Tensor | None
     scale: float | None
-    sees: str
+    sees: str = "all"
 
 
 def scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool) -> Tensor:
@@ -134,3 +137,122 @@ def _wide(q: Tensor) -> torch.dtype:
 def _least(q: Tensor) -> float:
     """Return a log-sum-exp too small to change any sum; the sum of two is finite."""
     return torch.finfo(_wide(q)).min / 4
+
+
+def attention_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    blocks: Sequence[tuple[int, str]],
+    chunks: int,
+) -> Pair:
+    """Return scaled dot product attention of chunks of queries, each to one chunk of keys, and its log-sum-exp.
+
+    `blocks`: for each chunk of q (..., heads, L, E), the number of its chunk of the `chunks` of k and v (..., heads or
+    a divisor of it, S, E), and the visible keys: "all", "before" (as many keys as queries), "none". `mask`: as in
+    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite for queries that see no
+    key. With gradients, it writes out scores.
+    """
+    k, v = expand_heads(k, q), expand_heads(v, q)
+    run = dense if torch.is_grad_enabled() else forward
+    made = [run(block) for block in _chunks(Block(q, k, v, mask, scale), blocks, chunks)]
+    if len(made) == 1:
+        # In torch's own layout: there the transposed result is a view.
+        return made[0]
+    return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
+
+
+def _chunks(whole: Block, blocks: Sequence[tuple[int, str]], chunks: int) -> Iterator[Block]:
+    """Yield each block: a chunk of the queries with its chunk of keys."""
+    keys, values = whole.k.chunk(chunks, -2), whole.v.chunk(chunks, -2)
+    for n, (rows, (at, sees)) in enumerate(zip(whole.q.chunk(len(blocks), -2), blocks, strict=True)):
+        mask = _rows_of(whole.mask, n, at, len(blocks), chunks)
+        yield Block(rows, keys[at], values[at], mask, whole.scale, sees)
+
+
+def attention_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    scale: float | None,
+    blocks: Sequence[tuple[int, str]],
+    chunks: int,
+) -> Tensor:
+    """Return zeros, without memory. Their backward turns the gradient of attention to all keys into those of the
+    queries, keys and values of `attention_block`.
+
+    `out`, `total`: attention to all keys, and its log-sum-exp.
+    """
+    found: Tensor = _Gradient.apply(q, k, v, mask, out, total, scale, blocks, chunks)
+    return found
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.save_for_backward(*given[:6])
+        ctx.options = given[6:]
+        return given[0].new_zeros(()).expand(given[4].shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, mask, *rest), (scale, blocks, chunks) = ctx.saved_tensors, ctx.options
+        whole, count = (q, expand_heads(k, q), expand_heads(v, q)), len(blocks)
+        out, total = (x.chunk(count, dim) for x, dim in zip(rest, (-2, -1), strict=True))
+        given = list(zip(gradient.chunk(count, -2), out, total, strict=True))
+        if count == 1 and blocks[0][1] != "none":
+            dq, dk, dv = backward(*given[0], Block(*whole, mask, scale, blocks[0][1]))
+        else:
+            dq, dk, dv = map(torch.zeros_like, whole)
+            into = _chunks(Block(dq, dk, dv, None, None), blocks, chunks)
+            own = _chunks(Block(*whole, mask, scale), blocks, chunks)
+            for ends, block, sums in zip(given, own, into, strict=True):
+                if block.sees != "none":
+                    torch._foreach_add_(list(sums[:3]), list(backward(*ends, block)))
+        return dq, _sum_heads(dk, k), _sum_heads(dv, v), *(None,) * 6
+
+
+def seen_by(box: Box, extents: Sizes, step: int, chunks: int, is_causal: bool) -> tuple[list[tuple[int, str]], int]:
+    """Return the `blocks` and `chunks` of `attention_block` in a step of a ring with `chunks` chunks.
+
+    The queries are the chunks in `box` of `extents`; with one chunk of queries, the keys are its one chunk.
+    """
+    size, blocks = extents[0] // chunks, list[tuple[int, str]]()
+    for at in range(box[0][0] // size, box[0][1] // size):
+        sees = "all" if not is_causal or at >= step > 0 else "none" if at < step else "before"
+        blocks.append(((at - step) % chunks, sees))
+    return (blocks, chunks) if len(blocks) > 1 else ([(0, blocks[0][1])], 1)
+
+
+def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> Tensor | None:
+    """Return the mask of a chunk of queries and a chunk of keys; a dim of size 1 is broadcast."""
+    for number, count, dim in ((n, blocks, -2), (at, chunks, -1)):
+        if mask is not None and mask.shape[dim] > 1:
+            mask = mask.chunk(count, dim)[number]
+    return mask
+
+
+def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> Pair:
+    """Return attention to two blocks of keys, and its log-sum-exp, from `attention_block` of each."""
+    total = torch.logaddexp(first_total, second_total)
+    one, other = ((some - total).exp().unsqueeze(-1) for some in (first_total, second_total))
+    return (one * first + other * second).to(first.dtype), total
+
+
+def expand_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat each head for the queries that share it: head h of q reads head h // (heads of q / heads of x)."""
+    if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
+        return x
+    repeats = q.shape[-3] // x.shape[-3]
+    grouped = x.unsqueeze(-3)
+    return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
+
+
+def _sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x, given that of `expand_heads` of it."""
+    return gradient if gradient.shape == x.shape else gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)

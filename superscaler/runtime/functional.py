@@ -1,15 +1,19 @@
 """Functions of emitted code that torch lacks: normalized losses, and random numbers that are equal under all plans."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from superscaler.runtime import attention_blocks
-from superscaler.runtime.attention_blocks import Block
+from superscaler.runtime.attention_blocks import Box, Pair, Sizes, expand_heads
+from superscaler.runtime.attention_blocks import attention_block as attention_block
+from superscaler.runtime.attention_blocks import attention_gradient as attention_gradient
+from superscaler.runtime.attention_blocks import attention_merge as attention_merge
+from superscaler.runtime.attention_blocks import seen_by as seen_by
 from superscaler.runtime.for_backward import for_backward as for_backward
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
@@ -20,9 +24,6 @@ _WORD = 1 << 64
 # Elements mixed at a time, so that the words stay in a core's cache.
 _BLOCK = 1 << 17
 
-Box = Sequence[tuple[int, int]]
-Sizes = Sequence[int]
-Pair = tuple[Tensor, Tensor]
 T = TypeVar("T")
 
 
@@ -192,7 +193,7 @@ def attention_dropout(
     q (..., heads, L, E), k and v (..., heads or a divisor of it, S, E); `mask` bool (True takes part) or added;
     `random` has the elements of (..., heads, L, S). A query without any visible key gives zeros.
     """
-    k, v = _expand_heads(k, q), _expand_heads(v, q)
+    k, v = expand_heads(k, q), expand_heads(v, q)
     scores = attention_blocks.scores(q, k, mask, scale, is_causal)
     if mask is not None:
         # A softmax over nothing is 0/0, and its gradient is nan even if the result is replaced afterwards.
@@ -201,118 +202,6 @@ def attention_dropout(
     else:
         probabilities = scores.softmax(-1)
     return dropout(probabilities, p, random) @ v
-
-
-def attention_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    blocks: Sequence[tuple[int, str]],
-    chunks: int,
-) -> Pair:
-    """Return scaled dot product attention of chunks of queries, each to one chunk of keys, and its log-sum-exp.
-
-    `blocks`: for each chunk of q (..., heads, L, E), the number of its chunk of the `chunks` of k and v (..., heads or
-    a divisor of it, S, E), and the visible keys: "all", "before" (as many keys as queries), "none". `mask`: as in
-    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite for queries that see no
-    key. With gradients, it writes out scores.
-    """
-    k, v = _expand_heads(k, q), _expand_heads(v, q)
-    run = attention_blocks.dense if torch.is_grad_enabled() else attention_blocks.forward
-    made = [run(block) for block in _chunks(q, k, v, mask, scale, blocks, chunks)]
-    if len(made) == 1:
-        # In torch's own layout: there the transposed result is a view.
-        return made[0]
-    return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
-
-
-def _chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    blocks: Sequence[tuple[int, str]],
-    chunks: int,
-) -> Iterator[Block]:
-    """Yield each block: a chunk of the queries with its chunk of keys."""
-    keys, values = k.chunk(chunks, -2), v.chunk(chunks, -2)
-    for n, (rows, (at, sees)) in enumerate(zip(q.chunk(len(blocks), -2), blocks, strict=True)):
-        yield Block(rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), scale, sees)
-
-
-def attention_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    scale: float | None,
-    blocks: Sequence[tuple[int, str]],
-    chunks: int,
-) -> Tensor:
-    """Return zeros, without memory. Their backward turns the gradient of attention to all keys into those of the
-    queries, keys and values of `attention_block`.
-
-    `out`, `total`: attention to all keys, and its log-sum-exp.
-    """
-    found: Tensor = _Gradient.apply(q, k, v, mask, out, total, scale, blocks, chunks)
-    return found
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        ctx.save_for_backward(*given[:6])
-        ctx.options = given[6:]
-        return given[0].new_zeros(()).expand(given[4].shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, mask, *rest), (scale, blocks, chunks) = ctx.saved_tensors, ctx.options
-        whole, count = (q, _expand_heads(k, q), _expand_heads(v, q)), len(blocks)
-        out, total = (x.chunk(count, dim) for x, dim in zip(rest, (-2, -1), strict=True))
-        given = list(zip(gradient.chunk(count, -2), out, total, strict=True))
-        if count == 1 and blocks[0][1] != "none":
-            dq, dk, dv = attention_blocks.backward(*given[0], Block(*whole, mask, scale, blocks[0][1]))
-        else:
-            dq, dk, dv = map(torch.zeros_like, whole)
-            into = _chunks(dq, dk, dv, None, None, blocks, chunks)
-            own = _chunks(*whole, mask, scale, blocks, chunks)
-            for ends, block, sums in zip(given, own, into, strict=True):
-                if block.sees != "none":
-                    torch._foreach_add_(list(sums[:3]), list(attention_blocks.backward(*ends, block)))
-        return dq, _sum_heads(dk, k), _sum_heads(dv, v), *(None,) * 6
-
-
-def seen_by(box: Box, extents: Sizes, step: int, chunks: int, is_causal: bool) -> tuple[list[tuple[int, str]], int]:
-    """Return the `blocks` and `chunks` of `attention_block` in a step of a ring with `chunks` chunks.
-
-    The queries are the chunks in `box` of `extents`; with one chunk of queries, the keys are its one chunk.
-    """
-    size, blocks = extents[0] // chunks, list[tuple[int, str]]()
-    for at in range(box[0][0] // size, box[0][1] // size):
-        sees = "all" if not is_causal or at >= step > 0 else "none" if at < step else "before"
-        blocks.append(((at - step) % chunks, sees))
-    return (blocks, chunks) if len(blocks) > 1 else ([(0, blocks[0][1])], 1)
-
-
-def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> Tensor | None:
-    """Return the mask of a chunk of queries and a chunk of keys; a dim of size 1 is broadcast."""
-    for number, count, dim in ((n, blocks, -2), (at, chunks, -1)):
-        if mask is not None and mask.shape[dim] > 1:
-            mask = mask.chunk(count, dim)[number]
-    return mask
-
-
-def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> Pair:
-    """Return attention to two blocks of keys, and its log-sum-exp, from `attention_block` of each."""
-    total = torch.logaddexp(first_total, second_total)
-    one, other = ((some - total).exp().unsqueeze(-1) for some in (first_total, second_total))
-    return (one * first + other * second).to(first.dtype), total
 
 
 def histc(x: Tensor, bins: int, low: float, high: float) -> Tensor:
@@ -400,20 +289,6 @@ def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
     order = F.one_hot(chosen, experts).cumsum(1)
     at = order.gather(2, chosen.unsqueeze(-1)).squeeze(-1) - 1
     return torch.where(at < capacity, chosen * capacity + at, experts * capacity), order[:, -1]
-
-
-def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat each head for the queries that share it: head h of q reads head h // (heads of q / heads of x)."""
-    if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
-        return x
-    repeats = q.shape[-3] // x.shape[-3]
-    grouped = x.unsqueeze(-3)
-    return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
-
-
-def _sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x, given that of `_expand_heads` of it."""
-    return gradient if gradient.shape == x.shape else gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
 
 
 def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
