@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.comm.threads import run_ranks
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import build_step
 
 PLANS = {"single": 1, "data_parallel": 2, "zero:stage=3": 2, "tensor_parallel": 2}
 DEFAULT = ("gpt2", "opt", "bloom", "falcon", "llama", "gemma2", "bert", "vit", "t5")

@@ -26,7 +26,8 @@ from superscaler.report.facts import account, manifest, summary
 from superscaler.report.page.write import save as save_pages
 from superscaler.report.picture import save
 from superscaler.report.subject import Subject, subject
-from superscaler.runtime.step import Step, load
+from superscaler.runtime.load import load
+from superscaler.runtime.step import Step
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, predict
 from superscaler.simulate.prediction import Prediction

@@ -1,43 +1,27 @@
-"""The `step` of one rank, from a plan directory or an emitted plan."""
+"""The `step` of one rank, from an emitted plan."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from superscaler.cluster import Cluster
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
-from superscaler.ir.model import later
-from superscaler.launch.jobs import how_to_start
 from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
+from superscaler.runtime.batch import Padding, check_batches, put_together
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import Scaler, averaged
-from superscaler.runtime.padding import Padding
-from superscaler.specs.user_file import locating
-from superscaler.store.folder import named_path
-from superscaler.store.operators import import_operators
-from superscaler.store.plan import (
-    EVALUATION,
-    PLAN_FILE,
-    RUN_FILE,
-    code_of,
-    open_plan,
-    operators_of,
-    warn_versions,
-    weights_of,
-)
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -332,61 +316,6 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the tensors of a batch, or of one for each iteration, by name. Raises InputError for anything else."""
-    count = plan.get("iterations", 1)
-    if count == 1:
-        check_batch(given, plan)
-        return cast(Mapping[str, Tensor], given)
-    if not isinstance(given, Sequence) or len(given) != count:
-        found = f"{len(given)} batches" if isinstance(given, Sequence) else type(given).__name__
-        raise InputError(
-            f"this plan runs {count} iterations at once: a step takes a list of {count} batches, not {found}."
-        )
-    for batch in given:
-        check_batch(batch, plan)
-    return {later(name, k): x for k, batch in enumerate(given) for name, x in batch.items()}
-
-
-def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
-    """Raise InputError unless a batch has the inputs of a plan, of their shapes, dtypes and rows."""
-    inputs = plan["inputs"]
-    if not isinstance(batch, Mapping):
-        raise InputError(f"a batch is a dict of tensors by name, not {type(batch).__name__}.")
-    if unread := [name for name in batch if name not in inputs]:
-        raise InputError(f"the batch has '{unread[0]}'; this plan reads {', '.join(inputs)} only.")
-    for name, (shape, dtype) in inputs.items():
-        if name not in batch:
-            has = ", ".join(batch) or "nothing"
-            raise InputError(f"the batch has {has}, but no '{name}'; this plan reads {', '.join(inputs)}.")
-        if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
-            given = getattr(batch[name], "dtype", type(batch[name]).__name__)
-            raise InputError(f"'{name}' is of {given}, but this plan was compiled for torch.{dtype} tensors.")
-        if tuple(batch[name].shape) != tuple(shape):
-            raise InputError(
-                f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {tuple(shape)}; "
-                "give the global batch of that shape, or compile again."
-            )
-        if batch[name].is_meta or batch[name].layout != torch.strided:
-            kind = "meta" if batch[name].is_meta else batch[name].layout
-            raise InputError(f"'{name}' is a {kind} tensor; give a dense one with data.")
-        _check_rows(name, batch[name], plan)
-
-
-def _check_rows(name: str, values: Tensor, plan: Mapping[str, Any]) -> None:
-    # Values on a GPU are not read, because that would wait for the GPU.
-    if name not in plan["limits"] or values.is_cuda:
-        return
-    # Ignored labels may be any number, for example 255 for pixels without a class.
-    values = values[values != plan["ignored"][name]] if name in plan["ignored"] else values
-    if not values.numel():
-        return
-    (low, high), least, most = plan["limits"][name], int(values.min()), int(values.max())
-    if least < low or most >= high:
-        wrong = most if most >= high else least
-        raise InputError(f"'{name}' has {wrong}, but the model has {high} rows for it, from 0 on.")
-
-
 def build_step(
     plan: Mapping[str, Any],
     programs: Mapping[str, ModuleType],
@@ -415,88 +344,3 @@ def build_step(
     rank = Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler)
     rank.iterations = plan.get("iterations", 1)
     return Step(plan, programs, rank, fixed)
-
-
-def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:
-    """Return the emitted files as modules, `segments` first. `prefix` is shown in tracebacks."""
-    made: dict[str, ModuleType] = {}
-    for name in sorted(files, key=lambda n: n != "segments.py"):
-        module = ModuleType(name.removesuffix(".py"))
-        text = files[name]
-        if made:
-            # A plan is not on the path of modules; the line stays, so that tracebacks show the right one.
-            text = text.replace("import segments\n", "\n", 1)
-            module.__dict__["segments"] = made["segments"]
-        module.__dict__["__source__"] = text
-        exec(compile(text, prefix + name, "exec"), module.__dict__)
-        made[module.__name__] = module
-    return made
-
-
-def load(directory: str | Path, manifest: bool = True) -> Step:
-    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
-
-    Raises InputError for a directory that is damaged, of another version, or edited. `manifest=False` skips the hashes:
-    it runs an edited plan.
-    """
-    from superscaler.comm.distributed import connect, world_size
-    from superscaler.launch.watch import watch
-
-    path = named_path("load", directory)
-    saved = open_plan(path, manifest)
-    plan, world = saved.head, world_size()
-    if world != plan["world"]:
-        run = "1 process runs" if world == 1 else f"{world} processes run"
-        hint = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
-        raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {hint}")
-    import_operators(plan["operators"], operators_of(saved), path, manifest)
-    communicator = connect()
-    if communicator.rank == 0:
-        warn_versions(saved)
-    weights, fixed = weights_of(saved, communicator.rank)
-    # The code and tables without hashes may be what a user wrote.
-    with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
-        step = build_step(plan, modules(code_of(saved), f"{path}/"), weights, communicator, fixed)
-    step.directory = path
-    if (path / EVALUATION / PLAN_FILE).exists():
-        step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)
-    state = step.state
-    step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
-    return step
-
-
-def _read_evaluation(
-    path: Path, rank: int, manifest: bool
-) -> tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]:
-    """Return the plan of evaluation in a folder, its code, and its weights on a rank."""
-    saved = open_plan(path, manifest)
-    import_operators(saved.head["operators"], operators_of(saved), path, manifest)
-    return saved.head, modules(code_of(saved), f"{path}/"), weights_of(saved, rank)[0]
-
-
-class Outputs(dict[str, Any]):
-    """A dict whose values are attributes too, like those of an output object of a module."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the step returns no {name}, but {', '.join(self)}") from None
-
-
-def put_together(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a result of a form, with tensors by name, None for a tensor that is not here.
-
-    >>> put_together({"dict": {"logits": {"tensor": "return.logits"}, "kept": {"value": 2}}}, {})
-    {'logits': None, 'kept': 2}
-    """
-    ((kind, inner),) = (form or {"value": None}).items()
-    match kind:
-        case "tensor":
-            return tensors.get(inner)
-        case "dict":
-            return Outputs({key: put_together(value, tensors) for key, value in inner.items()})
-        case "list" | "tuple":
-            made = [put_together(value, tensors) for value in inner]
-            return made if kind == "list" else tuple(made)
-    return inner

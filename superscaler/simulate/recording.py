@@ -28,8 +28,8 @@ from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
 from superscaler.runtime.emitted_lines import op_at
 from superscaler.runtime.executor import Rank
+from superscaler.runtime.load import modules
 from superscaler.runtime.saved_tensors import storage_of
-from superscaler.runtime.step import modules
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
 
 Tensors = Sequence[Tensor]

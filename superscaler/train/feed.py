@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from superscaler.errors import InputError, some
-from superscaler.runtime.padding import Batch, Padding
+from superscaler.runtime.batch import Batch, Padding
 from superscaler.specs.user_file import from_file
 from superscaler.store.pieces import runs
 

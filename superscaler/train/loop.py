@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
-from superscaler.runtime.padding import Padding
+from superscaler.runtime.batch import Padding
+from superscaler.runtime.load import load
 from superscaler.runtime.profile import Profile
-from superscaler.runtime.step import Step, load
+from superscaler.runtime.step import Step
 from superscaler.specs.user_file import from_file
 from superscaler.store.save import Saver
 from superscaler.train import resume

@@ -20,7 +20,8 @@ from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
 from superscaler.runtime.executor import take
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
 from superscaler.simulate.recording import callables

@@ -16,7 +16,8 @@ from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import retyped
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
-from superscaler.runtime.step import check_batch, load
+from superscaler.runtime.batch import check_batch
+from superscaler.runtime.load import load
 from superscaler.verify.compare import STEPS, Comparison, Errors, Result, noise_of, run_steps
 from superscaler.verify.eager import Unlike
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads

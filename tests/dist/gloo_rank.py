@@ -9,7 +9,8 @@ import torch
 
 from superscaler.comm.distributed import connect
 from superscaler.launch.process import run_rank
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import build_step
 from superscaler.verify.compare import run_steps
 
 

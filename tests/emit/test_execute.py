@@ -22,7 +22,8 @@ from superscaler.ops.table import PLACED, RANDOM, parts_of
 from superscaler.plans import resolve
 from superscaler.runtime import functional
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 from tests.graphs import graph_of
 from tests.sweeps import few
 

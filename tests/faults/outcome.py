@@ -22,7 +22,8 @@ from superscaler.compiler import Compiled
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
 from superscaler.ir.rendezvous import check_rendezvous
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import build_step
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.
 TOLERANCE, FLOOR = 1e-9, 1e-3

@@ -30,7 +30,7 @@ import os, sys, time
 from pathlib import Path
 from superscaler.launch import watch
 from superscaler.runtime import executor
-from superscaler.runtime.step import load
+from superscaler.runtime.load import load
 from superscaler.train.loop import main
 
 watch.SILENCE, watch.LEAST = 6.0, 3.0

@@ -17,7 +17,8 @@ from superscaler.compiler import Compiled, finish, place
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import build_step
 
 LETTERS = "abcdefghij"
 

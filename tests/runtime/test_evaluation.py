@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
-from superscaler.runtime.step import Step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step
 from tests.ran import on_ranks
 from tests.sweeps import slow
 

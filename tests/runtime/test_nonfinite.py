@@ -17,7 +17,8 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import RuntimeFailure
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 from superscaler.train.launch import train
 
 PIPELINES = {"pipeline_1f1b:stages=2,microbatches=2": 2, "zb_h1:stages=2,microbatches=2": 2}

@@ -20,8 +20,9 @@ from superscaler.ir.model_text import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
 from superscaler.runtime.executor import Pairs
+from superscaler.runtime.load import modules
 from superscaler.runtime.optimizer import Scaler
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.step import Step, build_step
 
 # Overflows at first, then grows twice, overflows again.
 OPTIONS = {"init_scale": 2.0**21, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3}

@@ -22,7 +22,8 @@ from superscaler.artifact import describe, initial_values
 from superscaler.comm.communicator import Handle, Later
 from superscaler.comm.distributed import DistributedCommunicator
 from superscaler.plan import Plan
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 
 
 def blocks(tensors: Iterable[Tensor]) -> int:

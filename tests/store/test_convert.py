@@ -19,7 +19,8 @@ from superscaler.artifact import describe, initial_values
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 from superscaler.store.convert import export_distributed, export_model, import_weights
 from superscaler.store.pieces import whole
 from superscaler.store.tensors import open_checkpoint

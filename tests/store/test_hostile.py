@@ -23,7 +23,8 @@ from superscaler.artifact import describe, initial_values
 from superscaler.cli.main import main
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 from superscaler.store.checkpoint import CheckpointHead
 from superscaler.store.folder import check_types, digest
 from superscaler.store.pieces import covers

@@ -28,7 +28,8 @@ from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plans import resolve
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step, build_step
 from superscaler.store.checkpoint import CheckpointHead, checkpoints, discard, lock, prune
 from superscaler.store.pieces import located, sizes
 from superscaler.store.save import Saver

@@ -1,0 +1,84 @@
+"""The code and the step of a rank, from a plan directory."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from superscaler.cluster import Cluster
+from superscaler.errors import InputError
+from superscaler.launch.jobs import how_to_start
+from superscaler.runtime.step import Step, build_step
+from superscaler.specs.user_file import locating
+from superscaler.store.folder import named_path
+from superscaler.store.operators import import_operators
+from superscaler.store.plan import (
+    EVALUATION,
+    PLAN_FILE,
+    RUN_FILE,
+    code_of,
+    open_plan,
+    operators_of,
+    warn_versions,
+    weights_of,
+)
+
+
+def load(directory: str | Path, manifest: bool = True) -> Step:
+    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
+
+    Raises InputError for a directory that is damaged, of another version, or edited. `manifest=False` skips the hashes:
+    it runs an edited plan.
+    """
+    from superscaler.comm.distributed import connect, world_size
+    from superscaler.launch.watch import watch
+
+    path = named_path("load", directory)
+    saved = open_plan(path, manifest)
+    plan, world = saved.head, world_size()
+    if world != plan["world"]:
+        run = "1 process runs" if world == 1 else f"{world} processes run"
+        hint = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
+        raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {hint}")
+    import_operators(plan["operators"], operators_of(saved), path, manifest)
+    communicator = connect()
+    if communicator.rank == 0:
+        warn_versions(saved)
+    weights, fixed = weights_of(saved, communicator.rank)
+    # The code and tables without hashes may be what a user wrote.
+    with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
+        step = build_step(plan, modules(code_of(saved), f"{path}/"), weights, communicator, fixed)
+    step.directory = path
+    if (path / EVALUATION / PLAN_FILE).exists():
+        step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)
+    state = step.state
+    step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
+    return step
+
+
+def _read_evaluation(
+    path: Path, rank: int, manifest: bool
+) -> tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]:
+    """Return the plan of evaluation in a folder, its code, and its weights on a rank."""
+    saved = open_plan(path, manifest)
+    import_operators(saved.head["operators"], operators_of(saved), path, manifest)
+    return saved.head, modules(code_of(saved), f"{path}/"), weights_of(saved, rank)[0]
+
+
+def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:
+    """Return the emitted files as modules, `segments` first. `prefix` is shown in tracebacks."""
+    made: dict[str, ModuleType] = {}
+    for name in sorted(files, key=lambda n: n != "segments.py"):
+        module = ModuleType(name.removesuffix(".py"))
+        text = files[name]
+        if made:
+            # A plan is not on the path of modules; the line stays, so that tracebacks show the right one.
+            text = text.replace("import segments\n", "\n", 1)
+            module.__dict__["segments"] = made["segments"]
+        module.__dict__["__source__"] = text
+        exec(compile(text, prefix + name, "exec"), module.__dict__)
+        made[module.__name__] = module
+    return made
