@@ -21,7 +21,8 @@ from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import print_program
 from superscaler.ops.inputs import bounds, fillings, ignored, limits, pads_rows
-from superscaler.report.facts import account, kept_values, manifest, origin, own_operators
+from superscaler.report.facts import account
+from superscaler.report.identity import kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
 from superscaler.store import plan as disk
 from superscaler.store.folder import digest, hash_without

@@ -22,7 +22,8 @@ from superscaler.frontend.training import Optimizers
 from superscaler.ir.graph import Graph
 from superscaler.plans import resolve
 from superscaler.report import words as explain
-from superscaler.report.facts import account, manifest, summary
+from superscaler.report.facts import account, summary
+from superscaler.report.identity import manifest
 from superscaler.report.page.write import save as save_pages
 from superscaler.report.picture import save
 from superscaler.report.subject import Subject, subject

@@ -37,6 +37,8 @@ from superscaler.report.model import group
 from superscaler.report.words import heading
 from superscaler.simulate.timetable import place
 
+# Most devices or groups in a list; of more, only the number is printed.
+MOST = 8
 # The name of the block for ops outside all modules.
 OUTSIDE = "the model"
 
@@ -225,6 +227,15 @@ def ranges(devices: Iterable[int]) -> str:
         words.append(f"{left[0]} to {left[count - 1]}" + (f" by {step}" if step > 1 else ""))
         left = left[count:]
     return ", ".join(words)
+
+
+def groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
+    """Return groups of devices in words; many groups are summarized."""
+    if len(groups) > MOST:
+        return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
+    # The number of senders, which are first in a group; -1: all but the last.
+    at = {"send": 1, "broadcast": 1, "reduce": -1, "rd_gather": -1}.get(kind)
+    return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
 
 
 def home_of(op: Op) -> str:

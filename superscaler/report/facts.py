@@ -1,8 +1,5 @@
-"""Facts of a plan as plain data: splits, places, weights and communication by block; its hashes."""
+"""Facts of a plan as plain data: splits, places, weights and communication by block."""
 
-import hashlib
-import json
-import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,35 +8,22 @@ from itertools import count, groupby
 from math import prod
 from typing import Any
 
-import torch
-from torch import Tensor
-
-import superscaler
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import COPIES
 from superscaler.compiler import Compiled
 from superscaler.ir.actions import Action
-from superscaler.ir.graph import Graph, block_of
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Grid
 from superscaler.ir.grid import Axis as Cut
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
-from superscaler.ir.model import Model, Op, Operand, width, without_sources, without_twins
-from superscaler.ir.model_text import print_model
+from superscaler.ir.model import Op, Operand, width, without_twins
 from superscaler.ir.program import Backward, Collective, Copy, Forward, Instruction, Program, Send
 from superscaler.ir.provenance import Path
 from superscaler.ir.traffic import TransferRow, paths
-from superscaler.report.details import ranges
+from superscaler.report.details import MOST, OUTSIDE, groups_text, home_of, ranges
 from superscaler.report.model import collapse, describe, group, span
 from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter
-from superscaler.store.cache import sources
-from superscaler.store.folder import digest
-from superscaler.store.operators import copies
-
-# Most devices or groups in a list; of more, only the number is printed.
-MOST = 8
-# The name of the block for ops outside all modules.
-_NONE = "the model"
 
 
 def account(compiled: Compiled) -> dict[str, Any]:
@@ -70,66 +54,6 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "paths": [every.path(path) for path in paths(compiled.program)],
         "bytes_moved": compiled.program.bytes_moved,
     }
-
-
-def manifest(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the identity of a plan: the entries of `origin`, and the hash of the code."""
-    code = digest(json.dumps(dict(compiled.emitted.files), sort_keys=True))
-    return {**origin(compiled.graph, compiled.cluster, values), "code": code}
-
-
-def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the sources of a plan: hashes of the model, the transformed and placed graph, the cluster, the users'
-    files that register operators, the weights `values`, our own sources, and versions. Equal sources give equal plans.
-    """
-    model = without_sources(without_twins(graph.model))
-    return {
-        "model": digest(print_model(model)),
-        "plan": digest(_plan_text(graph)),
-        "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
-        "operators": operators_hash(*copies(own_operators(model))),
-        "weights": hash_values(kept_values(graph, values)),
-        "sources": sources(),
-        "superscaler": superscaler.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def own_operators(model: Model) -> set[str]:
-    """Return the operators that are neither torch's nor ours."""
-    return {op.target for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
-
-
-def operators_hash(operators: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
-    return digest(json.dumps([operators, {name: digest(source) for name, source in files.items()}], sort_keys=True))
-
-
-def kept_values(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that a plan directory holds: the model's tensors, and the rest of the module's state."""
-    fixed = graph.captured.fixed if graph.captured else {}
-    return {**{name: value for name, value in values.items() if name in graph.model.tensors}, **fixed}
-
-
-def hash_values(values: Mapping[str, Tensor]) -> str:
-    """Return the sha256 of tensors: their names, dtypes, shapes and bits."""
-    found = hashlib.sha256()
-    for name, value in sorted(values.items()):
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
-def _plan_text(graph: Graph) -> str:
-    """Return the journal without file positions, then the facts that it lacks: cuts, devices, members of orders."""
-    lines = [f"{e.verb} {e.op} {e.detail}" for e in graph.journal]
-    lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.model.ops]
-    return "\n".join([*lines, *(f"{o.before!r} {'turns' if o.turns else 'before'} {o.after!r}" for o in graph.orders)])
-
-
-def _grid_text(grid: Grid) -> str:
-    children = {cell: _grid_text(child) for cell, child in sorted(grid.children.items())}
-    return f"{grid.axes} {grid.slim.tolist()} {children}"
 
 
 def summary(compiled: Compiled) -> str:
@@ -190,15 +114,6 @@ def _stages(graph: Graph) -> dict[str, int | str]:
     return {name: Action.parse(group.label).stage for group in labelled for name, _ in group.members}
 
 
-def _groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
-    """Return groups of devices in words; many groups are summarized."""
-    if len(groups) > MOST:
-        return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
-    # The number of senders, which are first in a group; -1: all but the last.
-    at = {"send": 1, "broadcast": 1, "reduce": -1, "rd_gather": -1}.get(kind)
-    return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
-
-
 def _totals(moves: Iterable[TransferRow]) -> list[dict[str, Any]]:
     """Return the transfers by direction, way and kind: their number, the bytes of sources, and bytes on links."""
     found = sorted(group(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
@@ -228,7 +143,7 @@ def _sums(
             seconds[what] += count / len(own) * each
     rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
     groups = [group[:1] for group in groups] if moves[0].way == "copies" else groups
-    return {"groups": _groups_text(groups, moves[0].kind), **_add(moves), **rounded}
+    return {"groups": groups_text(groups, moves[0].kind), **_add(moves), **rounded}
 
 
 def _direction(move: TransferRow | Path) -> str:
@@ -260,11 +175,11 @@ class _Blocks:
         self.layouts: dict[tuple[str, bool], str] = {}
         self.ops: dict[str, list[Op]] = {}
         for op in self.model.forward_ops:
-            self.ops.setdefault(_block(op), []).append(op)
+            self.ops.setdefault(home_of(op), []).append(op)
         # A weight belongs to its first reader, a constant of several blocks to none, an activation to its producer.
         self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
-        self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
-        written = {op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in writes}
+        self.home |= {name: home_of(op) for name, (op, _) in self.producers.items()}
+        written = {op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, OUTSIDE) for op in writes}
         self.home = {**written, **self.home}
         for name in self.home.values():
             self.ops.setdefault(name, [])
@@ -283,8 +198,8 @@ class _Blocks:
                 self.trained |= {weight.tensor} if weight.trained else set()
 
     def _reader(self, tensor: str, ops: Sequence[Op]) -> str:
-        blocks = {_block(op) for op in ops}
-        return _NONE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else _block(ops[0])
+        blocks = {home_of(op) for op in ops}
+        return OUTSIDE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else home_of(ops[0])
 
     def describe(self, name: str) -> Block:
         def within(call: str) -> str:
@@ -331,7 +246,7 @@ class _Blocks:
             elements = [prod(extents(box)) for box in places]
             is_even = len(set(elements)) == 1 or len(places) > MOST
             percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
-            return Weights(spec.kind, tensor in self.trained, len(places), _groups_text(list(places.values())), percent)
+            return Weights(spec.kind, tensor in self.trained, len(places), groups_text(list(places.values())), percent)
 
         for row, tensors in group((t for t in self.places if self.home[t] == name), key).items():
             widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
@@ -401,10 +316,6 @@ class _Blocks:
         return _label(self.producers[tensor][0], block) if tensor in self.producers else _short(block, tensor)
 
 
-def _block(op: Op) -> str:
-    return block_of(op.module) or op.module or _NONE
-
-
 def _label(op: Op, block: str) -> str:
     """Return an op by its module in the block and the name of its operator, as `attn.c_proj mm`."""
     module = _short(block, op.module + ".").rstrip(".")
@@ -421,7 +332,7 @@ def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
         groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
         factor = "" if axis.index is None else _short(block, op.indices[axis.index].factor)
         sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
-        devices = _groups_text(groups) if len(set(map(tuple, groups))) > 1 else ()
+        devices = groups_text(groups) if len(set(map(tuple, groups))) > 1 else ()
         found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
     if grid.children:
         inner = [_axes(op, child, block) for child in grid.children.values()]

@@ -14,7 +14,7 @@ from superscaler.frontend.oracle import largest, retyped
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, once, renamed, without_sources, without_twins
 from superscaler.ir.model_text import parse_model, print_model
-from superscaler.report.facts import kept_values, own_operators
+from superscaler.report.identity import kept_values, own_operators
 from superscaler.store.folder import Whole
 from superscaler.store.operators import copies
 from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan

@@ -12,7 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
 from superscaler.errors import InputError
 from superscaler.ir.program import Program
-from superscaler.report.facts import own_operators
+from superscaler.report.identity import own_operators
 from superscaler.report.schema import Account
 from superscaler.report.subject import Subject, subject
 from superscaler.simulate.predict import predict

@@ -25,7 +25,8 @@ from superscaler.ir.codes import cohorts
 from superscaler.ir.program import Backward, Forward
 from superscaler.plan import Plan, compile
 from superscaler.report.details import ranges
-from superscaler.report.facts import account, manifest
+from superscaler.report.facts import account
+from superscaler.report.identity import manifest
 from superscaler.report.words import read
 from superscaler.simulate import counts
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead, read_plan
