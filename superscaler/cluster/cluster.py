@@ -222,7 +222,9 @@ def _from_yaml(text: str, where: str) -> Cluster:
 
     found = read(text, where)
     links, device_kind = found.joined(where)
-    return Cluster.of(found.name, found.preset, found.servers, found.devices_per_server, links, device_kind)
+    return Cluster.of(
+        found.name or found.preset, found.preset, found.servers, found.devices_per_server, links, device_kind
+    )
 
 
 def _overrides(cluster: Cluster) -> str:

@@ -125,9 +125,9 @@ class DeviceFile(_Checked):
 
 
 class ClusterFile(_Checked):
-    """The contents of the file. `preset`: the kind of its devices, or `local` for unknown ones."""
+    """The contents of the file. `preset`: the kind of its devices, or `local` for unknown ones. `name`: or that."""
 
-    name: StrictStr
+    name: StrictStr | None = None
     preset: StrictStr
     servers: PositiveInt
     devices_per_server: PositiveInt

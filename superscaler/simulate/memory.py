@@ -6,19 +6,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import nlargest
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Optimizer
-from superscaler.ir.program import Backward, Collective, Device, Forward, Program, Weight
+from superscaler.ir.model import Op, Optimizer
+from superscaler.ir.program import Backward, Collective, Device, Forward, Function, Program, Task, Weight
 from superscaler.ops.table import ops_of_lines
 from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.storages import CATEGORIES, INSIDE, OPTIMIZER, Storage, elements
-from superscaler.simulate.works import Tape, block
+from superscaler.simulate.works import block
 from superscaler.specs.options import kind_of
 from superscaler.timing import without_garbage_collection
 
@@ -166,26 +167,27 @@ def _summed(
     overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
     overhead += round(overheads.fragmentation * peak)
     alive = (s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at))
-    held = sorted((h for s in alive for h in _held(program, run, s)), key=lambda h: -h.bytes)
-    return DeviceMemory(device.rank, count, peak, at, parts, held[:largest], curve, during, run.most_on_host, overhead)
+    function_of = {i.task: program.functions[i.function] for i in run.code if isinstance(i, Forward)}
+    ops_of = {id(f): ops_of_lines(f, program.model.tensors) for f in {id(f): f for f in function_of.values()}.values()}
+    every = (h for s in alive for h in _held(run, s, function_of, ops_of))
+    held = nlargest(largest, every, key=lambda h: h.bytes)
+    return DeviceMemory(device.rank, count, peak, at, parts, held, curve, during, run.most_on_host, overhead)
 
 
-def _held(program: Program, run: Liveness, storage: Storage) -> list[Held]:
+def _held(
+    run: Liveness, storage: Storage, function_of: Mapping[Task, Function], ops_of: Mapping[int, Sequence[Op]]
+) -> Iterator[Held]:
+    """Yield the tensors of a storage; of a tape those that autograd keeps, with the ops that made them."""
     made = run.code[storage.born] if storage.born >= 0 else None
-    if storage.tape is not None:
-        assert isinstance(made, Forward | Backward)
-        return list(_kept(program, run, made, storage.tape))
-    module = program.functions[made.function].module if isinstance(made, Forward) else ""
-    made_by = module or (type(made).__name__ if made is not None else "at rest")
-    name, made_by = storage.name, "optimizer" if storage.category == OPTIMIZER else made_by
-    return [Held(storage.bytes, str(name or ""), made_by, name.microbatch if name else -1)]
-
-
-def _kept(program: Program, run: Liveness, made: Forward | Backward, tape: Tape) -> Iterator[Held]:
-    """Yield the storages of a tape, with the ops that made them."""
-    number = next(i.function for i in run.code if isinstance(i, Forward) and i.task == made.task)
-    function = program.functions[number]
-    ops = ops_of_lines(function, program.model.tensors)
-    for size, n in tape.others:
-        name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
-        yield Held(size, name, module or function.module or type(made).__name__, made.task.microbatch)
+    made_by = type(made).__name__ if made is not None else "at rest"
+    if isinstance(made, Forward | Backward) and storage.tape is not None:
+        function = function_of[made.task]
+        ops = ops_of[id(function)]
+        for size, n in storage.tape.others:
+            name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
+            yield Held(size, name, module or function.module or made_by, made.task.microbatch)
+        return
+    module = function_of[made.task].module if isinstance(made, Forward) else ""
+    made_by = "optimizer" if storage.category == OPTIMIZER else module or made_by
+    name_of = storage.name
+    yield Held(storage.bytes, str(name_of or ""), made_by, name_of.microbatch if name_of else -1)

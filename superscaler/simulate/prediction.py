@@ -10,6 +10,8 @@ from superscaler.specs.sizes import duration, number, size
 
 # Parts of a step below this share are not said.
 _SMALL = 0.005
+# The loss keeps a number for each token and class, and makes two gradients like them.
+_LOSS = "cross_entropy_loss"
 # Where devices wait for the host for this share of their work, in a step of so many times its bound, the host is the
 # cause.
 _LAUNCH_BOUND, _FAR = 0.3, 10
@@ -127,6 +129,10 @@ def _lines(p: Prediction) -> Iterator[str]:
     yield "  ".join(f"{name} {size(count)}" for name, count in full.memory.items() if count)
     largest = "; ".join(f"{size(count)} {name}" for name, count in full.largest)
     yield f"the peak is in {full.peak_at}" + (f": {largest}" if largest else "")
+    scores = max((count for name, count in full.largest if name.startswith(_LOSS)), default=0)
+    if scores and scores == max(count for _, count in full.largest):
+        whole = scores + min(2 * scores, full.memory.get("inside", 0))
+        yield f"{size(whole)} of the peak are scores of the loss, of which a fused loss would need {size(scores)}"
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{number(amount / p.step_seconds)} {what}/s"
     peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.peak_flops else ""

@@ -68,6 +68,7 @@ def test_a_file_replaces_numbers_of_the_preset() -> None:
     assert (cluster.links.network, cluster.links.nics, cluster.device_kind) == (known.network, 2, PRESETS["v100"])
     assert Cluster.parse(text.replace("nics: 2", "pair: {alpha: 5e-6}")).links.pair == Link(5e-6, 1e11)
     assert Cluster.parse(text.replace("nics: 2", "nics: null")).links.nics is None
+    assert Cluster.parse(text.replace("name: lab, ", "")).name == "v100"
 
 
 def test_a_file_replaces_what_is_known_of_the_devices() -> None:
@@ -169,7 +170,7 @@ def test_numbers_that_cannot_be_are_refused(more: str, message: str) -> None:
         ("v100:4", "write v100:SERVERSxDEVICES, as v100:4x8"),
         ("v100:0x8", "0 servers with 8 devices each"),
         ("nowhere.yaml", "there is no cluster file nowhere.yaml"),
-        ("{preset: v100, servers: 2, devices_per_server: 1}", "the key 'name' is missing; add name: VALUE"),
+        ("{name: lab, servers: 2, devices_per_server: 1}", "the key 'preset' is missing; add preset: VALUE"),
         ("{name: a, preset: v1000, servers: 2, devices_per_server: 1}", "did you mean 'v100'?"),
         ("{name: a, preset: v100, severs: 2, devices_per_server: 1}", "'severs'; did you mean 'servers'?"),
         ("{name: a, preset: v100, servers: two, devices_per_server: 1}", "servers is 'two', but input should be"),
