@@ -222,9 +222,8 @@ def _from_yaml(text: str, where: str) -> Cluster:
 
     found = read(text, where)
     links, device_kind = found.joined(where)
-    return Cluster.of(
-        found.name or found.preset, found.preset, found.servers, found.devices_per_server, links, device_kind
-    )
+    name = found.preset if found.name is None else found.name
+    return Cluster.of(name, found.preset, found.servers, found.devices_per_server, links, device_kind)
 
 
 def _overrides(cluster: Cluster) -> str:
