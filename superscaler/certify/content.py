@@ -1,5 +1,7 @@
 """Contents of values while a program runs on masks: sums of addends, and the faults of incomplete sums."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,6 +62,10 @@ class Content:
         found: Ints = self.box[0, :, 1] - self.box[0, :, 0]
         return found
 
+    def but(self, box: Ints, addends: Addends | None) -> Content:
+        """Return a content with another box and other addends, in the same memory."""
+        return Content(self.tensor, self.is_gradient, box, addends, self.dtype, self.memory, self.shape)
+
     @property
     def own_addends(self) -> Addends:
         """Return the addends of a value. A whole value counts as one addend, itself."""
@@ -110,7 +116,7 @@ class Sums:
         """
         if content.addends is None or not (self._is_one_box_each(content) or (deep and self.missing(content) is None)):
             return content
-        return replace(content, addends=None)
+        return content.but(content.box, None)
 
     def _is_one_box_each(self, content: Content) -> bool:
         heads, addends = self.kinds.heads(content.tensor, content.is_gradient), content.addends
@@ -184,7 +190,7 @@ def rows_of(content: Content, rows: Ints) -> Content:
     addends = content.addends
     if addends is not None:
         addends = {chain: boxes.rows(rows) for chain, boxes in addends.items()}
-    return replace(content, box=content.box[rows], addends=addends)
+    return content.but(content.box[rows], addends)
 
 
 def cut_of(content: Content, box: Ints) -> Content:
@@ -192,7 +198,7 @@ def cut_of(content: Content, box: Ints) -> Content:
     addends = content.addends
     if addends is not None:
         addends = {chain: clipped(boxes, box) for chain, boxes in addends.items()}
-    return replace(content, box=box, addends=addends)
+    return content.but(box, addends)
 
 
 def chunk_of(content: Content, slot: int, count: int, position: Ints, sizes: Sequence[int] = ()) -> Content:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -224,19 +224,18 @@ def joined(parts: Sequence[Boxes]) -> Boxes:
     """Return the boxes of all parts; boxes that together make one box on all devices are joined."""
     if len(parts) == 1:
         return parts[0]
-    at, shapes = parts[0].at, [parts[0].shapes]
-    for part in parts[1:]:
-        moved = part.at - at
-        if len(part.shapes) == 1 and (moved == moved[:1]).all():
-            moved = moved[:1]
-        shapes.append(part.shapes + moved[:, None, :, None])
-    return _packed(at, _merged(np.concatenate(_with_equal_rows(shapes), axis=1)))
+    at = parts[0].at
+    moved = np.stack([part.at for part in parts], axis=1) - at[:, None]
+    if (moved == moved[:1]).all():
+        moved = moved[:1]
+    shapes = np.concatenate(_with_equal_rows([part.shapes for part in parts]), axis=1)
+    return _packed(at, _merged(shapes + np.repeat(moved, list(map(len, parts)), axis=1)[..., None]))
 
 
-def _with_equal_rows(rows: Sequence[Ints]) -> list[Ints]:
+def _with_equal_rows(rows: Sequence[Ints]) -> Sequence[Ints]:
     """Return arrays broadcast to the number of rows of the longest."""
-    count = max(map(len, rows))
-    return [np.broadcast_to(some, (count, *some.shape[1:])) for some in rows]
+    counts = set(map(len, rows))
+    return rows if len(counts) == 1 else [np.broadcast_to(some, (max(counts), *some.shape[1:])) for some in rows]
 
 
 def _packed(at: Ints, shapes: Ints) -> Boxes:
@@ -245,6 +244,20 @@ def _packed(at: Ints, shapes: Ints) -> Boxes:
 
 
 def _merged(boxes: Ints) -> Ints:
+    if boxes.shape[1] < 2:
+        return boxes
+    if len(boxes) > 1 or boxes.dtype != np.int64:
+        return _merge(boxes)
+    return _merged_bytes(boxes.tobytes(), boxes.shape)
+
+
+@lru_cache(1 << 12)
+def _merged_bytes(boxes: bytes, shape: tuple[int, ...]) -> Ints:
+    # Layers and microbatches repeat a few shapes.
+    return _merge(np.frombuffer(boxes, dtype=np.int64).reshape(shape))
+
+
+def _merge(boxes: Ints) -> Ints:
     while boxes.shape[1] > 1:
         before = boxes.shape[1]
         for axis in np.flatnonzero((boxes[0] != boxes[0, :1]).any(axis=(0, 2))).tolist():

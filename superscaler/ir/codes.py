@@ -307,6 +307,10 @@ class Rolled(Sequence[Instruction]):
     runs: tuple[Run, ...]
 
     def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
         return sum(map(len, self.runs))
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -315,7 +319,7 @@ class Rolled(Sequence[Instruction]):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             return self.expanded[key]
-        at = range(len(self))[key]
+        at = key if 0 <= key < self._length else range(self._length)[key]
         number = bisect_right(self.starts, at) - 1
         run, place = self.runs[number], at - self.starts[number]
         if not isinstance(run, Loop):
