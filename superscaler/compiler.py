@@ -25,7 +25,7 @@ from superscaler.schedule.residents import check_copies, place_updates
 from superscaler.schedule.steady_state import SteadyState, find_steady, first_microbatches
 from superscaler.timing import timed, without_garbage_collection
 from superscaler.transform.place import check_cut_first
-from superscaler.transform.recompute import recompute_checkpoints
+from superscaler.transform.recompute import keep_slices, recompute_checkpoints
 
 SProgram = Callable[[Graph, Cluster], Any]
 
@@ -95,6 +95,7 @@ def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph
         planned = graph.copy()
         _run(sprogram, planned, cluster)
         recompute_checkpoints(planned)
+        keep_slices(planned)
         place(planned, cluster)
     return planned, seconds
 

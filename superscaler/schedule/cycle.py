@@ -61,10 +61,6 @@ _COUPLINGS = {
         "as causal attention reads earlier ones",
         "Order the forwards of slices in turn, their backwards in reverse.",
     ),
-    "recomputed": (
-        "as causal attention reads earlier ones, which are recomputed later",
-        "Recompute nothing that slices read of each other, or choose a schedule without slices, as pipeline_1f1b.",
-    ),
 }
 
 
@@ -183,7 +179,7 @@ def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, str]:
     is_causal = any(
         user.indices[i].until is not None for user, k in uses for i in user.inputs[k].slots if i is not None
     )
-    how = "batch" if not is_causal else "recomputed" if op.origin else "causal"
+    how = "causal" if is_causal else "batch"
     return f"{text} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", how
 
 

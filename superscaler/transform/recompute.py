@@ -72,6 +72,27 @@ def recompute_checkpoints(graph: Graph) -> None:
         graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
 
 
+def keep_slices(graph: Graph) -> None:
+    """Let recomputed ops read the first values, not recomputed ones, of tensors that slices read of each other, as keys
+    and values of causal attention in a pipeline of slices.
+
+    Slices run forward in order and back in reverse, so an earlier slice is recomputed after the later one reads it.
+    """
+    model = graph.model
+    first = {o.tensor: model.origin(o.tensor) for op in model.ops if op.origin for o in op.outputs}
+
+    def kept(op: Op, operand: Operand) -> Operand:
+        ends = {op.indices[i].until for i in operand.slots if i is not None} - {None}
+        is_cut = any(axis.is_microbatch and axis.index in ends for axis in graph.grids[op.origin].axes)
+        return replace(operand, tensor=first.get(operand.tensor, operand.tensor)) if is_cut else operand
+
+    def changed(op: Op) -> Op:
+        return replace(op, inputs=tuple(kept(op, o) for o in op.inputs)) if op.origin else op
+
+    if first:
+        graph.rewrite(replace(model, ops=tuple(map(changed, model.ops))))
+
+
 def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, recomputed or not, and the makers of their inputs."""
     mirrored, names = {op.origin or op.name for op in model.ops if op.has_mirror}, {op.name for op in ops}

@@ -17,9 +17,10 @@ from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.actions import print_schedule
 from superscaler.plans.lib import schedules
 from superscaler.report.facts import summary
+from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
-from tests.ran import Around, captured, equal
-from tests.sweeps import slow
+from tests.ran import Around, captured, equal, exact
+from tests.sweeps import few, slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=16"
 
@@ -88,7 +89,7 @@ def test_a_table_of_slices_in_a_wrong_order_is_refused(tmp_path: Path) -> None:
     file.write_text(print_schedule(schedules.gpipe(2, 4)))
     message = r"causal attention reads earlier ones, but 0B0 is ordered before 0B1 .* their backwards in reverse"
     with pytest.raises(ScheduleError, match=message):
-        ss.compile(decoder(), f"pipeline:schedule={file},slices=2", "local:2")
+        ss.compile(decoder(), f"pipeline:schedule={file},slices=2,recompute=late", "local:2")
     with pytest.raises(InputError, match="a table of 4 microbatches is not one of 3 slices each; choose 1, 2 or 4"):
         ss.compile(decoder(), f"pipeline:schedule={file},slices=3", "local:2")
     file.write_text(print_schedule(schedules.chimera(2, 4)))
@@ -96,10 +97,15 @@ def test_a_table_of_slices_in_a_wrong_order_is_refused(tmp_path: Path) -> None:
         ss.compile(decoder(), f"pipeline:schedule={file},slices=2", "local:2")
 
 
-def test_slices_that_read_each_other_are_not_recomputed() -> None:
-    message = r"earlier ones, which are recomputed later, but 0B1 is ordered before 0B0 .*a schedule without slices"
-    with pytest.raises(ScheduleError, match=message):
-        plan_of(GPT, "terapipe:2,microbatches=2 x recompute:what=attention", 2)
+SLICED = list(product(("gpt2", "llama", "gpt3"), ("seq1f1b", "terapipe"), (" x recompute", ",recompute=early")))
+
+
+@pytest.mark.parametrize(("model", "name", "more"), few(SLICED, 0))
+def test_slices_are_recomputed_from_the_keys_and_values_of_others(model: str, name: str, more: str) -> None:
+    graph, plan = graph_of(f"{model}:size=tiny,layers=4", "SGD"), f"{name}:2,microbatches=2,slices=2"
+    programs = exact(graph, plan).program, equal(graph, plan + more).program
+    plain, again = (max(found.peak for found in memories(program)) for program in programs)
+    assert again < 0.85 * plain
 
 
 def test_slices_of_what_is_not_causal_are_refused() -> None:

@@ -30,6 +30,7 @@ PLANS = [
     ("ulysses", 2),
     ("ring_attention", 2),
     ("terapipe", 2),
+    ("seq1f1b:recompute=late", 2),
     ("gpipe", 2),
     ("pipeline_1f1b", 4),
     ("pipeline_1f1b:recompute=early", 2),
