@@ -285,6 +285,13 @@ def test_few_microbatches_are_compiled_whole(mlp: Graph) -> None:
     assert not loops(compiled(mlp, "pipeline_1f1b:microbatches=8", 2).program)
 
 
+def test_slices_of_a_constant_for_each_microbatch_are_compiled_whole() -> None:
+    graph = graph_of("gpt2:layers=2,hidden=4,heads=2,seq=4,vocab=8,batch=16,attention=eager,dropout=0", "SGD")
+    program = compiled(graph, "pipeline_1f1b:microbatches=16", 2).program
+    assert not loops(program)
+    check_program(program)
+
+
 def test_a_sequence_repeats_where_it_goes_on_later() -> None:
     forms, at = "ffbfbfbfbb", [0, 1, 0, 2, 1, 3, 2, 4, 3, 4]
     assert find_spans(forms, at, 1) == [Span(1, 2, 4)]
