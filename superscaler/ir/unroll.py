@@ -66,5 +66,9 @@ def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
             "a GradScaler looks at the gradients of all weights before the first update, so no other iteration could "
             "begin earlier; capture without scaler=, with bf16.",
         ),
-        (bool(model.versions), "weights are read as they were updates ago (Stale); leave one of the two out."),
+        (
+            bool(model.versions),
+            "weights are read as they were updates ago (Stale), and an update would change them in place while another "
+            "iteration needs them; leave one of the two out.",
+        ),
     ]
