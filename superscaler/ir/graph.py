@@ -390,11 +390,12 @@ class Graph:
             reader, k = self.model.uses[op.outputs[0].tensor][0]
             self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
 
+        first = {name: twins[0].name for name, twins in self.model.twins.items()}
+        mirrored = {name: twin.name for name, twin in self.twins.items() if twin.has_mirror}
+
         def of_twins(group: Group) -> Group:
             if group.kind == "F":
                 return group
-            first = {name: twins[0].name for name, twins in self.model.twins.items()}
-            mirrored = {name: twin.name for name, twin in self.twins.items() if twin.has_mirror}
             names = first if group.kind == "R" else mirrored
             members = tuple((names.get(name, name), paths) for name, paths in group.members)
             return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
