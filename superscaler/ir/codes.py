@@ -93,7 +93,14 @@ class Cohort:
                 found += self.places[:, axis].reshape(-1, *[1] * first.ndim) * (other - first)
         return found
 
-    def _moved(self, group: Sequence[int]) -> Ints:
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], Ints]:
+        """The groups made so far: that of each device, by that of the first one."""
+        return {}
+
+    def _moved(self, group: tuple[int, ...]) -> Ints:
+        if group in self._groups:
+            return self._groups[group]
         assert self.fold is not None
         assert self.places is not None
         spanned = self.fold.spanned(group)
@@ -102,6 +109,7 @@ class Cohort:
             base, *own = self.fold.places[device]
             to = [own[axis] if axis in spanned else self.places[:, axis] for axis in range(len(own))]
             found[:, k] = self.fold.devices[(base, *to)]
+        self._groups[group] = found
         return found
 
     @cached_property

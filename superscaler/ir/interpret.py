@@ -229,8 +229,10 @@ class Interpreter(Generic[V]):
         read = self.domain.start(cohort, at, read)
         if isinstance(i, Collective):
             group = np.ascontiguousarray(cohort.data(at, "group"))
-            self._check_group(cohort, group)
-            posts = run.collectives.setdefault(group.tobytes(), [])
+            key = group.tobytes()
+            if key not in run.collectives:
+                self._check_group(cohort, group)
+            posts = run.collectives.setdefault(key, [])
             post = Post(cohort, at, read, group, group[:, 0], len(posts))
             posts.append(post)
         elif isinstance(i, Copy):
@@ -316,7 +318,7 @@ class Interpreter(Generic[V]):
                 return None
             theirs, device = other.cohort.code[posts[post.count].at], group.distinct[0, k]
             assert isinstance(theirs, Collective)
-            if _meeting(theirs) != _meeting(i):
+            if theirs is not i and _meeting(theirs) != _meeting(i):
                 raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
             if i.kind == "broadcast" and k > 0:
                 continue
