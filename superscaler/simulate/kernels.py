@@ -18,6 +18,7 @@ from superscaler.ir.program import Backward, Device, Forward, Function, Instruct
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.simulate.recording import Recorder, callables
+from superscaler.simulate.storages import Buffers, buffers
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
 
 __all__ = ["Kernel", "Kernels", "Meta", "Segment", "Segments", "Work", "Works"]
@@ -148,7 +149,7 @@ class Works:
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
         self._backwards: dict[tuple[object, ...], Kernels] = {}
-        self._buckets: dict[int, tuple[object, Kernels]] = {}
+        self._buckets: dict[Hashable, tuple[object, tuple[Kernels, list[Kernels]]]] = {}
 
     def of(self, device: Device) -> list[Kernels]:
         """Return the kernels of each instruction of a device."""
@@ -165,15 +166,13 @@ class Works:
             self._backwards[key] = *work, *(k for some in sums for k in some)
         return self._backwards[key]
 
-    def bucket(self, i: p.Collective) -> Kernels:
-        """Return the copies into the buffer of a collective."""
-        # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
-        if len(i.ways) == 1 and max(i.ways[0].take, i.ways[0].give) <= 0:
-            return ()
-        if id(i.ways) not in self._buckets:
+    def bucket(self, i: p.Collective, rank: int) -> tuple[Kernels, list[Kernels]]:
+        """Return the copies into the buffer of a collective, and for each of its results the work after the wait."""
+        key = id(i.ways), i.kind, i.group
+        if key not in self._buckets:
             # With the ways: an object that is freed gives its number to another one.
-            self._buckets[id(i.ways)] = i.ways, [k for way in i.ways for k in _copied(((way.elements,), i.dtype))]
-        return self._buckets[id(i.ways)][1]
+            self._buckets[key] = i.ways, _moved(i, buffers(i, i.group.index(rank)))
+        return self._buckets[key][1]
 
     def metas(self, function: int) -> tuple[list[Meta], list[Meta]]:
         """Return shape and dtype of the inputs and of the outputs of a function."""
@@ -184,12 +183,15 @@ class Works:
 
 
 class _Device:
-    """A device that runs its instructions in order. `metas`: of the values; `started`: results of communication."""
+    """A device that runs its instructions in order. `metas`: of the values; `started`: results of communication, and
+    `after`: the work on these after their wait.
+    """
 
     def __init__(self, works: Works, device: Device, code: Sequence[Instruction]) -> None:
         self.works, self.tensors, self.optimizer = works, works.program.model.tensors, works.program.model.optimizer
         self.metas: dict[Value, Meta] = {p.ONE: ((), "float32")}
         self.started: dict[Value, Meta] = {}
+        self.rank, self.after = device.rank, dict[Value, Kernels]()
         for weight in device.weights:
             tensor = self.tensors[weight.tensor]
             self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
@@ -221,13 +223,18 @@ class _Device:
             case p.Collective():
                 pairs = zip(i.works, i.ways, strict=True)
                 self.started |= {work: (way.shape, i.wide or i.dtype) for work, way in pairs if work is not None}
-                return self.works.bucket(i)
+                before, after = self.works.bucket(i, self.rank)
+                self.after |= {
+                    work: some for work, some in zip(i.works, after, strict=True) if work is not None and some
+                }
+                return before
             case p.Recv():
                 self.started[i.work] = i.shape, i.dtype
             case p.Copy():
                 self.started[i.work] = metas[i.source]
             case p.Wait():
                 metas[i.out] = i.shape, self.started[i.work][1]
+                return self.after.pop(i.work, ())
             case p.Update():
                 return self._update(i)
         return ()
@@ -262,6 +269,25 @@ def _fused(kind: str, weights: tuple[Meta, ...]) -> Kernel:
     """Return the update of weights by an optimizer."""
     states = weights * (2 if kind.startswith("adam") else 1)
     return Kernel(f"_fused_{kind}_", (*weights, *weights, *states), (*weights, *states))
+
+
+def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:
+    """Return the copies into the buffer of a collective, and the work on each result, as `comm/buckets.py` has them."""
+    # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
+    is_read = i.kind.endswith("gather") and not found.shared
+    is_plain = len(i.ways) == 1 and max(i.ways[0].take, i.ways[0].give) <= 0
+    into = () if is_read or is_plain else tuple(k for way in i.ways for k in _copied(((way.elements,), i.dtype)))
+    after = [_copied((way.shape, i.dtype)) if found.made else () for way in i.ways]
+    if i.wide and i.kind == "reduce_scatter":
+        # The first wait adds the chunks of all results.
+        chunk = (sum(way.elements for way in i.ways) // len(i.group),)
+        after[0] = _summed((chunk, i.wide), (chunk, i.dtype), len(i.group))
+    return into, after
+
+
+@cache
+def _summed(total: Meta, part: Meta, count: int) -> Kernels:
+    return (*_copied(total, part), *(k for _ in range(count - 1) for k in _added(total, part)))
 
 
 @cache

@@ -46,11 +46,11 @@ _TYPES = {
 def read_pairs(spec: str, text: str) -> dict[str, str]:
     """Return the `key=value` pairs of a text. Raises InputError for a key without a value, or given twice.
 
-    >>> read_pairs("mlp:layers=2,hidden=8", "layers=2,hidden=8")
+    >>> read_pairs("mlp:layers=2, hidden=8", "layers=2, hidden=8")
     {'layers': '2', 'hidden': '8'}
     """
     found: dict[str, str] = {}
-    for pair in filter(None, text.split(",")):
+    for pair in filter(None, map(str.strip, text.split(","))):
         key, equals, value = pair.partition("=")
         if not equals or not value:
             raise InputError(f"'{spec}': the key '{key}' has no value; write {key}=VALUE.")

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.compiler import compile_graph
-from superscaler.ir.program import Backward, Forward
+from superscaler.ir.program import Backward, Collective, Forward, Wait
 from superscaler.plans import resolve
-from superscaler.simulate.kernels import Segments, _orthogonal
+from superscaler.simulate.kernels import Segments, Works, _orthogonal
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.works import Kernel, Segment, Tape, Work
+from tests.graphs import graph_of
 
 W, B, X, H, Y = 4 * 64 * 16, 512, 512, 4 * 8 * 64, 512
 
@@ -62,6 +63,17 @@ def test_an_update_of_muon_has_the_products_of_torch() -> None:
     with Recorder() as ran:
         optimizer.step()
     assert [k for k in ran.kernels if k.name in ("mm", "addmm")] == [*_orthogonal(48, 16)]
+
+
+def test_a_bucket_is_copied_in_and_each_result_out() -> None:
+    program = ss.compile(graph_of("gpt2:size=tiny"), "zero:2,stage=1", "local:2").compiled.program
+    device = program.devices[1]
+    kernels = dict(zip(device.instructions[:], Works(program).of(device), strict=True))
+    (bucket,) = (i for i in kernels if isinstance(i, Collective) and i.kind == "all_gather")
+    assert len(kernels[bucket]) == len(bucket.ways) > 1
+    waits = {i.work: kernels[i] for i in kernels if isinstance(i, Wait)}
+    shapes = [[(k.name, *k.outputs) for k in waits[work]] for work in bucket.works]
+    assert shapes == [[("copy_", (way.shape, "float32"))] for way in bucket.ways]
 
 
 def test_the_peak_of_a_work_depends_on_what_others_hold() -> None:
