@@ -325,7 +325,7 @@ class Rolled(Sequence[Instruction]):
         return (i for run in self.runs for i in run)
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
+        if isinstance(key, slice) or "expanded" in vars(self):
             return self.expanded[key]
         at = key if 0 <= key < self._length else range(self._length)[key]
         number = bisect_right(self.starts, at) - 1
