@@ -87,7 +87,8 @@ class Rows:
     def get(self, point: Point) -> Row | None:
         """Return the row of a point, simulated now if it is not known; None where it was to be known."""
         if self.shallow:
-            depth = "depths=2-2-2-2" if point.model.startswith("swin") else "layers=2"
+            depths = {"swin": "depths=1-1-2-1", "mbart": "layers=4"}
+            depth = depths.get(point.model.split(":")[0], "layers=2")
             point = replace(point, model=f"{point.model},{depth}")
         layers, models = shallow(point.model)
         if point.key not in self.known and models:

@@ -14,8 +14,13 @@ from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate
 
 
 def layers(graph: Graph) -> list[Block]:
-    """Return the trained blocks. If modules that repeat inside one have most of its FLOPs and several products each,
-    return those instead (the layers of a stage).
+    """Return the trained ones of `inner_blocks`."""
+    return [block for block in inner_blocks(graph) if any(op.has_mirror or op.region for op in block.ops)]
+
+
+def inner_blocks(graph: Graph) -> list[Block]:
+    """Return the blocks. If modules that repeat inside one have most of its FLOPs and several products each, return
+    those instead: the layers of a stage of Swin.
     """
     found: list[Block] = []
     for block in graph.blocks:
@@ -26,7 +31,7 @@ def layers(graph: Graph) -> list[Block]:
         inner = {path: ops for path, ops in inner.items() if sum(op.flops > 0 for op in ops) > 1}
         is_most = 2 * sum(op.flops for ops in inner.values() for op in ops) > sum(op.flops for op in block.ops)
         found += [Block(path, tuple(ops)) for path, ops in inner.items()] if is_most else [block]
-    return [block for block in found if any(op.has_mirror or op.region for op in block.ops)]
+    return found
 
 
 def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
@@ -165,7 +170,7 @@ def tensor_splits(
     """
     splits = _inner_splits(graph, parts) if in_blocks else {}
     outer = {name: factor for name, factor in _outer_factors(graph, parts, lookups).items() if name not in splits}
-    inside = splits.keys() | {op.name for block in graph.blocks for op in block.ops}
+    inside = splits.keys() | {op.name for block in inner_blocks(graph) for op in block.ops}
     for factor in dict.fromkeys(outer.values()):
         own, whole = _with(graph, factor)
         is_free = not whole and not any(op.name in inside for op in own)
@@ -196,7 +201,7 @@ def _weights_of(graph: Graph) -> set[str]:
 
 
 def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
-    return [block.ops for block in graph.blocks] + [graph.forward_ops]
+    return [block.ops for block in inner_blocks(graph)] + [graph.forward_ops]
 
 
 def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
@@ -219,7 +224,7 @@ def _outer_factors(graph: Graph, parts: int, lookups: bool = False) -> dict[str,
     """Return the factor of each product with a weight outside the blocks: the weight's own, if `parts` divides it. A
     look-up has the factor of its rows.
     """
-    weights, inside = _weights_of(graph), {op.name for block in graph.blocks for op in block.ops}
+    weights, inside = _weights_of(graph), {op.name for block in inner_blocks(graph) for op in block.ops}
     outside = (op for op in graph.forward_ops if op.name not in inside)
     return {op.name: factor for op in outside if (factor := _own_factor(graph, weights, op, parts, lookups))}
 
