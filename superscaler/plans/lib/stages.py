@@ -16,9 +16,9 @@ from superscaler.verbs import Graph, InputError, Op
 def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:
     """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
 
-    Blocks (`inner_blocks`) stay whole; every op outside them (embedding, head, loss) is a unit of its own. `blocks` gives the
-    number of blocks of each stage instead, as 3+5+4: ops before the first block are with it, ops after a block with
-    that block. Raises InputError for more stages than there are units.
+    Blocks (`inner_blocks`) stay whole; every op outside them (embedding, head, loss) is a unit of its own. `blocks`
+    gives the number of blocks of each stage instead, as 3+5+4: ops before the first block are with it, ops after a
+    block with that block. Raises InputError for more stages than there are units.
     """
     block_of = {op.name: block.path for block in inner_blocks(graph) for op in block.ops}
     units: list[list[Op]] = []
