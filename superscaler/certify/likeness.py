@@ -75,7 +75,8 @@ class Likeness:
                 return np.array_equal(a.whole, b.whole)
             case Tape(), Tape():
                 own = [[tape.inputs, tape.passed, tape.kept] for tape in (a, b)]
-                return a.number == b.number and np.array_equal(a.at, b.at) and self._same(*own)
+                is_one = (a.number, a.is_on_host) == (b.number, b.is_on_host)
+                return is_one and np.array_equal(a.at, b.at) and self._same(*own)
             case Backward(), Backward():
                 return (a.half, made_by(a)) == (b.half, made_by(b))
             case Mapping(), Mapping():

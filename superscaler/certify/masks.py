@@ -43,11 +43,13 @@ from superscaler.ir.program import (
     Collective,
     Combine,
     Copy,
+    Fetch,
     Forward,
     Give,
     Instruction,
     Load,
     Loss,
+    Offload,
     Program,
     Recv,
     Role,
@@ -220,6 +222,12 @@ class Masks:
                 made[n] = self._added(into, made[n], f"its addend of {name}")
                 self.memories.change(i, into)
         return made
+
+    def _offload(self, cohort: Cohort, at: int, i: Offload | Fetch, read: Sequence[Content]) -> Sequence[Content]:
+        self.passes.move(cohort, i)
+        return ()
+
+    _fetch = _offload
 
     # Communication.
 

@@ -14,7 +14,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import Op, Operand
-from superscaler.ir.program import ONE, Backward, Forward, Program, Task
+from superscaler.ir.program import ONE, Backward, Fetch, Forward, Offload, Program, Task
 
 Passed = Mapping[int, Mapping[int, Content]]
 # Addends of one operand: (group, input, chain) or (output, chain), and their boxes.
@@ -26,7 +26,7 @@ class Tape:
     """A forward that ran, with the data for its backward.
 
     `number`: of its function. `passed`: the partial inputs of each op, by group of inputs in which the op is linear.
-    `kept`: the first half of a split backward, and its addends by input.
+    `kept`: the first half of a split backward, and its addends by input. `is_on_host`: between Offload and Fetch.
     """
 
     number: int
@@ -35,6 +35,7 @@ class Tape:
     inputs: Sequence[Content]
     passed: Mapping[str, Passed]
     kept: tuple[Backward, Mapping[int, Addends]] | None = None
+    is_on_host: bool = False
 
 
 class Passes:
@@ -153,6 +154,8 @@ class Passes:
         if tape is None or (tape.kept is None) == (i.half == "weight"):
             ran = "first half" if i.half == "weight" else "forward"
             raise Refusal(f"has no {ran} that ran before it and kept a tape.")
+        if tape.is_on_host:
+            raise Refusal("needs a tape that is on the host; Fetch it before.")
         count, again = len(i.gradients), tape.function.function.again
         for n, content in zip(again, read[count:], strict=True) if i.half != "weight" else ():
             assert content is not None
@@ -167,6 +170,14 @@ class Passes:
         if i.half == "input":
             self.tapes[cohort.number, i.task] = replace(tape, kept=(i, addends))
         return self._made(tape, i, addends)
+
+    def move(self, cohort: Cohort, i: Offload | Fetch) -> None:
+        """Move a tape to the host or back, which changes no value."""
+        tape, is_offload = self.tapes.get((cohort.number, i.task)), isinstance(i, Offload)
+        if tape is None or tape.kept is not None or tape.is_on_host == is_offload:
+            where = "device" if is_offload else "host"
+            raise Refusal(f"has no tape of a forward on the {where} to copy.")
+        self.tapes[cohort.number, i.task] = replace(tape, is_on_host=is_offload)
 
     def _addends(self, tape: Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
         """Return the addends of a backward's results, by input, from its given gradients."""

@@ -71,7 +71,7 @@ class Repeat:
 def line(i: Instruction, lists: Lists, place: Hashable) -> Line:
     """Return the form and the slots of an instruction at a place; the data of devices belong to neither."""
     form, slots = list[Hashable]([place]), list[Slot]()
-    if isinstance(i, p.Forward | p.Backward):
+    if isinstance(i, p.Tasked):
         form.append(i.task[1:])
         slots.append(i.task)
     for name, role in ({} if isinstance(i, Waits) else ROLES[type(i)]).items():

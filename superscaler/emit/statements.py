@@ -99,6 +99,11 @@ class Statements:
                 return f'{self.name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
             case p.Copy():
                 return f"{self.name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({self.name(i.source)})"
+            case p.Offload():
+                alive = f", {self.tuple_of(i.alive)}" if i.alive else ""
+                return f"rt.offload({self._task(i)}{alive})"
+            case p.Fetch():
+                return f"rt.fetch({self._task(i)})"
             case Waits():
                 return self._waits(i)
             case p.Update():
@@ -230,9 +235,9 @@ class Statements:
         is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast", "reduce")
         return ("None" if source is None else self.name(source)) + (f".reshape({way.view})" if is_cut else "")
 
-    def _task(self, i: p.Forward | p.Backward) -> str:
+    def _task(self, i: p.Tasked) -> str:
         later = self.later[0][0]
-        assert isinstance(later, p.Forward | p.Backward)
+        assert isinstance(later, p.Tasked)
         return self.spelling.task(i.task, later.task)
 
     def _message(self) -> str:

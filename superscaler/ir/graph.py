@@ -230,6 +230,8 @@ class Graph:
         self.sends_halves = False
         # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
         self.gathers_each = True
+        # The number of tapes that a device keeps, others are on its host; 0: it keeps all.
+        self.kept_tapes = 0
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
@@ -239,7 +241,7 @@ class Graph:
         twin.orders, twin.journal = list(self.orders), list(self.journal)
         twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
         twin.pieces, twin.overlaps, twin.gathers_each = dict(self.pieces), self.overlaps, self.gathers_each
-        twin.sends_halves = self.sends_halves
+        twin.sends_halves, twin.kept_tapes = self.sends_halves, self.kept_tapes
         twin.mesh = dict(self.mesh)
         return twin
 
@@ -333,6 +335,16 @@ class Graph:
         """
         self.gathers_each = False
         self.journal.append(Entry("gather_once", "", "", caller()))
+
+    @checked
+    def offload_tapes(self, keep: int) -> None:
+        """Let a device keep at most so many tapes, each of a stage and a microbatch; others are on its host between
+        forward and backward.
+        """
+        if keep < 1:
+            raise InputError(f"offload_tapes({keep}) at {caller()}: a device keeps 1 tape or more; choose 1, 2, ...")
+        self.kept_tapes = int(keep)
+        self.journal.append(Entry("offload_tapes", "", str(keep), caller()))
 
     @checked
     def send_in_pieces(self, update: Op | str, count: int) -> None:

@@ -281,6 +281,23 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Start to copy the tape of a task to the memory of its host; then the device keeps no more of it than `alive`,
+    values that the forward read or made and that stay. The backward refuses a tape on the host.
+    """
+
+    task: Task
+    alive: Reads = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start to copy the tape of a task back to the device."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """out = the result of a started collective, receive or copy, reshaped to `shape`. The handle `work` ends."""
 
@@ -332,9 +349,11 @@ class Free:
 
 
 Instruction = (
-    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Copy | Wait | Update | Give
-    | Loss | Free
+    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Copy | Offload | Fetch | Wait
+    | Update | Give | Loss | Free
 )  # fmt: skip
+# Those with a task.
+Tasked = Forward | Backward | Offload | Fetch
 
 
 KINDS: tuple[type, ...] = Instruction.__args__

@@ -51,7 +51,7 @@ _FLAGS = {
     (k.__name__, f.name): f.default
     for k in (Weight, *KINDS)
     for f in fields(k)
-    if f.default is False or f.default == "" or f.name in ("again", "root", "sums")
+    if f.default is False or f.default == "" or f.name in ("again", "root", "sums", "alive")
 }
 _ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
 _GRADIENTS = ("grads", "wide", "again", "saved")

@@ -34,6 +34,7 @@ from superscaler.materialize.check_unrolled import rolled
 from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.functions import Functions
 from superscaler.materialize.local_tensors import Code, Residents, task
+from superscaler.materialize.offload import with_offload
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.steps import Context
 from superscaler.materialize.values import Values
@@ -133,7 +134,7 @@ class _Builder:
             Device(
                 rank,
                 tuple(self.residents.weights[rank].values()),
-                tuple(_with_frees(_sends_first(code), key)),
+                tuple(self._offloaded(rank, _with_frees(_sends_first(code), key))),
             )
             for rank, code in enumerate(self.code.of)
         )
@@ -142,6 +143,10 @@ class _Builder:
         mesh = self.schedule.edges.graph.mesh
         mesh = mesh if prod(mesh.values()) == len(devices) else {}
         return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
+
+    def _offloaded(self, rank: int, code: list[Instruction]) -> list[Instruction]:
+        keep, weights = self.schedule.edges.graph.kept_tapes, {w.name for w in self.residents.weights[rank].values()}
+        return with_offload(code, self.functions.made, weights, keep) if keep else code
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":

@@ -31,6 +31,7 @@ from superscaler.ir.program import (
     Recv,
     Role,
     Send,
+    Tasked,
     Value,
 )  # fmt: skip
 from superscaler.ir.rendezvous import check_rendezvous
@@ -49,7 +50,8 @@ class Uses:
     """A table of all uses of values on a device [rows]: value family, role, microbatch, time. A sum is MADE and
     ADDED to by each instruction that adds to it; other values are MADE, READ and FREED.
 
-    A family is a value without its microbatch. Forward and backward work counts as a value that is made.
+    A family is a value without its microbatch. Each work of a task, and each copy of its tape, counts as a value that
+    is made.
     """
 
     families: dict[Hashable, int]
@@ -166,7 +168,7 @@ def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
                     yield family(v), role, v.microbatch
     if isinstance(i, Accumulate) and i.in_place:
         yield family(i.out), ADDED, i.out.microbatch
-    if isinstance(i, Forward | Backward):
+    if isinstance(i, Tasked):
         yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch
 
 
@@ -288,7 +290,8 @@ def _ends(made: Uses, segments: Sequence[Segment], total: int) -> dict[tuple[str
     """Return the first and the last time of each kind of work of a segment, by microbatch [total]."""
     never = np.iinfo(np.int64).max
     found: dict[tuple[str, int], tuple[Ints, Ints]] = {}
-    works = {number: name for name, number in made.families.items() if isinstance(name, Work)}
+    named = ((number, name) for name, number in made.families.items() if isinstance(name, Work))
+    works = {number: work for number, work in named if work.kind in (Forward, Backward)}
     own = np.isin(made.family, list(works)) & (made.microbatch != NONE)
     rows = np.stack([made.family, made.microbatch, made.time])[:, own]
     for number, work in works.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from superscaler.ir.codes import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
-from superscaler.ir.program import FIELDS, ROLES, VALUES, Backward, Forward, Instruction, Loss, Role, Value
+from superscaler.ir.program import FIELDS, ROLES, VALUES, Backward, Forward, Instruction, Loss, Role, Tasked, Value
 
 
 class Aperiodic(Exception):
@@ -166,7 +166,7 @@ def _shifted(i: Instruction, later: int, changed: dict[str, Any]) -> Instruction
         is_one = isinstance(value, Value)
         found = [None if v is None else _later(v, later) for v in ([value] if is_one else value)]
         changed[name] = found[0] if is_one else tuple(found)
-    if isinstance(i, Forward | Backward):
+    if isinstance(i, Tasked):
         changed["task"] = _later(i.task, later)
     return replace(i, **changed)
 

@@ -9,6 +9,8 @@ slices        of each microbatch along the sequence, for schedules with a choice
 blocks        number of the model's blocks in each stage, as 3+5+4; by default stages are balanced by FLOPs
 recompute     late: blocks are recomputed when the gradient of their stage is there; early: before that, so that the
               device does not wait for it idle. A file has R for early recomputation: `0R0 0B0`
+offload       number of tapes that a device keeps, each what autograd keeps of a stage and a microbatch. Others are in
+              the memory of its host between forward and backward; 2 leaves time to copy them back. 0: it keeps all
 """
 
 from __future__ import annotations
@@ -32,10 +34,15 @@ def pipeline(
     slices: int | None = None,
     blocks: str = "",
     recompute: str = "",
+    offload: int = 0,
 ) -> None:
     if stages not in (None, n):
         raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
     microbatches = count_microbatches(graph, n, microbatches) if schedule in RULES else microbatches
+    if offload < 0:
+        raise InputError(f"offload={offload}: a device keeps 1 tape or more; choose 1, 2, ..., or 0 to keep all.")
+    if offload:
+        graph.offload_tapes(offload)
     options = {"microbatches": microbatches, "chunks": chunks, "slices": slices}
     table, slices = table_of(schedule, n, {k: v for k, v in options.items() if v is not None})
     if schedule == "breadth_first":

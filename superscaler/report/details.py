@@ -20,14 +20,17 @@ from superscaler.ir.program import (
     Backward,
     Collective,
     Copy,
+    Fetch,
     Forward,
     Function,
     Instruction,
     Loss,
+    Offload,
     Program,
     Recv,
     Role,
     Send,
+    Tasked,
     Update,
     Value,
     names,
@@ -146,6 +149,10 @@ class Details:
                 kind = "to_host" if i.to_host else "to_device"
                 title = f"copy {self._said(i)} {'to the host' if i.to_host else 'back from the host'}"
                 return Kind.COPY, self._transfer(i, title, kind, i.bytes, "")
+            case Offload() | Fetch():
+                homes = heading(_homes(map(home_of, self._functions[i.task.segment].ops)))
+                way = "to the host" if isinstance(i, Offload) else "back from the host"
+                return Kind.COPY, Detail(f"copy what the backward of {homes} needs {way}")
             case Update():
                 weights = [self._tensors.get(w.name, w.name) for w in i.weights]
                 title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
@@ -254,7 +261,7 @@ def _values(i: Instruction) -> tuple[Value, ...]:
 
 def _key(i: Instruction) -> Hashable:
     """Return a key that is equal for instructions with equal details."""
-    if isinstance(i, Forward | Backward):
+    if isinstance(i, Tasked):
         return type(i), i.task.segment, getattr(i, "half", "")
     if isinstance(i, Loss):
         return (Loss,)

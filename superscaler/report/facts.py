@@ -18,7 +18,7 @@ from superscaler.ir.grid import Axis as Cut
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Op, Operand, width, without_twins
-from superscaler.ir.program import Backward, Collective, Copy, Forward, Instruction, Program, Send
+from superscaler.ir.program import Backward, Collective, Copy, Fetch, Forward, Instruction, Offload, Program, Send
 from superscaler.ir.provenance import Path
 from superscaler.ir.traffic import TransferRow, paths
 from superscaler.report.details import MOST, OUTSIDE, groups_text, home_of, ranges
@@ -70,6 +70,7 @@ def summary(compiled: Compiled) -> str:
         kinds = Counter(i.kind for i in code if isinstance(i, Collective))
         kinds["send"] = sum(isinstance(i, Send) for i in code)
         kinds.update(COPIES[not i.to_host] for i in code if isinstance(i, Copy))
+        kinds.update(f"{type(i).__name__.lower()} of a tape" for i in code if isinstance(i, Offload | Fetch))
         runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
         work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRBIW" if runs[kind] or kind in "FB")
         sent = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"

@@ -17,9 +17,11 @@ from superscaler.ir.program import (
     Backward,
     Collective,
     Copy,
+    Fetch,
     Forward,
     Instruction,
     Loss,
+    Offload,
     Program,
     Recv,
     Send,
@@ -36,8 +38,8 @@ from superscaler.specs.sizes import duration
 _REMEDY = "record a run of this plan with superscaler train --profile N --run DIR"
 # Kinds of calls by instruction.
 _KINDS: Mapping[type, str] = {
-    Collective: "collective", Send: "send", Recv: "recv", Copy: "copy", Slice: "slice", Loss: "loss",
-    Update: "update",
+    Collective: "collective", Send: "send", Recv: "recv", Copy: "copy", Offload: "offload", Fetch: "fetch",
+    Slice: "slice", Loss: "loss", Update: "update",
 }  # fmt: skip
 
 

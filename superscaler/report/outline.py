@@ -19,7 +19,8 @@ def outline(directory: Path) -> str:
     program, cluster = program_of(saved), with_speeds(Cluster.parse(saved.head["cluster"]))[0]
     speeds = cluster.device_kind.speeds if cluster.device_kind else None
     assert speeds is not None
-    table = clock(program, cluster, Counts(program, speeds).seconds, launch=speeds.issue, slowdown=speeds.slowdown)
+    counts = Counts(program, speeds)
+    table = clock(program, cluster, counts.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=counts.moved)
     details = Details(program, saved.json(EXPLAIN_FILE, Account), "")
     drawn = drawing(predicted(table, program, details), details)
     return (

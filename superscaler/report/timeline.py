@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Collective, Copy, Instruction, Loss, Program, Recv, Send
+from superscaler.ir.program import Collective, Copy, Fetch, Instruction, Loss, Offload, Program, Recv, Send
 from superscaler.report.details import Details, Kind
 from superscaler.simulate.ports import Floats
 from superscaler.simulate.timetable import COMPUTE, Timetable
@@ -18,7 +18,8 @@ from superscaler.simulate.timetable import Lane as Alike
 
 # The most events of a timeline; devices beyond them are counted, not shown.
 MOST = 400_000
-_STARTS = (Collective, Send, Recv, Copy, Loss)
+_COPIES = (Copy, Offload, Fetch)
+_STARTS = (Collective, Send, Recv, *_COPIES, Loss)
 # Cut from the ends of events, as a share of the step: what rounding leaves.
 _EQUAL = 1e-9
 
@@ -173,7 +174,7 @@ class _Lanes:
         start, end, met, waited = row.start[at], row.end[at], row.met[at], row.waited[at]
         of = np.where(waited >= 0, waited, row.instruction[at])
         kind, detail, microbatch = (column[of] for column in about)
-        is_copy = np.array([isinstance(row.code[i], Copy) for i in of.tolist()], dtype=bool)
+        is_copy = np.array([isinstance(row.code[i], _COPIES) for i in of.tolist()], dtype=bool)
         if stream == COMPUTE:
             is_start = np.array([isinstance(row.code[i], _STARTS) for i in of.tolist()], dtype=bool)
             kind = np.where(is_start, int(Kind.LAUNCH), kind)

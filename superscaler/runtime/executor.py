@@ -17,7 +17,7 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
 from superscaler.runtime.optimizer import Scaler, average, laid_out, optimizer_of
-from superscaler.runtime.saved_tensors import Copies, RegatheredTensors, storage_of
+from superscaler.runtime.saved_tensors import Copies, MovedTape, RegatheredTensors, storage_of
 
 Box = Sequence[Sequence[int]]
 # The edges of saved outputs, the aliases that want a gradient, and whether that is float32.
@@ -98,6 +98,7 @@ class Rank:
         self._tapes: dict[str, Tape] = {}
         self._rests: dict[str, tuple[Tape, halves.Rest, list[int]]] = {}
         self._dropped: dict[str, RegatheredTensors] = {}
+        self._moved: dict[str, MovedTape] = {}
         self._early: list[tuple[str, Tensor]] = []
         # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
         self._names = {id(weight): name for name, weight in self.weights.items()}
@@ -174,7 +175,7 @@ class Rank:
         """
         if again:
             self._dropped.pop(tag).give(again)
-        edges, aliases, _ = tape = self._tapes.pop(tag)
+        edges, aliases, _ = tape = self._tape(tag)
         found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
         made = _filled(tape, found, range(len(aliases)), into)
         del found
@@ -182,7 +183,7 @@ class Rank:
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Tensors:
         """Return the gradients of the aliases with these numbers; keep what `backward_weight` needs."""
-        edges, aliases, _ = tape = self._tapes.pop(tag)
+        edges, aliases, _ = tape = self._tape(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [n in first for n in range(len(aliases))])
         self._rests[tag] = tape, rest, [n for n in range(len(aliases)) if n not in first]
         return self._done("B", tag, gradients, _filled(tape, found, first))
@@ -191,6 +192,23 @@ class Rank:
         """Return the gradients of the other aliases, without those that are added to sums."""
         tape, rest, numbers = self._rests.pop(tag)
         return _filled(tape, halves.second_half(rest), numbers, into)
+
+    def _tape(self, tag: str) -> Tape:
+        """Return the tape of a backward; one that was on the host has arrived."""
+        if tag in self._moved:
+            self._moved.pop(tag).arrive()
+        return self._tapes.pop(tag)
+
+    def offload(self, tag: str, alive: Sequence[Tensor] = ()) -> None:
+        """Copy the tape of a forward to the host. What the rank holds itself stays, and tensors that are `alive`."""
+        if tag not in self._moved:
+            edges, *_ = self._tapes[tag]
+            self._moved[tag] = MovedTape(halves.nodes_from(edge.node for edge in edges if edge is not None))
+        self._moved[tag].offload(self._copies, (*alive, *self.weights.values(), *self.batch.values()))
+
+    def fetch(self, tag: str) -> None:
+        """Copy a tape back from the host."""
+        self._moved[tag].fetch(self._copies)
 
     def sums(self, count: int) -> list[Tensor | None]:
         """Return a list for `count` sums of gradients; the first addition makes each sum."""

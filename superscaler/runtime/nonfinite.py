@@ -33,7 +33,7 @@ _COPIES = ("to_host", "to_device")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "rd_gather", "broadcast")
 _STARTS = ("send", "recv", *_COPIES, *_COLLECTIVES)
 _ENDS = ("update", "write", "loss")
-_PLAIN = ("slice", "combine")
+_PLAIN = ("slice", "combine", "offload", "fetch")
 
 # Where gradients enter a segment's backward, or leave it; None for a value without a gradient.
 Edges = Sequence[GradientEdge | None]

@@ -34,7 +34,7 @@ _ROUNDS = 15
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "rd_gather", "all_to_all", "broadcast")
 _WHAT = {
     **{name: name for name in ("forward", "backward", "backward_input", "backward_weight")},
-    **{name: name for name in ("slice", "send", "recv", "update", "loss")},
+    **{name: name for name in ("slice", "send", "recv", "offload", "fetch", "update", "loss")},
     **{name + bucket: "collective" for name in _COLLECTIVES for bucket in ("", "_bucket")},
     **dict.fromkeys(("to_host", "to_device"), "copy"),
 }

@@ -4,7 +4,6 @@ The first half walks the autograd graph to its leaves once. If a node on the way
 incoming gradient is kept; the second half continues from there, to the other leaves only.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from superscaler.runtime.saved_tensors import kept_by
 
 # Edges at which gradients enter, and these gradients.
 Given = Sequence[tuple[GradientEdge, Tensor]]
@@ -51,7 +52,7 @@ def first_half(given: Given, leaves: Sequence[Tensor], is_first: Sequence[bool])
     that the forward saved for this half alone are freed as they are read.
     """
     ends, roots = [get_gradient_edge(leaf) for leaf in leaves], [edge for edge, _ in given]
-    nodes = _nodes(edge.node for edge in roots)
+    nodes = nodes_from(edge.node for edge in roots)
     is_passed, own = _ways(nodes, {end.node: n for n, end in enumerate(ends)}, is_first)
     sources = [node for node in nodes if own[node] and (is_passed[node] or any(node is edge.node for edge in roots))]
     times = Counter(n for node in sources for n in own[node])
@@ -62,9 +63,13 @@ def first_half(given: Given, leaves: Sequence[Tensor], is_first: Sequence[bool])
     }
     coming = [(edge.node, edge.output_nr) for edge in roots] + [edge for edges in nodes.values() for edge in edges]
     kept = [GradientEdge(node, k) for node, k in dict.fromkeys(coming) if node in left]
-    saved = _saved(node for node in nodes if is_passed[node] and node not in left)
+    saved = list(kept_by(node for node in nodes if is_passed[node] and node not in left))
+    for node, one in saved:
+        # A node written in Python may read it any number of times.
+        one.once = not isinstance(node, torch.autograd.function.BackwardCFunction)
     made = grad(given, [*(ends[n] for n in now), *kept], keep=True)
-    saved.clear()
+    for _, one in saved:
+        one.x = None
     for edge, gradient in zip(kept, made[len(now) :], strict=True):
         left[edge.node][0].extend([] if gradient is None else [(edge, gradient)])
     found = dict(zip(now, made, strict=False))
@@ -80,7 +85,8 @@ def second_half(rest: Rest) -> Gradients:
     return [rest.found.get(n) for n in range(len(rest.ends))]
 
 
-def _nodes(starts: Iterable[Node]) -> Nodes:
+def nodes_from(starts: Iterable[Node]) -> Nodes:
+    """Return all nodes that some lead to."""
     found, opened, stack = dict[Node, list[tuple[Node, int]]](), dict[Node, list[tuple[Node, int]]](), list(starts)
     while stack:
         node = stack[-1]
@@ -103,34 +109,3 @@ def _ways(
         reached = set[int]().union(*(own[after] for after, _ in edges if not is_passed[after]))
         own[node] = {n} if n >= 0 and not is_first[n] else reached
     return is_passed, own
-
-
-def _saved(nodes: Iterable[Node]) -> list[Tensor | None]:
-    """Return a list that becomes the only holder of the saved tensors of some nodes, each until its node has read it.
-
-    A node written in Python may read it any number of times.
-    """
-    found: list[Tensor | None] = []
-
-    def pack(x: Tensor) -> int:
-        found.append(x)
-        return len(found) - 1
-
-    def take(n: int) -> Tensor | None:
-        x, found[n] = found[n], None
-        return x
-
-    for node in nodes:
-        unpack = found.__getitem__ if isinstance(node, torch.autograd.function.BackwardCFunction) else take
-        for name in _names(type(node)):
-            some = getattr(node, name)
-            for one in some if isinstance(some, tuple) else (some,):
-                # Neither numbers nor the state of a user's own hooks.
-                if isinstance(one.data, Tensor) and one.data.dim() and one.unpack_hook is None:
-                    one.register_hooks(pack, unpack)
-    return found
-
-
-@functools.cache
-def _names(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -18,7 +18,22 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.codes import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
-from superscaler.ir.program import Collective, Copy, Free, Instruction, Loss, Program, Recv, Send, Update, Wait
+from superscaler.ir.program import (
+    Backward,
+    Collective,
+    Copy,
+    Fetch,
+    Free,
+    Instruction,
+    Loss,
+    Offload,
+    Program,
+    Recv,
+    Send,
+    Task,
+    Update,
+    Wait,
+)  # fmt: skip
 from superscaler.ir.rendezvous import batches
 from superscaler.simulate.communication import Agenda, Communication
 from superscaler.simulate.ports import Floats, Ports, between, earliest, even, is_later, latest, of_rows
@@ -28,6 +43,8 @@ from superscaler.timing import without_garbage_collection
 
 # The seconds of the instruction with a number on the devices of a cohort: one number, or one for each of them.
 Work = Callable[[Cohort, int], float | Floats]
+# The bytes of the tape of a task that is copied to the host.
+Moved = Callable[[Cohort, Task], int]
 
 
 def clock(
@@ -38,6 +55,7 @@ def clock(
     launch: float = 0.0,
     slowdown: float = 1.0,
     one_stream: bool = False,
+    moved: Moved = lambda cohort, task: 0,
 ) -> Timetable:
     """Return the times of a step.
 
@@ -45,17 +63,19 @@ def clock(
     starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. Raises ScheduleError if devices wait for each other for ever.
+    those of one direction with one peer. `moved`: see `Moved`.
+    Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved).run()
 
 
 class _Clock:
     def __init__(
-        self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool
-    ) -> None:
-        self.program, self.work, self.slowdown = program, work, slowdown
+        self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
+        moved: Moved,
+    ) -> None:  # fmt: skip
+        self.program, self.work, self.slowdown, self.moved = program, work, slowdown, moved
         codes = ((cohort, cohort.code[:]) for cohort in cohorts(program))
         self.runs = [Run(cohort, code, batches(code) if one_stream else {}) for cohort, code in codes]
         self.agenda = Agenda(list(self.runs))
@@ -90,6 +110,8 @@ class _Clock:
         """Run an instruction; return whether it is done."""
         if isinstance(i, Wait) and not self._wait(run, run.handles[i.work]):
             return False
+        if isinstance(i, Backward | Fetch) and i.task in run.handles and not self._wait(run, run.handles[i.task]):
+            return False
         if isinstance(i, Update) and not self._flush(run):
             return False
         if not self._work(run):
@@ -100,7 +122,10 @@ class _Clock:
             case Send() | Recv():
                 self.communication.message(run, i)
             case Copy():
-                self.communication.copy(run, i)
+                self.communication.copy(run, i.work, i.bytes, to_host=i.to_host)
+            case Offload() | Fetch():
+                size = self.moved(run.cohort, i.task)
+                self.communication.copy(run, i.task, size, to_host=isinstance(i, Offload))
             case Loss():
                 return self._sum(run)
         return True

@@ -19,7 +19,7 @@ import numpy as np
 from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import width
-from superscaler.ir.program import Collective, Copy, Program, Recv, Role, Send, names
+from superscaler.ir.program import Collective, Program, Recv, Role, Send, Task, Value, names
 from superscaler.simulate.ports import Floats, Ports, Transfer, earliest, even, latest, of_rows
 from superscaler.simulate.posts import Meeting, Post, Run, Side
 
@@ -106,12 +106,12 @@ class Communication:
             run.unflushed.append(post)
         run.gathered = []
 
-    def copy(self, run: Run, i: Copy) -> None:
-        devices, kind = run.cohort.devices, "to_host" if i.to_host else "to_device"
+    def copy(self, run: Run, key: Value | Task, size: int, *, to_host: bool) -> None:
+        devices, kind = run.cohort.devices, "to_host" if to_host else "to_device"
         side = self._side(run, "copy", lambda: Side(np.stack([devices] * 2, axis=1), np.arange(len(devices))))
-        meeting = Meeting(Transfer(self.ports.route(kind, side.groups, i.bytes)), 1)
+        meeting = Meeting(Transfer(self.ports.route(kind, side.groups, size)), 1)
         post = self._post(run, kind, kind, [(meeting, side)], is_copy=True)
-        run.handles[i.work] = post
+        run.handles[key] = post
         run.unflushed.append(post)
 
     def loss(self, run: Run) -> None:

@@ -46,6 +46,7 @@ class Counts:
     def __init__(self, program: Program, speeds: Speeds) -> None:
         self.program, self.speeds = program, speeds
         self._forwards = list(map(self._function, program.functions))
+        self._moved = list(map(self._results, program.functions))
         self._seconds: dict[int, list[float]] = {}
 
     def seconds(self, cohort: Cohort, at: int) -> float:
@@ -66,6 +67,17 @@ class Counts:
                 boxes = {w.name: prod(extents(w.box)) for w in cohort.weights}
                 return _UPDATE * 4 * sum(boxes[name] for name in i.weights) / _mean(self.speeds.memory)
         return 0.0
+
+    def moved(self, cohort: Cohort, task: Task) -> int:
+        """Return the bytes of the results of the operators of a task."""
+        function = next(i.function for i in cohort.code if isinstance(i, Forward) and i.task == task)
+        return self._moved[function]
+
+    def _results(self, function: Function) -> int:
+        tensors = self.program.model.tensors
+        pairs = ((o, box) for op, box in zip(function.ops, function.boxes, strict=True) for o in op.outputs)
+        made = ((tensors[o.tensor], ranges(o, tensors[o.tensor], box)) for o, box in pairs)
+        return sum(prod(extents(box)) * width(tensor.dtype) for tensor, box in made)
 
     def _function(self, function: Function) -> float:
         each = [self._op(function, k) for k in range(len(function.ops))]

@@ -14,7 +14,7 @@ from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand
-from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Program, Task, Value
+from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Offload, Program, Task, Value
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.simulate.recording import Recorder, callables
@@ -39,6 +39,7 @@ class Segments:
         self._run = callables(program)
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, dict[Task, Segment]] = {}
+        self._moved: dict[int, dict[Task, int]] = {}
         self._known: dict[Hashable, Segment] = {}
         # Functions that get the place of a part, and whether their kernels depend on it.
         targets = ({op.target for op in f.ops} for f in program.functions)
@@ -86,6 +87,19 @@ class Segments:
         if device.rank not in self._tasks:
             self._tasks[device.rank] = self._found(device.instructions[:])
         return self._tasks[device.rank]
+
+    def moved(self, device: Device) -> dict[Task, int]:
+        """Return the bytes of each tape that goes to the host, without weights and what stays."""
+        if device.rank not in self._moved:
+            found, code = self.tasks(device), device.instructions[:]
+            forwards = {i.task: i for i in code if isinstance(i, Forward)}
+            rest = {weight.name for weight in device.weights}
+            self._moved[device.rank] = {
+                i.task: _moved_bytes(found[i.task], forwards[i.task], rest.union(i.alive))
+                for i in code
+                if isinstance(i, Offload)
+            }
+        return self._moved[device.rank]
 
     def _found(self, code: Iterable[Instruction]) -> dict[Task, Segment]:
         forwards, backwards, added = list[Forward](), dict[Task, Backward](), dict[Task, set[int]]()
@@ -263,6 +277,12 @@ class _Device:
             owned[self.kinds[name]] = *owned.get(self.kinds[name], ()), meta
         products = (k for shape, _ in owned.get("muon", ()) for k in _orthogonal(*shape))
         return (*copies, *(_fused(kind, metas) for kind, metas in owned.items()), *products)
+
+
+def _moved_bytes(segment: Segment, i: Forward, stays: Container[Value]) -> int:
+    ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))
+    left = segment.tapes[0].held.difference(number for number, name in ends if name in stays)
+    return segment.tapes[0].bytes + sum(segment.sizes[number] for number in left)
 
 
 def _fused(kind: str, weights: tuple[Meta, ...]) -> Kernel:

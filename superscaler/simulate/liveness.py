@@ -50,6 +50,9 @@ class _Tape:
     known: dict[int, Storage]
     held: dict[int, Storage]
     others: Storage
+    # While it is on the host: its memory there and, by number, the storages that it had.
+    away: Storage | None = None
+    moved: dict[int, Storage] = field(default_factory=dict)
 
     def own(self, ended: Mapping[int, int]) -> dict[int, int]:
         """Return the bytes that only this tape holds, each storage under the last of its numbers that is released."""
@@ -160,6 +163,35 @@ class Liveness(Storages):
             self.keep(storage)
         others = self.hold(Storage(tape.bytes, ACTIVATIONS, None, tape=tape))
         self.tapes[task] = _Tape(segment, known, held, others)
+
+    def offload(self, i: p.Offload) -> None:
+        """Move the storages of a tape to the host but for weights and what stays. The largest is copied last, and is in
+        flight.
+        """
+        tape = self.tapes[i.task]
+        stays = {id(self.names[name]) for name in i.alive if name in self.names}
+        moved = {n: s for n, s in tape.held.items() if s.category != WEIGHTS and id(s) not in stays}
+        every = {id(s): s for s in moved.values()}.values()
+        size = tape.others.bytes + sum(s.bytes for s in every)
+        tape.away, tape.moved = self.hold(Storage(size, ACTIVATIONS, None, is_on_host=True)), moved
+        for number in moved:
+            self.release(tape.held.pop(number))
+        self.drop(tape.others)
+        sizes = [*(s.bytes for s in every), *(size for size, _ in tape.segment.tapes[0].others)]
+        if sizes:
+            self._drop_all(self.copied)
+            self.copied = [self.hold(Storage(max(sizes), COMMUNICATION))]
+
+    def fetch(self, i: p.Fetch) -> None:
+        tape = self.tapes[i.task]
+        assert tape.away is not None
+        self.drop(tape.away)
+        made = {id(s): Storage(s.bytes, ACTIVATIONS) for s in tape.moved.values()}
+        for number, storage in tape.moved.items():
+            tape.known[number] = tape.held[number] = made[id(storage)]
+            self.keep(made[id(storage)])
+        tape.others = self.hold(Storage(tape.others.bytes, ACTIVATIONS, tape=tape.others.tape))
+        tape.away = None
 
     def backward(self, i: Backward) -> None:
         tape = self.tapes.pop(i.task)
@@ -343,6 +375,8 @@ _RUN: Mapping[type, Callable[..., None]] = {
     p.Send: Liveness.send,
     p.Recv: Liveness.recv,
     p.Copy: Liveness.copy,
+    p.Offload: Liveness.offload,
+    p.Fetch: Liveness.fetch,
     p.Wait: Liveness.wait,
     p.Update: Liveness.updated,
     p.Give: Liveness.give,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, Optimizer
-from superscaler.ir.program import Backward, Collective, Device, Forward, Function, Program, Task, Weight
+from superscaler.ir.program import Collective, Device, Forward, Function, Program, Task, Tasked, Weight
 from superscaler.ops.table import ops_of_lines
 from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
@@ -180,7 +180,7 @@ def _held(
     """Yield the tensors of a storage; of a tape those that autograd keeps, with the ops that made them."""
     made = run.code[storage.born] if storage.born >= 0 else None
     made_by = type(made).__name__ if made is not None else "at rest"
-    if isinstance(made, Forward | Backward) and storage.tape is not None:
+    if isinstance(made, Tasked) and storage.tape is not None:
         function = function_of[made.task]
         ops = ops_of[id(function)]
         for size, n in storage.tape.others:

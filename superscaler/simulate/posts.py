@@ -10,7 +10,7 @@ import numpy as np
 
 from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Instruction, Value
+from superscaler.ir.program import Instruction, Task, Value
 from superscaler.simulate.ports import Floats, Transfer, earliest, even, latest, of_rows
 from superscaler.simulate.timetable import COMPUTE, Link
 
@@ -107,7 +107,8 @@ class Run:
     streams: dict[Hashable, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=lambda: ["compute"])
     tails: dict[int, Post] = field(default_factory=dict)
-    handles: dict[Value, Post] = field(default_factory=dict)
+    # Of names, and of tasks whose tape is copied.
+    handles: dict[Value | Task, Post] = field(default_factory=dict)
     # Messages that start together with a later one, up to the instruction `until`.
     gathered: list[tuple[Meeting, Side, Value | None]] = field(default_factory=list)
     until: int = -1

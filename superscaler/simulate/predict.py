@@ -17,7 +17,7 @@ from superscaler.ir.codes import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
 from superscaler.ir.model import Model, Op, once, without_twins
-from superscaler.ir.program import Program
+from superscaler.ir.program import Program, Task
 from superscaler.simulate.clock import clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
@@ -69,7 +69,8 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
             "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
         )
     work = _Work(Works(program), kind, _share(cluster))
-    table = clock(program, cluster, work.seconds, launch=kind.speeds.issue, slowdown=kind.speeds.slowdown)
+    speeds = kind.speeds
+    table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
@@ -164,6 +165,9 @@ class _Work:
             rows = zip(*(map(self.price, own) for own in known[0]), strict=True)
             self.costs[cohort.number] = [row[0] if len({*row}) == 1 else np.array(row)[like] for row in rows]
         return self.costs[cohort.number][at]
+
+    def moved(self, cohort: Cohort, task: Task) -> int:
+        return self.works.segments.moved(cohort.samples[0])[task]
 
     def price(self, kernels: Kernels, share: float | None = None) -> float:
         share = self.share if share is None else share

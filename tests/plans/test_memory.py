@@ -44,6 +44,7 @@ REFUSED = [
     ("co_shard:1,parts=2 x recompute", 1, "is asked for twice; leave it out of one of them."),
     ("chain_recompute:1,every=1 x pipeline_1f1b:2,recompute=early", 2, "is asked for twice; leave it out"),
     ("sequence_parallel:2,regather=true x recompute", 2, "and Regather are asked for; leave it out of one of them."),
+    ("pipeline_1f1b:offload=-1", 2, "offload=-1: a device keeps 1 tape or more; choose 1, 2, ..., or 0 to keep all."),
     ("pipeline_1f1b:recompute=soon", 2, "recompute=soon: choose early or late."),
     ("hybrid:recompute=block", 1, "hybrid:recompute=block: choose none, selective, full."),
     ("hybrid:zero=2", 1, "hybrid:zero=2: choose 0 or 1; for stages 2 and 3 zero is a factor of a product."),

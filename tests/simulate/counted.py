@@ -127,9 +127,11 @@ def _peak(step: Step, run: Callable[[], Any], batch: Iterable[Tensor]) -> int:
 
         def copy(x: Tensor, to_host: bool) -> Handle:
             copied[:] = [x] if to_host else copied
+            peak = counter.peak
             made = start(x, to_host).wait()
             if to_host:
                 counter.leave(made)
+                counter.peak = peak
             return Later(lambda: made)
 
         state.input = lambda number: given(number).clone()  # type: ignore[method-assign]

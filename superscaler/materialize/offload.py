@@ -1,0 +1,63 @@
+"""Tapes on the host: of the code of a device, the tapes whose backward is far are copied to the host and back.
+
+While a device works, it keeps the tape of that work, and of the others those that it needs first. So a tape is copied
+back while the device does the work before its backward.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from itertools import groupby, pairwise
+
+from superscaler.ir.program import Backward, Fetch, Forward, Free, Function, Instruction, Offload, Value, ended
+
+
+def with_offload(
+    code: Sequence[Instruction], functions: Sequence[Function], weights: Container[Value], most: int
+) -> list[Instruction]:
+    """Return the code of a device that keeps at most so many tapes, if no work needs more."""
+    taped = {i.task for i in code if isinstance(i, Forward) and _is_kept(functions[i.function])}
+    each = ((at, i) for at, i in enumerate(code) if isinstance(i, Forward | Backward) and i.task in taped)
+    # The second half of a split backward reads no tape.
+    works = [(at, i) for at, i in each if getattr(i, "half", "") != "weight"]
+    runs = [list(run) for _, run in groupby(works, lambda work: (type(work[1]), work[1].task.microbatch))]
+    forwards = [[i for _, i in run if isinstance(i, Forward)] for run in runs]
+    tape_of = {i.task: number for number, own in enumerate(forwards) for i in own}
+    kept = _kept([{tape_of[i.task] for _, i in run} for run in runs], most)
+    ends = {name: at for at, i in enumerate(code) for name in ended(i)}
+    found: dict[int, list[Instruction]] = {}
+    for number, (before, now) in enumerate(pairwise(kept), 1):
+        at = runs[number - 1][-1][0] + 1
+        at += isinstance(code[at], Free)
+        for tape in before - now:
+            back = next((n for n in range(number, len(kept)) if tape in kept[n]), None)
+            if back is not None:
+                own = [Offload(i.task, _alive(i, weights, ends, runs[back][0][0])) for i in forwards[tape]]
+                found.setdefault(at, []).extend(own)
+        for tape in now - before - {number}:
+            found.setdefault(runs[number][0][0], []).extend(Fetch(i.task) for i in reversed(forwards[tape]))
+    return [i for at, one in enumerate(code) for i in (*found.get(at, ()), one)]
+
+
+def _is_kept(function: Function) -> bool:
+    """Return whether a forward keeps a tape on the device: copies between a device and its host do not."""
+    return bool(function.grads) and not all(op.is_copy for op in function.ops)
+
+
+def _kept(runs: Sequence[set[int]], most: int) -> list[set[int]]:
+    """Return the tapes on the device while it does each work, given the tapes of all works."""
+    uses: dict[int, list[int]] = {}
+    for number, own in enumerate(runs):
+        for tape in own:
+            uses.setdefault(tape, []).append(number)
+    found = []
+    for number, own in enumerate(runs):
+        # The first use after this work of each tape that exists.
+        later = {n: [use for use in some if use > number] for n, some in uses.items() if n < number}
+        others = sorted((some[0], n) for n, some in later.items() if some and n not in own)
+        found.append(own | {n for _, n in others[: max(0, most - len(own))]})
+    return found
+
+
+def _alive(i: Forward, weights: Container[Value], ends: Mapping[Value, int], until: int) -> tuple[Value, ...]:
+    """Return the values of a forward that exist until an instruction, without weights at rest."""
+    own = dict.fromkeys((*i.inputs, *i.outputs))
+    return tuple(name for name in own if name not in weights and ends.get(name, until) >= until)
