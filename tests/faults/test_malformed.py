@@ -126,7 +126,7 @@ CLUSTERS: dict[str, Case] = {
     "lists too deep": Case("a: " + "[" * 5000 + "]" * 5000, "nested too deep"),
     "a billion laughs": Case(f"a: &a [1]\n{_BILLION}", "unknown key 'a'"),
     "a list in itself": Case("name: &a [*a]\n", "name is [[...]]"),
-    "a merge of itself": Case("<<: &a {<<: *a}\n", "the key 'name' is missing"),
+    "a merge of itself": Case("<<: &a {<<: *a}\n", "the key 'preset' is missing"),
     "a key twice": Case(_LAB + "servers: 2\n", "'servers' is given twice"),
     "a list as a key": Case("[1]: 2\n", "unhashable key"),
     "Python objects": Case("name: !!python/object/apply:os.system ['touch owned']\n", "is not YAML"),
