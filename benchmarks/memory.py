@@ -34,7 +34,7 @@ from live import Live
 
 import superscaler as ss
 from superscaler.artifact import initial_values
-from superscaler.ir.graph import block_of
+from superscaler.ir.parts import block_of
 from superscaler.ir.program import Backward, Collective, Forward, Free, Value, Wait
 from superscaler.models import build
 from superscaler.plan import Plan

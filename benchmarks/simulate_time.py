@@ -27,7 +27,7 @@ def main() -> None:
     import torch
 
     import superscaler as ss
-    from superscaler.ir.codes import Cohort
+    from superscaler.ir.cohorts import Cohort
     from superscaler.ir.program import Backward, Forward, Update
     from superscaler.models import build
     from superscaler.plans import resolve

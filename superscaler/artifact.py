@@ -16,10 +16,11 @@ from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
 from superscaler.errors import InputError
 from superscaler.ir.graph import Entry, Graph
-from superscaler.ir.model import Model, once, without_sources
+from superscaler.ir.model import Model
 from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import print_program
+from superscaler.ir.variants import once, without_sources
 from superscaler.ops.inputs import bounds, fillings, ignored, limits, pads_rows
 from superscaler.report.facts import account
 from superscaler.report.identity import kept_values, manifest, origin, own_operators

@@ -10,12 +10,12 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.emit.device import Emitted, emit
 from superscaler.errors import InputError, PlanError
-from superscaler.ir.codes import Rolled
+from superscaler.ir.communication import TransferRow, moves
 from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, place_name
+from superscaler.ir.loops import Rolled
 from superscaler.ir.program import Free, Program
-from superscaler.ir.traffic import TransferRow, moves
 from superscaler.materialize.build import materialize
 from superscaler.materialize.loops import Aperiodic
 from superscaler.schedule.dependencies import Schedule

@@ -13,10 +13,11 @@ import numpy as np
 
 from superscaler.cluster import Cluster, Device, Mesh
 from superscaler.errors import InputError, TransformError, unknown
-from superscaler.ir.actions import Action, Row, parse_schedule, timetable
-from superscaler.ir.graph import Block, Entry, Flat, Graph, Group, Groups, Order, Parts, caller
+from superscaler.ir.graph import Entry, Graph, caller
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, PTensor
+from superscaler.ir.orders import Action, Group, Groups, Order, Row, parse_schedule, timetable
+from superscaler.ir.parts import Block, Flat, Parts
 from superscaler.specs.arguments import checked
 from superscaler.transform.attention_blocks import AttentionBlocks
 from superscaler.transform.cut import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit, cut

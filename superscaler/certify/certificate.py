@@ -12,11 +12,11 @@ from superscaler.certify.hosts import on_host
 from superscaler.certify.masks import Masks
 from superscaler.certify.rounds import Rounds
 from superscaler.errors import ScheduleError
+from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import Model, Op, Operand, later
 from superscaler.ir.program import Program
-from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.timing import timed, without_garbage_collection
 
 

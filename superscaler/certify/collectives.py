@@ -17,7 +17,7 @@ from superscaler.certify.content import (
     require_same_kind,
     rows_of,
 )
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.program import Collective, CollectiveArg

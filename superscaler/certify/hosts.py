@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from superscaler.certify.content import Content, Memory, kind_of
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import kinds_of
 from superscaler.ir.interpret import Refusal, describe
+from superscaler.ir.loops import kinds_of
 from superscaler.ir.program import (
     ONE,
     Collective,

@@ -32,9 +32,10 @@ from superscaler.certify.content import (
 from superscaler.certify.coverage import Kinds
 from superscaler.certify.hosts import Memories
 from superscaler.certify.passes import Passes
-from superscaler.ir.codes import Cohort, kinds_of
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal, describe
+from superscaler.ir.loops import kinds_of
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import PTensor, first
 from superscaler.ir.program import (

@@ -9,7 +9,7 @@ import numpy as np
 from superscaler.certify.content import Content, Memory, Sums, box_of, kind_of, must_equal
 from superscaler.certify.coverage import SEED, Addends, Boxes, Chain, joined
 from superscaler.certify.segment import Segment, padded
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.mask import Mask

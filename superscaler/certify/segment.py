@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from superscaler.certify.coverage import Addends, Boxes, Chain, Kinds
-from superscaler.ir.grid import Ints, following
+from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.model import Op, Operand
+from superscaler.ir.parts import following
 from superscaler.ir.program import Forward, Function
 from superscaler.ops.table import row_of
 

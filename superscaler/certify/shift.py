@@ -13,9 +13,10 @@ from superscaler.certify.content import Content, Memory
 from superscaler.certify.coverage import Addends, Boxes, Chain, Column, Kinds
 from superscaler.certify.hosts import Flight
 from superscaler.certify.passes import Tape
-from superscaler.ir.codes import Cohort, Loop, Rolled
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Post
+from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.program import (
     ROLES,
     VALUES,

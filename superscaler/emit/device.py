@@ -17,9 +17,9 @@ from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
 from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
 from superscaler.ir import program as p
-from superscaler.ir.codes import form
+from superscaler.ir.cohorts import form
+from superscaler.ir.communication import batches
 from superscaler.ir.program import Device, Program, Value
-from superscaler.ir.rendezvous import batches
 
 HEAD = '''"""What {} in one training step. Written by superscaler; peers, groups and slices are in plan.json.{}"""
 

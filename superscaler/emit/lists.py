@@ -12,7 +12,7 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from superscaler.ir import program as p
-from superscaler.ir.codes import NONE
+from superscaler.ir.loops import NONE
 from superscaler.ir.program import FIELDS, VALUES, Role, Shape, Value, Weight
 
 Modules = Mapping[str, Sequence[str]]

@@ -8,7 +8,7 @@ from itertools import starmap
 
 from superscaler.emit.lists import Instruction, Row, family, names, tidied
 from superscaler.ir import program as p
-from superscaler.ir.codes import Loop, Rolled, Run
+from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import VALUES, Free, Recv, Role, Send, Slice, Value
 
 

@@ -12,7 +12,7 @@ from math import inf
 from superscaler.emit.lists import Instruction, Item, Lists, Run, family, names
 from superscaler.emit.loops import Section
 from superscaler.emit.repeats import LAYER, Repeat, sum_of
-from superscaler.ir.codes import NONE
+from superscaler.ir.loops import NONE
 from superscaler.ir.program import ONE, Role, Task, Value
 
 # The variable of loops over microbatches: the first one of a body.

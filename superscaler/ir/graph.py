@@ -4,156 +4,28 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
-from superscaler.ir.grid import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
-from superscaler.ir.model import Factor, Model, Op, first, later, renamed, with_rest
-from superscaler.ir.unroll import unrolled
+from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of, read_by
+from superscaler.ir.model import Factor, Model, Op, first, later
+from superscaler.ir.orders import Group, Order
+from superscaler.ir.parts import Block, Parts, Rows, block_of, expand
+from superscaler.ir.variants import renamed, unrolled, with_rest
 from superscaler.specs.arguments import checked
 
-_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 # The most pieces of one gradient.
 MOST_PIECES = 2**16
 # The kinds of work that `select` accepts.
 KINDS = ("F", "B", "I", "W", "R", "C")
-Address = tuple[tuple[int, int], ...]
 # The modules between a verb and the line of the plan that calls it.
 _OWN = (__name__, checked.__module__, "superscaler.verbs")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy.
-
-    After `Split("batch", 4)` and `Split("heads", 2)` of one op, `cells` has shape (4, 2); `parts[0]` has those of batch
-    0.
-    """
-
-    op: Op
-    grid: Grid = field(repr=False)
-    prefix: Address
-    cells: Ints
-    level: int
-
-    def __len__(self) -> int:
-        return len(self.cells) if self.cells.ndim else 1
-
-    def __iter__(self) -> Iterator[Parts]:
-        return (self[k] for k in range(len(self)))
-
-    def __getitem__(self, key: Any) -> Parts:
-        cells = self.cells[key] if self.cells.ndim else self.cells
-        return replace(self, cells=np.asarray(cells))
-
-    def flat(self) -> Parts:
-        """Return the same parts in one row."""
-        return replace(self, cells=self.cells.reshape(-1))
-
-    @property
-    def origin(self) -> Op:
-        return self.op
-
-    def paths(self) -> list[Address]:
-        """Return the address of each part, which stays valid when the part is transformed further."""
-        return [(*self.prefix, (self.level, int(cell))) for cell in self.cells.reshape(-1)]
-
-    def check(self) -> None:
-        """Raise TransformError if the parts were replaced by a later `op_trans`."""
-        replaced = len(self.grid.axes) != self.level
-        cells = self.cells.reshape(-1).tolist() if self.grid.children else []
-        nested = [self.grid.children[c] for c in cells if c in self.grid.children]
-        if replaced or nested:
-            where = self.grid.replaced_at if replaced else nested[0].replaced_at
-            raise TransformError(
-                f"this part of {self.op.name} was replaced by the op_trans at {where}; use its result."
-            )
-
-
-class Flat(Sequence[Parts]):
-    """The parts of several handles in one row. There may be millions, so each is made on demand."""
-
-    def __init__(self, handles: Iterable[Parts]) -> None:
-        self.handles = [parts.flat() for parts in handles]
-        self.ends = list(accumulate(len(parts) for parts in self.handles))
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def __iter__(self) -> Iterator[Parts]:
-        return chain.from_iterable(self.handles)
-
-    @overload
-    def __getitem__(self, key: int) -> Parts: ...
-
-    @overload
-    def __getitem__(self, key: slice) -> list[Parts]: ...
-
-    def __getitem__(self, key: int | slice) -> Parts | list[Parts]:
-        if isinstance(key, slice):
-            return [self[k] for k in range(*key.indices(len(self)))]
-        key = range(len(self))[key]
-        at = bisect_right(self.ends, key)
-        return self.handles[at][key - self.ends[at]]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
-
-    Kind F: the forward of ops that take part in training (not of those that only prepare data). B: the mirrors. I and
-    W: the halves of split mirrors. R: recomputed ops; of nested regions, those of the outermost. C: the communication
-    that moves gradients to updates.
-    """
-
-    kind: str
-    members: tuple[tuple[str, tuple[Address, ...]], ...]
-    microbatch: int | None = None
-    label: str = ""
-
-    def __str__(self) -> str:
-        return self.label
-
-    def __or__(self, other: Group | Groups) -> Groups:
-        """Return both as one group to order."""
-        return Groups((self,)) | other
-
-    def later(self, iteration: int) -> Group:
-        """Return the same parts in another iteration of a step."""
-        return replace(self, members=tuple((later(name, iteration), paths) for name, paths in self.members))
-
-
-class Groups(tuple[Group, ...]):
-    """Several groups that are ordered as one: `a | b`."""
-
-    def __or__(self, other: Group | Groups) -> Groups:
-        return Groups((*self, *(other if isinstance(other, Groups) else (other,))))
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """One group before the other; or, with `turns`, both in alternation."""
-
-    before: Group
-    after: Group
-    where: str
-    turns: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.before} {'in turns with' if self.turns else 'before'} {self.after}"
-
-    def later(self, iteration: int) -> Order:
-        """Return the same order in another iteration of a step."""
-        return Order(self.before.later(iteration), self.after.later(iteration), self.where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,39 +39,6 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.verb} {self.op} {self.detail}"
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A repeated part of the model: a module path that ends in an integer (`transformer.h.0`), with its forward ops in
-    order.
-    """
-
-    path: str
-    ops: tuple[Op, ...]
-
-    @property
-    def calls(self) -> tuple[tuple[Op, ...], ...]:
-        """Return the ops of each call of the module, if a step calls it several times (recycling, shared layers). A
-        call begins where the module's first operator recurs.
-        """
-        first = self.ops[0]
-        starts = [k for k, op in enumerate(self.ops) if _place(op) == _place(first)]
-        return tuple(self.ops[a:b] for a, b in pairwise([*starts, len(self.ops)]))
-
-
-def _place(op: Op) -> tuple[str, str, str]:
-    return op.module, op.target, op.source
-
-
-def block_of(module: str) -> str:
-    """Return the outermost enclosing module path that ends in an integer, or an empty string.
-
-    >>> block_of("transformer.h.3.attn.c_attn")
-    'transformer.h.3'
-    """
-    found = _BLOCK.match(module)
-    return found.group(0) if found else ""
 
 
 class Graph:
@@ -236,13 +75,12 @@ class Graph:
 
     def copy(self, model: Model | None = None) -> Graph:
         """Return a graph with its own parts, of the same model or of another one with the same ops."""
-        twin = Graph(model or self.model, self.captured)
+        twin = copy(self)
+        for name, asked in vars(self).items():
+            if isinstance(asked, dict | list | set):
+                setattr(twin, name, asked.copy())
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
-        twin.orders, twin.journal = list(self.orders), list(self.journal)
-        twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
-        twin.pieces, twin.overlaps, twin.gathers_each = dict(self.pieces), self.overlaps, self.gathers_each
-        twin.sends_halves, twin.kept_tapes = self.sends_halves, self.kept_tapes
-        twin.mesh = dict(self.mesh)
+        twin.rewrite(model or self.model)
         return twin
 
     @property
@@ -309,8 +147,8 @@ class Graph:
             raise TransformError(f"unroll at {where}: {error}") from None
         more = [(op, first(op.name)) for op in model.ops if op.iteration]
         self.grids |= {op.name: self.grids[name].copy() for op, name in more}
-        self.reduced |= {op.name: self.reduced[name] for op, name in more if name in self.reduced}
-        self.pieces |= {op.name: self.pieces[name] for op, name in more if name in self.pieces}
+        for asked in (self.reduced, self.pieces):
+            asked |= {op.name: asked[name] for op, name in more if name in asked}
         self.hosted |= {op.name for op, name in more if name in self.hosted}
         self.ahead |= {later(name, k): n for name, n in self.ahead.items() for k in range(1, iterations)}
         self.orders += [order.later(k) for k in range(1, iterations) for order in self.orders]
@@ -517,19 +355,3 @@ def caller() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__") in _OWN:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def rows_under(grid: Grid, path: Address) -> tuple[int, int]:
-    """Return the range of rows of a part's address."""
-    if not path:
-        return 0, len(grid)
-    (level, cell), rest = path[0], path[1:]
-    width = prod(len(a.sizes) for a in grid.axes[level:])
-    first = cell * width
-
-    def count(cells: range) -> int:
-        return sum(len(grid.children[c]) if c in grid.children else 1 for c in cells)
-
-    before = count(range(first))
-    lo, hi = rows_under(grid.children[cell], rest) if rest else (0, count(range(first, first + width)))
-    return before + lo, before + hi

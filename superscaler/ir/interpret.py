@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from superscaler.errors import ScheduleError, TransformError
-from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import (
     FIELDS,

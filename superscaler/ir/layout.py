@@ -1,10 +1,12 @@
-"""Layouts: a tensor on devices as R(i)V(j)D(k1..kn), with the device order. One line that parses back."""
+"""Layouts: a tensor on devices as R(i)V(j)D(k1..kn), with the device order, in one line that parses back; and the
+provenance of communication: the reason of each transfer, and its path through layouts.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -81,3 +83,41 @@ def layout_of(grid: Grid, operand: Operand, output: bool, is_gradient: bool = Fa
     order = [at for group in places for at in group]
     shape = [prod(devices.shape[at] for at in group) for group in places]
     return Layout(devices.transpose(order).reshape(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """A step of a path: it makes `layout`, puts `moved` bytes on links, and was predicted to take `seconds`."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    layout: Layout
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The path of `count` tensors (or gradients) of `sizes` per slot from one layout to another, in several steps."""
+
+    is_backward: bool
+    sizes: tuple[int, ...]
+    dtype: str
+    source: Layout
+    steps: tuple[PathStep, ...]
+    tensors: tuple[str, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The reason for the way of a tensor, or of its gradient (`is_backward`), and its path if that has several steps.
+
+    `number` orders the starts of communication on all devices.
+    """
+
+    tensor: str
+    is_backward: bool
+    reason: str
+    path: Path | None = None
+    number: int = field(default=0, compare=False)

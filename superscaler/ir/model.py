@@ -397,15 +397,6 @@ class Model:
         return (t for t in self.tensors.values() if t.kind == "parameter")
 
 
-def with_rest(model: Model, weight: str) -> Model:
-    """Return the model with an `ss.rest` op for a frozen weight. The weight rests where the op's parts are."""
-    tensor = model.tensors[weight]
-    indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True))
-    own, module = (Operand(weight, tuple(range(len(indices)))),), weight.rpartition(".")[0]
-    op = Op(f"rest.{weight}", "ss.rest", (Ref(0),), (), own, own, indices, "optimizer", module=module)
-    return replace(model, ops=(*model.ops, op))
-
-
 def later(name: str, iteration: int) -> str:
     """Return the name of a tensor or op in an iteration of a step.
 
@@ -460,68 +451,3 @@ def width(dtype: str) -> int:
     """
     bits = _BITS.search(dtype)
     return int(bits[0]) // 8 if bits else 1
-
-
-def unread_twins(model: Model) -> frozenset[str]:
-    """Return the recomputed tensors whose values no gradient depends on: only sums, and recomputed ops without a
-    backward, read them, and no other op reads what these make.
-    """
-    uses, found = model.uses, set[str]()
-    for op in reversed(model.ops):
-        for output in op.outputs if op.origin else ():
-            readers = (reader for reader, _ in uses[output.tensor])
-            if all(_needs_none(r) and found.issuperset(o.tensor for o in r.outputs) for r in readers):
-                found.add(output.tensor)
-    return frozenset(found)
-
-
-def _needs_none(op: Op) -> bool:
-    """Return whether the gradients of an op depend on no value that it reads."""
-    return op.is_sum or (bool(op.origin) and not op.has_mirror)
-
-
-def without_twins(model: Model) -> Model:
-    """Return the model without recomputed ops, copies, split backwards, older versions of weights and parts at rest."""
-    mirrored, versions = {op.origin or op.name for op in model.ops if op.has_mirror}, model.versions
-
-    def plain(op: Op) -> Op:
-        inputs = op.inputs
-        if any(model.tensors[o.tensor].origin for o in inputs):
-            inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
-        has_mirror = op.name in mirrored
-        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=has_mirror, inputs=inputs)
-
-    kept = (op for op in model.ops if not (op.origin or op.is_copy or op.is_rest))
-    kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
-    ops = tuple(map(plain, kept))
-    return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
-
-
-def once(model: Model) -> Model:
-    """Return the model of the first of its iterations."""
-    if model.iterations == 1:
-        return model
-    own = (op for op in model.ops if not op.iteration)
-    ops = tuple(op if op.is_forward else replace(op, outputs=op.inputs[:1]) for op in own)
-    tensors = {name: t for name, t in model.tensors.items() if first(name) == name}
-    inputs = tuple(name for name in model.inputs if name in tensors)
-    return replace(model, tensors=tensors, ops=ops, inputs=inputs, iterations=1)
-
-
-def without_sources(model: Model) -> Model:
-    """Return the model without source lines of its operators."""
-    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
-
-
-def renamed(model: Model, old: str, new: str) -> Model:
-    """Return the model with a factor renamed."""
-
-    def name(factor: str) -> str:
-        return new if factor == old else factor
-
-    tensors = {n: replace(t, slots=tuple(tuple(map(name, dim)) for dim in t.slots)) for n, t in model.tensors.items()}
-    indices = [tuple(replace(i, factor=name(i.factor)) for i in op.indices) for op in model.ops]
-    passes = [tuple(sorted((name(f), group) for f, group in op.passes)) for op in model.ops]
-    ops = tuple(replace(op, indices=i, passes=p) for op, i, p in zip(model.ops, indices, passes, strict=True))
-    factors = {name(f): replace(factor, name=name(f)) for f, factor in model.factors.items()}
-    return replace(model, tensors=tensors, ops=ops, factors=factors)

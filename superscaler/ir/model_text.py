@@ -3,16 +3,15 @@
 import ast
 import json
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from superscaler.errors import InputError
 from superscaler.ir.model import MARKS, Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 
 _MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
-_REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes",
-         "origin", "region", "checkpoint", "split", "regather", "iteration")  # fmt: skip
-_DEFAULTS = {f.name: f.default for f in fields(Op)}
+# The fields of an op that are printed where they are not as by default.
+_DEFAULTS = {f.name: f.default for f in fields(Op) if f.default is not MISSING and f.name != "of"}
 
 
 def unique(name: str, taken: set[str]) -> str:
@@ -67,7 +66,7 @@ def print_tensor(t: PTensor) -> str:
 def print_op(op: Op) -> str:
     call = ", ".join([_argument(a) for a in op.args] + [f"{k}={_argument(v)}" for k, v in op.kwargs])
     indices = " ".join(f"{i.factor}{MARKS[i.mark]}={i.size}{_follows(i)}" for i in op.indices)
-    rest = {name: getattr(op, name) for name in _REST if getattr(op, name) != _DEFAULTS[name]}
+    rest = {name: own for name, default in _DEFAULTS.items() if (own := getattr(op, name)) != default}
     sides = " -> ".join(", ".join(map(_operand, side)) for side in (op.inputs, op.outputs))
     return f"op {op.name} = {op.target}({call}) : {sides} {{{indices}}} {json.dumps(rest)}"
 

@@ -13,9 +13,9 @@ from enum import Enum
 from math import prod
 from typing import Annotated, NamedTuple, get_type_hints
 
+from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Model, Op
-from superscaler.ir.provenance import Provenance
 
 Shape = tuple[int, ...]
 

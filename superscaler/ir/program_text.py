@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.ir.codes import Loop, Rolled, Run, form, runs_of
+from superscaler.ir.cohorts import form
 from superscaler.ir.fold import Fold, Folded
+from superscaler.ir.loops import Loop, Rolled, Run, runs_of
 from superscaler.ir.model import Model
 from superscaler.ir.program import (
     KINDS,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import prod
 
+from superscaler.ir.communication import batches
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents
@@ -29,7 +30,6 @@ from superscaler.ir.program import (
     reads,
     writes,
 )  # fmt: skip
-from superscaler.ir.rendezvous import batches
 from superscaler.materialize.check_unrolled import rolled
 from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.functions import Functions

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import NONE, Loop, Rolled
-from superscaler.ir.graph import Group
+from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.grid import Ints
+from superscaler.ir.loops import NONE, Loop, Rolled
+from superscaler.ir.orders import Group
 from superscaler.ir.program import (
     ONE,
     ROLES,
@@ -34,7 +35,6 @@ from superscaler.ir.program import (
     Tasked,
     Value,
 )  # fmt: skip
-from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.materialize.loops import Aperiodic, find_shape, roll
 from superscaler.schedule.dependencies import Schedule
 from superscaler.schedule.segments import Segment

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from superscaler.ir.codes import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
+from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
 from superscaler.ir.program import FIELDS, ROLES, VALUES, Backward, Forward, Instruction, Loss, Role, Tasked, Value
 
 

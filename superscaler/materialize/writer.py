@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from math import prod
 
 from superscaler.ir.grid import HOSTS
+from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, CollectiveArg, Copy, Recv, Send, Value
-from superscaler.ir.provenance import Provenance
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
 from superscaler.materialize.local_tensors import Code

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from superscaler.errors import some
-from superscaler.ir.graph import block_of
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, width
+from superscaler.ir.parts import block_of
 from superscaler.ir.program import (
     Backward,
     Collective,

@@ -11,16 +11,16 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import COPIES
 from superscaler.compiler import Compiled
-from superscaler.ir.actions import Action
+from superscaler.ir.communication import TransferRow, paths
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Grid
 from superscaler.ir.grid import Axis as Cut
-from superscaler.ir.layout import layout_of
+from superscaler.ir.layout import Path, layout_of
 from superscaler.ir.mask import extents
-from superscaler.ir.model import Op, Operand, width, without_twins
+from superscaler.ir.model import Op, Operand, width
+from superscaler.ir.orders import Action
 from superscaler.ir.program import Backward, Collective, Copy, Fetch, Forward, Instruction, Offload, Program, Send
-from superscaler.ir.provenance import Path
-from superscaler.ir.traffic import TransferRow, paths
+from superscaler.ir.variants import without_twins
 from superscaler.report.details import MOST, OUTSIDE, groups_text, home_of, ranges
 from superscaler.report.model import collapse, describe, group, span
 from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from superscaler.ir.actions import Action, Row, timetable
 from superscaler.ir.graph import KINDS
 from superscaler.ir.grid import place_name
 from superscaler.ir.mask import Mask
+from superscaler.ir.orders import Action, Row, timetable
 from superscaler.schedule.dependencies import DependencyGraph, Node
 from superscaler.schedule.transfers import BACKWARD, FORWARD, Transfer
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Ints, Rows
-from superscaler.ir.model import Op, Operand, unread_twins
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Op, Operand
+from superscaler.ir.parts import Rows
+from superscaler.ir.variants import unread_twins
 from superscaler.ops.table import row_of
 from superscaler.schedule.joins import Produced, Required, branch, join, project, share_out
 

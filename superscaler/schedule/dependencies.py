@@ -8,9 +8,9 @@ from itertools import chain, pairwise, product, zip_longest
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.graph import Group, Order
 from superscaler.ir.grid import place_name
 from superscaler.ir.model import Op
+from superscaler.ir.orders import Group, Order
 from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.recompute_order import RUNS, RecomputeOrder, maker_of, reader_of

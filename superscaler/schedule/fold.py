@@ -16,9 +16,11 @@ from itertools import product
 import numpy as np
 
 from superscaler.ir.fold import KEPT, Fold
-from superscaler.ir.graph import Address, Graph, Group, rows_under
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Axis, Grid, Ints
 from superscaler.ir.model import Op, Operand
+from superscaler.ir.orders import Group
+from superscaler.ir.parts import Address, rows_under
 
 
 def find_fold(graph: Graph) -> Fold | None:

@@ -15,8 +15,9 @@ from math import prod
 import numpy as np
 
 from superscaler.ir.fold import Coordinate, Fold
-from superscaler.ir.grid import HOSTS, Ints, Rows, Tree
+from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Operand
+from superscaler.ir.parts import Rows, Tree
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ an order exactly when one exists, for any choice of replicas, without a search.
 import heapq
 from collections.abc import Iterator, Mapping
 
-from superscaler.ir.graph import Group, rows_under
+from superscaler.ir.orders import Group
+from superscaler.ir.parts import rows_under
 from superscaler.schedule.dataflow import Dataflow, Port, Unit
 from superscaler.schedule.joins import alternatives
 

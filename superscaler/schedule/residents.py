@@ -6,9 +6,10 @@ import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Axis, Grid, Ints, expand
+from superscaler.ir.grid import Axis, Grid, Ints
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.model import Op, Operand, PTensor
+from superscaler.ir.parts import expand
 from superscaler.schedule.joins import project
 
 Located = tuple[int, Box]

@@ -14,11 +14,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from superscaler.ir.graph import Graph, block_of, rows_under
-from superscaler.ir.grid import Ints, Rows
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Ints
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Op, common_module, width
+from superscaler.ir.parts import Rows, block_of, rows_under
 from superscaler.schedule.dataflow import Dataflow, Key, Labels
 from superscaler.schedule.joins import Turn
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product, takewhile
 from math import prod
 
-from superscaler.ir.codes import SEEN, Span, find_spans, steady_spans
-from superscaler.ir.graph import Graph, Group, Order
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
+from superscaler.ir.loops import SEEN, Span, find_spans, steady_spans
+from superscaler.ir.orders import Group, Order
 
 # The name of a work: its number without the microbatch, and its microbatch.
 Name = tuple[int, int]

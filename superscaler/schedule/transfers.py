@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.grid import HOSTS, Tree
+from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, intersect
+from superscaler.ir.parts import Tree
 from superscaler.schedule.dataflow import Dataflow, Key, Port
 from superscaler.schedule.joins import Produced, Required
 from superscaler.schedule.segments import Alias, Segment, root

@@ -15,7 +15,8 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.cohorts import Cohort, cohorts
+from superscaler.ir.communication import batches
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
 from superscaler.ir.program import (
@@ -34,7 +35,6 @@ from superscaler.ir.program import (
     Update,
     Wait,
 )  # fmt: skip
-from superscaler.ir.rendezvous import batches
 from superscaler.simulate.communication import Agenda, Communication
 from superscaler.simulate.ports import Floats, Ports, between, earliest, even, is_later, latest, of_rows
 from superscaler.simulate.posts import Post, Run, path

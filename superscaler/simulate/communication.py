@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, Program, Recv, Role, Send, Task, Value, names

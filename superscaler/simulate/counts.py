@@ -8,7 +8,7 @@ from math import prod
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind, Pair, Speeds
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.mask import extents
 from superscaler.ir.model import width
 from superscaler.ir.program import Backward, Forward, Function, Instruction, Program, Task, Update

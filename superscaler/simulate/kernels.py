@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from superscaler.ir import program as p
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand

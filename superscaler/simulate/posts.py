@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Instruction, Task, Value
 from superscaler.simulate.ports import Floats, Transfer, earliest, even, latest, of_rows

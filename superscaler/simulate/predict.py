@@ -13,11 +13,12 @@ from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind
 from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
-from superscaler.ir.model import Model, Op, once, without_twins
+from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Program, Task
+from superscaler.ir.variants import once, without_twins
 from superscaler.simulate.clock import clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories

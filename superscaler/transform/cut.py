@@ -10,9 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from superscaler.errors import InputError, TransformError, divisors, unknown
-from superscaler.ir.graph import Entry, Graph, Parts
+from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Axis, Grid, Mirror, covers
 from superscaler.ir.model import MARKS, Index, Op, is_named
+from superscaler.ir.parts import Parts
 from superscaler.specs.arguments import fits
 from superscaler.transform.losses import Decompose
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from superscaler.cluster import Mesh
 from superscaler.errors import InputError, unknown
-from superscaler.ir.graph import Graph, Parts
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid, Ints, covers
 from superscaler.ir.model import Op
+from superscaler.ir.parts import Parts
 from superscaler.transform.cut import Replicate, cut
 
 

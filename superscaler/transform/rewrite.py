@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError, some
-from superscaler.ir.graph import Entry, Graph, Group, Parts
+from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Grid
 from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
 from superscaler.ir.model_text import unique
+from superscaler.ir.orders import Group
+from superscaler.ir.parts import Parts
 
 # The most older versions of a weight: more than any pipeline has stages.
 MOST_VERSIONS = 1024

@@ -15,8 +15,9 @@ from superscaler.compiler import Compiled
 from superscaler.errors import RuntimeFailure
 from superscaler.frontend.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
-from superscaler.ir.model import Model, Op, once, unread_twins, without_twins
+from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Forward, Function, Program
+from superscaler.ir.variants import once, unread_twins, without_twins
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
 from superscaler.runtime.executor import take

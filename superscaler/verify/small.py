@@ -16,9 +16,10 @@ from superscaler.artifact import initial_values, slots_of
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
-from superscaler.ir.graph import Graph, Group, Order
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Grid, Ints
 from superscaler.ir.model import Model, Op
+from superscaler.ir.orders import Group, Order
 from superscaler.ir.program import Function, Program
 from superscaler.ops.inputs import bounds, ignored
 from superscaler.runtime.executor import take

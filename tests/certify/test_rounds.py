@@ -14,8 +14,8 @@ from superscaler.certify.masks import Masks
 from superscaler.certify.rounds import Rounds
 from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import Loop, Rolled, Run
 from superscaler.ir.interpret import Interpreter
+from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve
 from tests.graphs import graph_of

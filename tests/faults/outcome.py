@@ -20,8 +20,8 @@ from superscaler.certify.certificate import check_program
 from superscaler.comm.threads import ThreadCommunicator, run_ranks
 from superscaler.compiler import Compiled
 from superscaler.errors import ScheduleError
+from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Program
-from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import build_step
 

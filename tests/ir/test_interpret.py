@@ -11,7 +11,7 @@ import pytest
 from small_plans import exact
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import interpret
 from superscaler.ir.program import Collective, Free, Instruction, Program, Recv, Send, Wait, writes

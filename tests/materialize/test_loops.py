@@ -12,8 +12,8 @@ import pytest
 import superscaler as ss
 from superscaler.certify.certificate import CHECKS, check_program
 from superscaler.compiler import Compiled, SProgram, compile_graph
-from superscaler.ir.codes import Loop, Rolled, Span, find_spans
 from superscaler.ir.graph import Graph
+from superscaler.ir.loops import Loop, Rolled, Span, find_spans
 from superscaler.ir.program import (
     Backward,
     Collective,

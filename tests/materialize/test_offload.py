@@ -11,7 +11,7 @@ import torch
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import Rolled
+from superscaler.ir.loops import Rolled
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Device, Fetch, Instruction, Offload
 from superscaler.ir.program_text import parse_program, print_program

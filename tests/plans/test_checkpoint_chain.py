@@ -15,7 +15,7 @@ import pytest
 import superscaler as ss
 from benchmarks.live import Live
 from superscaler.errors import InputError
-from superscaler.ir.graph import block_of
+from superscaler.ir.parts import block_of
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.plans.lib.checkpoint_chain import SLOTS, Run, Unit, cheapest, choose, least

@@ -9,7 +9,7 @@ from chains import chain
 
 import superscaler as ss
 from superscaler.errors import PlanError
-from superscaler.ir.graph import block_of
+from superscaler.ir.parts import block_of
 from superscaler.ir.program import Backward, Forward
 from superscaler.plan import Plan
 from superscaler.plans import resolve

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError, ScheduleError
-from superscaler.ir.actions import print_schedule
+from superscaler.ir.orders import print_schedule
 from superscaler.plans.lib import schedules
 from superscaler.report.facts import summary
 from superscaler.simulate.memory import memories

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.ir.actions import parse_schedule, print_schedule
+from superscaler.ir.orders import parse_schedule, print_schedule
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.place_table import place_table

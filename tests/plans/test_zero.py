@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError
-from superscaler.ir.graph import block_of
+from superscaler.ir.parts import block_of
 from superscaler.ir.program import Collective, Free, Update
 from superscaler.plans import resolve
 from tests.graphs import graph_of

@@ -9,8 +9,8 @@ from random_graphs import largest_error, random_model, random_plan
 
 from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
+from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Collective, Send
-from superscaler.ir.rendezvous import check_rendezvous
 from tests.ran import rewritten
 
 

@@ -24,6 +24,7 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.device import Tables
 from superscaler.errors import PlanError
+from superscaler.ir.communication import moves as moves_of
 from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
@@ -45,7 +46,6 @@ from superscaler.ir.program import (
     reads,
     writes,
 )
-from superscaler.ir.traffic import moves as moves_of
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
 from tests.ran import SProgram

@@ -18,11 +18,13 @@ from superscaler.certify.certificate import check_program
 from superscaler.cluster import Cluster
 from superscaler.compiler import finish, place
 from superscaler.errors import ScheduleError
-from superscaler.ir.graph import Graph, Group, Order, rows_under
-from superscaler.ir.grid import Axis, Grid, Rows, Tree
+from superscaler.ir.communication import meetings
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.model import Model, Op, Operand, Ref
+from superscaler.ir.orders import Group, Order
+from superscaler.ir.parts import Rows, Tree, rows_under
 from superscaler.ir.program import Program
-from superscaler.ir.rendezvous import meetings
 from superscaler.materialize.build import materialize
 from superscaler.schedule.dependencies import Node, Schedule
 from superscaler.schedule.order import complete

@@ -21,7 +21,7 @@ from torch import nn
 from superscaler.artifact import print_journal
 from superscaler.cluster.devices import Speeds
 from superscaler.compiler import finish
-from superscaler.ir.codes import cohorts
+from superscaler.ir.cohorts import cohorts
 from superscaler.ir.program import Backward, Forward
 from superscaler.plan import Plan, compile
 from superscaler.report.details import ranges

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.cluster.links import Link, Links
 from superscaler.ir import program as p
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.model import Model
 from superscaler.ir.program import CollectiveArg, Device, Instruction, Program, Value
 from superscaler.simulate.clock import clock

@@ -15,7 +15,7 @@ from small_plans import exact
 import superscaler as ss
 from superscaler.cluster import links
 from superscaler.errors import ScheduleError
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Load, Recv, Send, Wait
 from superscaler.plans import resolve
 from superscaler.simulate.clock import clock

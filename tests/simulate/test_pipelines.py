@@ -13,7 +13,7 @@ from torch import Tensor
 
 import superscaler as ss
 from superscaler.cluster.links import Link, Links
-from superscaler.ir.codes import Cohort
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.program import Backward, Forward, Program
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules

@@ -10,8 +10,9 @@ from chains import chain
 
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.grid import HOSTS
-from superscaler.ir.model import Model, Op, Operand, without_twins
+from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.variants import without_twins
 from superscaler.verbs import Insert, Recompute, Split, op_assign, op_order, op_trans
 
 

@@ -11,7 +11,8 @@ from chains import chain
 from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
-from superscaler.ir.graph import Graph, Parts
+from superscaler.ir.graph import Graph
+from superscaler.ir.parts import Parts
 from superscaler.ir.program import Backward, Forward
 from superscaler.verbs import (
     Action,

@@ -8,7 +8,7 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir import provenance as notes
+from superscaler.ir import layout as notes
 from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents

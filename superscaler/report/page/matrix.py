@@ -7,7 +7,7 @@ from math import ceil, log2
 
 import numpy as np
 
-from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Program, Send, links
 from superscaler.report.model import group

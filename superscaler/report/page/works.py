@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from superscaler.ir.actions import Action
+from superscaler.ir.orders import Action
 from superscaler.report.details import Kind
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane

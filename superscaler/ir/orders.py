@@ -1,13 +1,17 @@
-"""Actions of a pipeline schedule as text (`2F0`: stage 2, forward, microbatch 0); the picture of a stuck schedule."""
+"""Orders between groups of parts; actions of a pipeline schedule as text (`2F0`: stage 2, forward, microbatch 0); the
+picture of a stuck schedule.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from superscaler.errors import InputError
 from superscaler.ir.grid import place_name
+from superscaler.ir.model import later
+from superscaler.ir.parts import Address
 
 _TEXT = re.compile(r"^(\d+)([FRBIW])(\d+)$")
 
@@ -46,6 +50,58 @@ def print_schedule(rows: Sequence[Sequence[Action]]) -> str:
 
 def parse_schedule(text: str) -> list[list[Action]]:
     return [[Action.parse(word) for word in line.split()] for line in text.splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
+
+    Kind F: the forward of ops that take part in training (not of those that only prepare data). B: the mirrors. I and
+    W: the halves of split mirrors. R: recomputed ops; of nested regions, those of the outermost. C: the communication
+    that moves gradients to updates.
+    """
+
+    kind: str
+    members: tuple[tuple[str, tuple[Address, ...]], ...]
+    microbatch: int | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label
+
+    def __or__(self, other: Group | Groups) -> Groups:
+        """Return both as one group to order."""
+        return Groups((self,)) | other
+
+    def later(self, iteration: int) -> Group:
+        """Return the same parts in another iteration of a step."""
+        return replace(self, members=tuple((later(name, iteration), paths) for name, paths in self.members))
+
+
+class Groups(tuple[Group, ...]):
+    """Several groups that are ordered as one: `a | b`."""
+
+    def __or__(self, other: Group | Groups) -> Groups:
+        return Groups((*self, *(other if isinstance(other, Groups) else (other,))))
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One group before the other; or, with `turns`, both in alternation."""
+
+    before: Group
+    after: Group
+    where: str
+    turns: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.before} {'in turns with' if self.turns else 'before'} {self.after}"
+
+    def later(self, iteration: int) -> Order:
+        """Return the same order in another iteration of a step."""
+        return Order(self.before.later(iteration), self.after.later(iteration), self.where)
 
 
 WIDTH, ROWS, FIRST = 100, 8, 2

@@ -1,0 +1,148 @@
+"""Models made of a model: several iterations of it, and the model without what a plan added."""
+
+from dataclasses import replace
+from typing import Any
+
+from superscaler.errors import TransformError
+from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref, first, later
+
+# The most copies of the model in one step.
+MOST = 1024
+# The fields of an op with names of ops of its iteration.
+_NAMES = ("name", "origin", "region", "checkpoint", "split", "regather")
+
+
+def unrolled(model: Model, count: int) -> Model:
+    """Return the model of `count` iterations: x of iteration k is x+k, and so are its ops.
+
+    y = f(x, w); w = update(w, d(w))
+    ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
+
+    Tensors that no iteration changes (constants, frozen weights) have one name. Raises TransformError for a model that
+    trains nothing, returns outputs beside its loss, scales its loss, reads older weights, or is unrolled already.
+    """
+    why = next((why for is_wrong, why in _refusals(model, count) if is_wrong), "")
+    if why:
+        raise TransformError(why)
+    changed = {op.inputs[0].tensor for op in model.ops if not (op.is_forward or op.is_rest)}
+    fixed = {t.name for t in model.tensors.values() if t.kind in ("parameter", "buffer", "constant")} - changed
+
+    def name(tensor: str, k: int) -> str:
+        return tensor if tensor in fixed else later(tensor, k)
+
+    def side(operands: tuple[Operand, ...], k: int) -> tuple[Operand, ...]:
+        return tuple(replace(o, tensor=name(o.tensor, k)) for o in operands)
+
+    def op_of(op: Op, k: int) -> Op:
+        made = side(op.outputs, k if op.is_forward else (k + 1) % count)
+        renamed: dict[str, Any] = {field: later(own, k) for field in _NAMES if (own := getattr(op, field))}
+        return replace(op, inputs=side(op.inputs, k), outputs=made, iteration=k, **renamed)
+
+    def tensor_of(tensor: PTensor, k: int) -> PTensor:
+        kind = "next" if k and tensor.name in changed else tensor.kind
+        origin = tensor.origin and name(tensor.origin, k)
+        return replace(tensor, name=name(tensor.name, k), kind=kind, origin=origin)
+
+    turns = range(count)
+    tensors = {made.name: made for k in turns for t in model.tensors.values() if (made := tensor_of(t, k))}
+    forward = (op_of(op, k) for k in turns for op in model.forward_ops)
+    # A frozen weight rests in one place during all iterations.
+    updates = (op_of(op, k) for k in turns for op in model.ops if not (op.is_forward or (k and op.is_rest)))
+    inputs = tuple(later(name, k) for k in turns for name in model.inputs)
+    return replace(model, tensors=tensors, ops=(*forward, *updates), inputs=inputs, iterations=count)
+
+
+def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
+    """Return the reasons against unrolling, each with whether it holds."""
+    is_number = isinstance(count, int) and not isinstance(count, bool) and count > 1
+    return [
+        (not is_number, f"{count!r} is no number of iterations; give 2 or more."),
+        (is_number and count > MOST, f"{count} iterations make {count} copies of the model; choose at most {MOST}."),
+        (model.iterations > 1, f"the graph has {model.iterations} iterations already; unroll it once."),
+        (not model.loss, "nothing is trained, so no iteration depends on the one before; capture an optimizer."),
+        (bool(model.result), "the step returns more than its loss; capture it without outputs."),
+        (
+            bool(model.optimizer.scaler),
+            "a GradScaler looks at the gradients of all weights before the first update, so no other iteration could "
+            "begin earlier; capture without scaler=, with bf16.",
+        ),
+        (
+            bool(model.versions),
+            "weights are read as they were updates ago (Stale), and an update would change them in place while another "
+            "iteration needs them; leave one of the two out.",
+        ),
+    ]
+
+
+def with_rest(model: Model, weight: str) -> Model:
+    """Return the model with an `ss.rest` op for a frozen weight. The weight rests where the op's parts are."""
+    tensor = model.tensors[weight]
+    indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True))
+    own, module = (Operand(weight, tuple(range(len(indices)))),), weight.rpartition(".")[0]
+    op = Op(f"rest.{weight}", "ss.rest", (Ref(0),), (), own, own, indices, "optimizer", module=module)
+    return replace(model, ops=(*model.ops, op))
+
+
+def unread_twins(model: Model) -> frozenset[str]:
+    """Return the recomputed tensors whose values no gradient depends on: only sums, and recomputed ops without a
+    backward, read them, and no other op reads what these make.
+    """
+    uses, found = model.uses, set[str]()
+    for op in reversed(model.ops):
+        for output in op.outputs if op.origin else ():
+            readers = (reader for reader, _ in uses[output.tensor])
+            if all(_needs_none(r) and found.issuperset(o.tensor for o in r.outputs) for r in readers):
+                found.add(output.tensor)
+    return frozenset(found)
+
+
+def _needs_none(op: Op) -> bool:
+    """Return whether the gradients of an op depend on no value that it reads."""
+    return op.is_sum or (bool(op.origin) and not op.has_mirror)
+
+
+def without_twins(model: Model) -> Model:
+    """Return the model without recomputed ops, copies, split backwards, older versions of weights and parts at rest."""
+    mirrored, versions = {op.origin or op.name for op in model.ops if op.has_mirror}, model.versions
+
+    def plain(op: Op) -> Op:
+        inputs = op.inputs
+        if any(model.tensors[o.tensor].origin for o in inputs):
+            inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
+        has_mirror = op.name in mirrored
+        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=has_mirror, inputs=inputs)
+
+    kept = (op for op in model.ops if not (op.origin or op.is_copy or op.is_rest))
+    kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
+    ops = tuple(map(plain, kept))
+    return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
+
+
+def once(model: Model) -> Model:
+    """Return the model of the first of its iterations."""
+    if model.iterations == 1:
+        return model
+    own = (op for op in model.ops if not op.iteration)
+    ops = tuple(op if op.is_forward else replace(op, outputs=op.inputs[:1]) for op in own)
+    tensors = {name: t for name, t in model.tensors.items() if first(name) == name}
+    inputs = tuple(name for name in model.inputs if name in tensors)
+    return replace(model, tensors=tensors, ops=ops, inputs=inputs, iterations=1)
+
+
+def without_sources(model: Model) -> Model:
+    """Return the model without source lines of its operators."""
+    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
+
+
+def renamed(model: Model, old: str, new: str) -> Model:
+    """Return the model with a factor renamed."""
+
+    def name(factor: str) -> str:
+        return new if factor == old else factor
+
+    tensors = {n: replace(t, slots=tuple(tuple(map(name, dim)) for dim in t.slots)) for n, t in model.tensors.items()}
+    indices = [tuple(replace(i, factor=name(i.factor)) for i in op.indices) for op in model.ops]
+    passes = [tuple(sorted((name(f), group) for f, group in op.passes)) for op in model.ops]
+    ops = tuple(replace(op, indices=i, passes=p) for op, i, p in zip(model.ops, indices, passes, strict=True))
+    factors = {name(f): replace(factor, name=name(f)) for f, factor in model.factors.items()}
+    return replace(model, tensors=tensors, ops=ops, factors=factors)
