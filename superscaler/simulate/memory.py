@@ -12,13 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superscaler.ir.graph import block_of
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Op, Optimizer
-from superscaler.ir.program import Collective, Device, Forward, Function, Program, Task, Tasked, Weight
+from superscaler.ir.interpret import describe
+from superscaler.ir.model import Optimizer
+from superscaler.ir.program import (
+    Backward,
+    Collective,
+    Forward,
+    Program,
+    Tasked,
+    Weight,
+)
 from superscaler.ops.table import ops_of_lines
 from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
-from superscaler.simulate.storages import CATEGORIES, INSIDE, OPTIMIZER, Storage, elements
+from superscaler.simulate.storages import CATEGORIES, OPTIMIZER, TEMPORARY, Storage, elements
 from superscaler.simulate.works import block
 from superscaler.specs.options import kind_of
 from superscaler.timing import without_garbage_collection
@@ -67,8 +76,10 @@ class Held:
 class DeviceMemory:
     """The memory of a device, and of `count` others that run the same program, in bytes.
 
-    peak      the most bytes of tensors, in blocks of the allocator; `at`: the number of the instruction that runs
-    parts     of the peak, by category; `largest`: its largest tensors
+    peak      the most bytes of tensors, in blocks of the allocator; `at`: the number of the instruction that runs, and
+              `place`: its work in words
+    parts     of the peak, by category; `largest`: its largest tensors; `kept`: activations of each block of the model
+    excess    the first tensor beyond the capacity of the device, in words
     curve     the bytes after each instruction: [instructions, categories]; `during`: the most in each
     on_host   the most bytes in the memory of the host
     overhead  the bytes beside tensors
@@ -78,8 +89,11 @@ class DeviceMemory:
     count: int
     peak: int
     at: int
+    place: str
     parts: Mapping[str, int]
     largest: Sequence[Held]
+    kept: Mapping[str, int]
+    excess: str
     curve: Ints
     during: Ints
     on_host: int
@@ -99,11 +113,12 @@ def memories(
     overheads: Overheads = NO_OVERHEADS,
     clips: bool = False,
     largest: int = 10,
+    capacity: int | None = None,
 ) -> list[DeviceMemory]:
     """Return the memory of each distinct program of a plan.
 
     `states`: the bytes of the optimizer for a weight (default: those of torch's optimizer, see `state_bytes`); `clips`:
-    gradients are scaled to a norm, or unscaled, so that they are copied once.
+    gradients are scaled to a norm, or unscaled, so that they are copied once. `capacity`: the bytes of a device.
     """
     known, update = segments or Segments(program), _update_of(program.model.optimizer)
     sized = states or (lambda weight: state_bytes(program, weight))
@@ -112,7 +127,7 @@ def memories(
         for device, count in program.distinct:
             run = Liveness(program, known, device, sized, update, clips=clips)
             run.run()
-            found.append(_summed(program, run, device, count, overheads, largest))
+            found.append(_Summary(program, run).memory(device.rank, count, overheads, largest, capacity))
     return found
 
 
@@ -153,41 +168,87 @@ def _update_of(optimizer: Optimizer) -> Callable[[Sequence[int]], int]:
     return lambda sizes: 0 if is_fused else 2 * max(sizes, default=0)
 
 
-def _summed(
-    program: Program, run: Liveness, device: Device, count: int, overheads: Overheads, largest: int
-) -> DeviceMemory:
-    curve = np.array(run.rows, dtype=np.int64).reshape(len(run.rows), len(CATEGORIES))
-    during = np.array(run.during, dtype=np.int64)
-    at = int(during.argmax()) if len(during) else 0
-    before = curve[at - 1] if at else np.zeros(len(CATEGORIES), dtype=np.int64)
-    peak = int(during[at]) if len(during) else 0
-    parts = {name: int(size) for name, size in zip(CATEGORIES, before, strict=True)}
-    parts[CATEGORIES[INSIDE]] = peak - sum(parts.values())
-    groups = {i.group for i in run.code if isinstance(i, Collective) and len(i.group) > 1}
-    overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
-    overhead += round(overheads.fragmentation * peak)
-    alive = (s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at))
-    function_of = {i.task: program.functions[i.function] for i in run.code if isinstance(i, Forward)}
-    ops_of = {id(f): ops_of_lines(f, program.model.tensors) for f in {id(f): f for f in function_of.values()}.values()}
-    every = (h for s in alive for h in _held(run, s, function_of, ops_of))
-    held = nlargest(largest, every, key=lambda h: h.bytes)
-    return DeviceMemory(device.rank, count, peak, at, parts, held, curve, during, run.most_on_host, overhead)
+class _Summary:
+    """What a device holds, in words and sums, after its liveness has run."""
 
+    def __init__(self, program: Program, run: Liveness) -> None:
+        self.program, self.run = program, run
+        self.curve = np.array(run.rows, dtype=np.int64).reshape(len(run.rows), len(CATEGORIES))
+        self.during = np.array(run.during, dtype=np.int64)
+        self.function_of = {i.task: program.functions[i.function] for i in run.code if isinstance(i, Forward)}
+        functions = {id(f): f for f in self.function_of.values()}
+        self.ops_of = {n: ops_of_lines(f, program.model.tensors) for n, f in functions.items()}
 
-def _held(
-    run: Liveness, storage: Storage, function_of: Mapping[Task, Function], ops_of: Mapping[int, Sequence[Op]]
-) -> Iterator[Held]:
-    """Yield the tensors of a storage; of a tape those that autograd keeps, with the ops that made them."""
-    made = run.code[storage.born] if storage.born >= 0 else None
-    made_by = type(made).__name__ if made is not None else "at rest"
-    if isinstance(made, Tasked) and storage.tape is not None:
-        function = function_of[made.task]
-        ops = ops_of[id(function)]
-        for size, n in storage.tape.others:
-            name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
-            yield Held(size, name, module or function.module or made_by, made.task.microbatch)
-        return
-    module = function_of[made.task].module if isinstance(made, Forward) else ""
-    made_by = "optimizer" if storage.category == OPTIMIZER else module or made_by
-    name_of = storage.name
-    yield Held(storage.bytes, str(name_of or ""), made_by, name_of.microbatch if name_of else -1)
+    def memory(self, rank: int, count: int, overheads: Overheads, largest: int, capacity: int | None) -> DeviceMemory:
+        run, at = self.run, int(self.during.argmax()) if len(self.during) else 0
+        peak = int(self.during[at]) if len(self.during) else 0
+        before = self.curve[at - 1].tolist() if at else [0] * len(CATEGORIES)
+        parts = dict(zip(CATEGORIES, before, strict=True))
+        parts[CATEGORIES[TEMPORARY]] = peak - sum(before)
+        groups = {i.group for i in run.code if isinstance(i, Collective) and len(i.group) > 1}
+        overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
+        overhead += round(overheads.fragmentation * peak)
+        alive = [s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at)]
+        held = nlargest(largest, (h for s in alive for h in self._held(s)), key=lambda h: h.bytes)
+        kept: dict[str, int] = {}
+        for h in (h for s in alive if s.tape is not None for h in self._held(s)):
+            kept[block_of(h.made_by)] = kept.get(block_of(h.made_by), 0) + h.bytes
+        return DeviceMemory(
+            rank,
+            count,
+            peak,
+            at,
+            self._place(at) if run.code else "nothing",
+            parts,
+            held,
+            kept,
+            "" if capacity is None else self._excess(capacity - overhead),
+            self.curve,
+            self.during,
+            run.most_on_host,
+            overhead,
+        )
+
+    def _excess(self, capacity: int) -> str:
+        """Return the first tensor beyond so many bytes of tensors, and where it is made; nothing if all fit."""
+        above = np.flatnonzero(self.during > capacity)
+        if not len(above):
+            return ""
+        at = int(above[0])
+        total, first = (int(self.curve[at - 1].sum()), at) if at else (0, -1)
+        # The results of a segment are made last.
+        for storage in sorted(self.run.every, key=lambda s: s.born == at and s.tape is None):
+            if first <= storage.born <= at and not storage.is_on_host:
+                for held in self._held(storage):
+                    total += held.bytes
+                    if total > capacity:
+                        where = f", in {self._place(at)}" if storage.born >= 0 else ", before the step"
+                        return f"{held.name} of {held.made_by}{where}"
+        return f"a temporary tensor in {self._place(at)}"
+
+    def _place(self, at: int) -> str:
+        """Return the work of an instruction in words, as `the backward of transformer.h.31 (microbatch 0)`."""
+        i = self.run.code[at]
+        if not isinstance(i, Forward | Backward):
+            return describe(self.program, i)
+        function = self.function_of[i.task]
+        blocks = [b for b in dict.fromkeys(block_of(op.module) or op.module for op in function.ops) if b]
+        where = " to ".join(blocks[:: max(1, len(blocks) - 1)]) or function.ops[-1].name
+        number = f" (microbatch {i.task.microbatch})" if i.task.microbatch >= 0 else ""
+        return f"the {type(i).__name__.lower()} of {where}{number}"
+
+    def _held(self, storage: Storage) -> Iterator[Held]:
+        """Yield the tensors of a storage; of a tape those that autograd keeps, with the ops that made them."""
+        made = self.run.code[storage.born] if storage.born >= 0 else None
+        made_by = type(made).__name__ if made is not None else "at rest"
+        if isinstance(made, Tasked) and storage.tape is not None:
+            function = self.function_of[made.task]
+            ops = self.ops_of[id(function)]
+            for size, n in storage.tape.others:
+                name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
+                yield Held(size, name, module or function.module or made_by, made.task.microbatch)
+            return
+        module = self.function_of[made.task].module if isinstance(made, Forward) else ""
+        made_by = "optimizer" if storage.category == OPTIMIZER else module or made_by
+        name_of = storage.name
+        yield Held(storage.bytes, str(name_of or ""), made_by, name_of.microbatch if name_of else -1)

@@ -15,7 +15,6 @@ from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import describe
 from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Program, Task
 from superscaler.ir.variants import once, without_twins
@@ -77,7 +76,8 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
     dtype = max(flops, key=lambda d: flops[d], default="float32")
     rate = sum(kind.speeds.products[dtype]) / 2
     overheads = _overheads(cluster)
-    found = memories(program, work.works.segments, overheads=overheads)
+    has = capacity or kind.memory
+    found = memories(program, work.works.segments, overheads=overheads, capacity=has)
     samples, tokens = _batch(program.model)
     prediction = Prediction(
         cluster=str(cluster),
@@ -91,7 +91,7 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
         peak_flops=kind.flops.get(dtype, 0.0),
         bound=sum(needed.values()) / rate / program.world,
         devices=tuple(_times(program, table, lane, found, work.waits(n)) for n, lane in enumerate(table.lanes)),
-        capacity=capacity or kind.memory,
+        capacity=has,
         reserved=overheads.context,
         links=table.bytes,
     )
@@ -140,7 +140,9 @@ def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[Devic
         bubble=mean(table.bubble),
         peak_bytes=fullest.total,
         memory={**fullest.parts, "overhead": fullest.overhead},
-        peak_at=describe(program, lane.code[fullest.at]),
+        peak_at=fullest.place,
+        kept=fullest.kept,
+        excess=fullest.excess,
         largest=[(f"{held.name} of {held.made_by}", held.bytes) for held in fullest.largest[:_SHOWN]],
     )
 

@@ -27,8 +27,9 @@ class DeviceTimes:
     communication  waits for data under way
     copies         waits for copies to and from the host
     bubble         waits for work of other devices
-    peak_bytes     the largest use of memory; `memory`: its parts at that moment; `peak_at`: the instruction;
-                   `largest`: the live tensors then, the largest first
+    peak_bytes     the largest use of memory; `memory`: its parts at that moment; `peak_at`: its place;
+                   `largest`: the live tensors then, the largest first; `kept`: activations of each block
+    excess         the first tensor beyond the memory of the device
     """
 
     devices: tuple[int, ...]
@@ -43,6 +44,8 @@ class DeviceTimes:
     memory: Mapping[str, int]
     peak_at: str
     largest: Sequence[tuple[str, int]]
+    kept: Mapping[str, int]
+    excess: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +132,15 @@ def _lines(p: Prediction) -> Iterator[str]:
     yield "  ".join(f"{name} {size(count)}" for name, count in full.memory.items() if count)
     largest = "; ".join(f"{size(count)} {name}" for name, count in full.largest)
     yield f"the peak is in {full.peak_at}" + (f": {largest}" if largest else "")
+    if blocks := [name for name in full.kept if name]:
+        kept = sum(full.kept[name] for name in blocks)
+        where = f"blocks, {blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else f"block, {blocks[0]}"
+        yield f"{size(kept)} of the activations are kept for {len(blocks)} {where}"
+    if full.excess:
+        yield f"the first tensor too many is {full.excess}"
     scores = max((count for name, count in full.largest if name.startswith(_LOSS)), default=0)
     if scores and scores == max(count for _, count in full.largest):
-        whole = scores + min(2 * scores, full.memory.get("inside", 0))
+        whole = scores + min(2 * scores, full.memory.get("temporary", 0))
         yield f"{size(whole)} of the peak are scores of the loss, of which a fused loss would need {size(scores)}"
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{number(amount / p.step_seconds)} {what}/s"

@@ -17,11 +17,11 @@ from superscaler.ir.program import Collective, CollectiveArg, Shape, Value
 from superscaler.simulate.works import Tape, block
 
 # What bytes are for. Activations: what autograd keeps. Gathered: weights that other devices brought. Values: tensors
-# between segments, and their gradients. Inside: what an instruction makes, or frees again, while it runs.
+# between segments, and their gradients. Temporary: what an instruction makes, or frees again, while it runs.
 CATEGORIES = (
-    "weights", "gathered", "optimizer", "gradients", "activations", "values", "communication", "inside"
+    "weights", "gathered", "optimizer", "gradients", "activations", "values", "communication", "temporary"
 )  # fmt: skip
-WEIGHTS, GATHERED, OPTIMIZER, GRADIENTS, ACTIVATIONS, VALUES, COMMUNICATION, INSIDE = range(len(CATEGORIES))
+WEIGHTS, GATHERED, OPTIMIZER, GRADIENTS, ACTIVATIONS, VALUES, COMMUNICATION, TEMPORARY = range(len(CATEGORIES))
 # Those which a tape counts as activations while it holds them.
 _KEPT = (VALUES, COMMUNICATION)
 

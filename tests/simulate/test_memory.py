@@ -106,3 +106,22 @@ def test_the_largest_tensors_have_the_module_that_made_them_and_their_microbatch
     assert "transformer.h.0.mlp.act" in {held.made_by for held in kept}
     assert all(held.made_by for held in found.largest)
     assert [held.bytes for held in found.largest] == sorted((h.bytes for h in found.largest), reverse=True)
+
+
+def test_the_first_tensor_beyond_a_capacity_is_named_with_its_block() -> None:
+    program = ss.compile(graph_of(GPT2), "single", "local:1").compiled.program
+
+    def excess(capacity: int) -> str:
+        return memories(program, capacity=capacity)[0].excess
+
+    (found,) = memories(program)
+    rest = found.parts["weights"] + found.parts["optimizer"]
+    assert excess(found.peak) == ""
+    assert excess(found.peak - 1).endswith(f"in {found.place}")
+    assert excess(found.parts["weights"] - 1).endswith("before the step")
+    # The more memory there is, the later is the block whose activations do not fit.
+    blocks = [excess(rest + found.parts["activations"] * n // 10) for n in (1, 4)]
+    assert ["transformer.h.0" in blocks[0], "transformer.h.1" in blocks[1]] == [True, True], blocks
+    assert [block for block in found.kept if block] == [f"transformer.h.{n}" for n in range(4)]
+    assert sum(found.kept.values()) <= found.parts["activations"]
+    assert found.place.startswith("the backward of")

@@ -46,7 +46,7 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     assert words(small).startswith("does not fit: ")
     # Of 4 bytes for each token and class, and two gradients like them.
     assert "scores of the loss" not in words(found)
-    loss = replace(found.devices[0], largest=[("cross_entropy_loss of Forward", 7)], memory={"inside": 14})
+    loss = replace(found.devices[0], largest=[("cross_entropy_loss of Forward", 7)], memory={"temporary": 14})
     assert "21 B of the peak are scores of the loss, of which a fused loss would need 7 B" in words(
         replace(found, devices=(loss,))
     )

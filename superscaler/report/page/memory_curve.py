@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import describe
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.memory import DeviceMemory
@@ -64,12 +63,10 @@ def _kept(during: Ints, curve: Ints) -> Ints:
 def alive(subject: Subject) -> Markup:
     """Return the live tensors at the peak of the fullest device."""
     fullest = max(subject.simulation.memories, key=lambda m: m.total)
-    lane = next(lane for lane in subject.simulation.table.lanes if fullest.rank in lane.devices)
-    where = describe(subject.simulation.program, lane.code[fullest.at]) if len(lane.code) else "nothing"
     sums: Mapping[str, int] = {**fullest.parts, "overhead": fullest.overhead}
     parts = ", ".join(f"{name} {size(count)}" for name, count in sums.items() if count)
     rows = ((h.name, h.made_by, h.microbatch if h.microbatch >= 0 else "", size(h.bytes)) for h in fullest.largest)
-    said = f"The peak of device {fullest.rank}, {size(fullest.total)}, is in {where}: {parts}."
+    said = f"The peak of device {fullest.rank}, {size(fullest.total)}, is in {fullest.place}: {parts}."
     return tag(
         "div",
         tag("p", said),
