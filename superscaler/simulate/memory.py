@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superscaler.ir.graph import block_of
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import describe
 from superscaler.ir.model import Optimizer
+from superscaler.ir.parts import block_of
 from superscaler.ir.program import (
     Backward,
     Collective,
