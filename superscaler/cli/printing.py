@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # A phase is said where it takes longer than so many seconds.
 _PATIENCE = 1.0
+# Columns of a table that is not on a terminal.
+_WIDE = 160
 # phase -> what is being done
 _TEXTS = {
     "import": "importing torch",
@@ -159,6 +161,9 @@ class Printer:
         from rich.console import Console
 
         console = Console(stderr=self.as_json, markup=False, highlight=False, soft_wrap=True)
+        if not console.is_terminal:
+            # Rows of tables stay on one line for other programs.
+            console.width = max(console.width, _WIDE)
         for thing in things:
             console.print(thing)
 
@@ -176,11 +181,11 @@ def plain(value: Any) -> Any:
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), title: str = "") -> Table:
     """Return a table for people, whose columns `right` have numbers."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
-    made = Table(
-        *(Column(name, justify="right" if name in right else "left", overflow="fold") for name in names), title=title
-    )
+    columns = (Column(name, justify="right" if name in right else "left", overflow="fold") for name in names)
+    made = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for row in rows:
         made.add_row(*row)
     return made
