@@ -163,7 +163,7 @@ class Passes:
         for n, content in enumerate(tape.inputs):
             if content.changed is not None and n not in again:
                 how = describe(self.program, content.changed)
-                raise Refusal(f"needs {kind_of(content)} as its forward read it, whose memory {how} has changed.")
+                raise Refusal(f"needs {kind_of(content)} as its forward read it, but {how} has changed its memory.")
         first, addends = tape.kept or (i, self._addends(tape, i, read[:count]))
         if first is not i and any(a and b for a, b in zip(made_by(first), made_by(i), strict=True)):
             raise Refusal("makes a gradient that its first half has made.")

@@ -20,8 +20,10 @@ from superscaler.verbs import Graph, InputError, Op, op_order
 
 @along_axis(last=True)
 def bytescheduler(graph: Graph, n: int, axis: str, piece: int = 4 * 2**20, ahead: float = 0.5) -> None:
-    if not (piece >= 1 and ahead >= 0):
-        raise InputError(f"bytescheduler:piece={piece},ahead={ahead}: give 1 byte or more, and a share from 0 on.")
+    if piece < 1:
+        raise InputError(f"bytescheduler:piece={piece} must be 1 byte or more.")
+    if not ahead >= 0:
+        raise InputError(f"bytescheduler:ahead={ahead} must be a share of the gradients, 0 or more.")
     data_parallel.cut(graph, n, axis)
     graph.unroll(2)
     layers, made = list(_layers(graph)), pieces.made(graph)

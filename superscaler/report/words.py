@@ -118,7 +118,7 @@ def _links(rows: Sequence[Sent]) -> str:
 
 
 def _title(block: Block) -> str:
-    """Return the names of equal blocks, and the bytes on links of each of them, and of all together."""
+    """Return a heading of equal blocks: their names, and the bytes on links of one block and of all."""
     moved, count = _moved(block), len(block.names)
     each = f" each, {size(moved * count)} together" if count > 1 else ""
     return heading(block.names) + (f": {size(moved)} on links{each}" if moved else ": nothing on links")

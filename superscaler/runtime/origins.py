@@ -126,7 +126,7 @@ class Watch(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Record nothing in the block: emitted code makes one call of it."""
+        """Stop recording in the block, of which emitted code makes one call."""
         self.is_on = False
         try:
             yield

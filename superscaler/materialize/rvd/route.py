@@ -91,8 +91,10 @@ def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, pa
 
 
 def _layout(boxes: Mapping[int, Box], whole: Box, classes: Mapping[int, Hashable]) -> Layout | None:
-    """Return the layout of boxes that tile `whole` evenly, or None: all boxes have equally many value parts, and these
-    equally many devices. Devices of one class hold the same part; without classes all are replicas.
+    """Return the layout of boxes that tile `whole` evenly, None for other boxes.
+
+    An even tiling has as many value parts in each box, and as many devices in each value part. Devices of one class
+    hold the same part; without classes all are replicas.
     """
     cells: dict[Box, dict[Hashable, list[int]]] = {}
     for device, box in sorted(boxes.items()):
