@@ -125,6 +125,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "materialize/test_lowering"),
     ("the last of equal prices is not taken", "if price <= min(prices) * NEARLY][-1]",
      "if price <= min(prices) * NEARLY][0]", "materialize/test_pricing materialize/test_lowering"),
+    ("a last update is before a message", "if not isinstance(last, Update):", "if last is None:",
+     "integration/test_updates"),
+    ("last updates do not meet", "elif isinstance(i, Update) and not i.is_early:",
+     "elif isinstance(i, Update) and i.is_early:", "integration/test_updates"),
     ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n < like else 0",
      "materialize/test_loops"),
     # Emitted code.

@@ -1,7 +1,7 @@
 """The communication of a program: that it ends, and the traffic that it makes, in rows with their reasons.
 
 Deadlock freedom is proved on the communication of all devices alone. A send blocks until it is received; a device goes
-on after all communication of one start.
+on after all communication of one start. The last updates of all devices meet: clipping and loss scales sum over them.
 """
 
 from collections import Counter, defaultdict
@@ -24,12 +24,13 @@ from superscaler.ir.program import (
     Recv,
     Send,
     Slice,
+    Update,
     Value,
     links,
 )
 
 Meeting = tuple[object, ...]
-Communication = Collective | Send | Recv
+Communication = Collective | Send | Recv | Update
 # By meeting, the devices that must be there, and the instruction.
 Batch = dict[Meeting, tuple[frozenset[int], Communication]]
 
@@ -53,9 +54,9 @@ def _communication(i: Instruction) -> Instruction | None:
     return i if isinstance(i, Communication) else None if isinstance(i, Slice | Free) else Loss((), ())
 
 
-def meetings(devices: Iterable[Device]) -> list[list[Batch]]:
+def meetings(devices: Iterable[Device], world: int) -> list[list[Batch]]:
     """Return the communication of each device in order, as batches that start together."""
-    found = []
+    found, everyone = [], frozenset(range(world))
     for device in devices:
         mine: list[Batch] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
@@ -71,6 +72,8 @@ def meetings(devices: Iterable[Device]) -> list[list[Batch]]:
             elif isinstance(i, Send | Recv):
                 pair = (device.rank, i.peer) if isinstance(i, Send) else (i.peer, device.rank)
                 meeting, members = ("message", *pair, i.message), frozenset(pair)
+            elif isinstance(i, Update) and not i.is_early:
+                meeting, members = ("update",), everyone
             else:
                 continue
             if isinstance(i, Send):
@@ -93,6 +96,8 @@ def _described(i: Communication) -> str:
         return f"{i.kind} of {_shown(i.works if any(i.works) else i.sources)} over devices {i.group}"
     if isinstance(i, Send):
         return f"send of {i.source} to device {i.peer}"
+    if isinstance(i, Update):
+        return "its last update, for the gradients of all devices"
     return f"recv of {_shown([i.work])} from device {i.peer}"
 
 
@@ -116,7 +121,7 @@ def check_rendezvous(program: Program) -> None:
     In a folded program one device of each base is checked: all devices of a base run in step.
     """
     devices = program.devices
-    left = meetings(device for device, _ in program.distinct)
+    left = meetings((device for device, _ in program.distinct), len(devices))
     _check_members(left, len(devices))
     if isinstance(devices, Folded):
         groups = {group for meets in left for batch in meets for group, _ in batch.values()}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import prod
 
-from superscaler.ir.communication import batches
+from superscaler.ir.communication import Communication, batches
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents
@@ -120,10 +120,11 @@ class _Builder:
 
     def program(self) -> Program:
         for rank, code in enumerate(self.code.of):
-            # Global norms are sums over all devices, so devices without weights take part in the last update too.
-            updates = [(at, i) for at, i in enumerate(code) if isinstance(i, Update)]
-            if not updates:
+            # Global norms are sums over all devices: each takes part in a last update, after all that others wait for.
+            last = next((i for i in reversed(code) if isinstance(i, Communication)), None)
+            if not isinstance(last, Update):
                 code.append(Update((), ()))
+            updates = [(at, i) for at, i in enumerate(code) if isinstance(i, Update)]
             for at, i in updates[:-1]:
                 code[at] = replace(i, is_early=True)
             parts = self.loss_parts[rank]

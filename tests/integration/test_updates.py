@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import superscaler as ss
 from superscaler.errors import ScheduleError
-from superscaler.ir.program import Accumulate, Collective, Free, Update, writes
+from superscaler.ir.communication import check_rendezvous
+from superscaler.ir.program import Accumulate, Collective, Free, Send, Update, writes
 from tests.graphs import graph_of
-from tests.ran import SProgram, equal, trained
+from tests.ran import Around, SProgram, captured, equal, trained
 from tests.rewrites import early, on_top
 from tests.sweeps import few
 
@@ -33,6 +36,52 @@ def test_clipping_takes_the_norm_of_all_gradients() -> None:
     (losses, weights), (expected, others) = (trained(plan, clip=0.1)[0] for plan in plans)
     assert losses == expected
     assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def in_two(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    for op in graph.ops:
+        first = op.module == "first" or any(o.tensor.startswith("first") for o in op.inputs)
+        ss.op_assign(graph, op, cluster.devices[0 if first else 1])
+
+
+def updated_first(graph: ss.Graph) -> None:
+    head = [op for op in graph.ops if op.kind == "optimizer" and op.inputs[0].tensor.startswith("head")]
+    ss.op_order(graph, head, graph.select(module="frozen", kind="B"))
+
+
+@pytest.fixture(scope="module")
+def tower() -> ss.Graph:
+    """A head on a frozen layer, whose device sends a gradient on after it has made those of its own weights."""
+
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        layers = {name: nn.Linear(4, 4) for name in ("first", "frozen", "head")}
+        layers["frozen"].requires_grad_(False)
+        return Around(lambda m, x: m.head(m.frozen(m.first(x).tanh()).tanh()).square().mean(), **layers), torch.ones(
+            2, 4
+        )
+
+    return captured(make)
+
+
+def test_a_device_clips_after_it_has_sent_what_others_wait_for(tower: ss.Graph) -> None:
+    plans = [ss.compile(tower, plan, "local:2") for plan in (on_top(in_two, updated_first), in_two)]
+    code = plans[0].compiled.program.devices[1].instructions
+    assert [i.is_early for i in code if isinstance(i, Update)] == [True, False]
+    # So small that it clips, so that each device needs the gradients of the other.
+    for (losses, weights), (expected, others) in zip(*(trained(plan, clip=1e-3) for plan in plans), strict=True):
+        assert losses == expected
+        assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def test_a_last_update_before_a_message_deadlocks(tower: ss.Graph) -> None:
+    program = ss.compile(tower, in_two, "local:2").compiled.program
+    first, second = program.devices
+    update, send = (next(i for i in second.instructions if isinstance(i, kind)) for kind in (Update, Send))
+    code = [j for i in second.instructions if i is not update for j in ([update, send] if i is send else [i])]
+    with pytest.raises(
+        ScheduleError, match=r"device 0, step 1: waits in recv .*\n.*device 1, step 1: waits in its last"
+    ):
+        check_rendezvous(replace(program, devices=(first, replace(second, instructions=tuple(code)))))
 
 
 def accumulated(count: int) -> SProgram:

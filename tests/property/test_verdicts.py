@@ -259,7 +259,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
 
 def interleave(program: Program, draw: random.Random) -> set[int]:
     """Run the communication of all devices, sends without buffers, in a random order; return who never ends."""
-    left = [mine[::-1] for mine in meetings(program.devices)]
+    left = [mine[::-1] for mine in meetings(program.devices, program.world)]
     ready = list(range(len(left)))
     while ready:
         device = ready.pop(draw.randrange(len(ready)))
