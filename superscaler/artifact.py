@@ -31,6 +31,8 @@ from superscaler.store.operators import copies
 from superscaler.store.plan import plan_files, read_plan, recover, staged
 from superscaler.store.tensor_file import tensor_hashes
 
+# The kinds of tensors that are the user's.
+_OWNED = ("parameter", "buffer")
 RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun says how. Written by superscaler."""
 
 import sys
@@ -60,7 +62,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
         "devices": [asdict(t) for t in emitted.tables],
         **reads(model),
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
-        "tensors": {name: owned(model, name) for name in sorted(model.tensors) if is_owned(model, name)},
+        "tensors": {name: owned(model, name) for name in sorted(model.tensors) if model.tensors[name].kind in _OWNED},
         "aliases": dict(model.aliases),
         "loss_dtype": model.tensors[model.loss].wide_dtype if model.loss else "",
         **({"result": model.result} if model.result else {}),
@@ -92,11 +94,6 @@ def slots_of(model: Model, name: str) -> list[list[int]]:
     """Return the slot sizes of a tensor, per dim."""
     sizes = iter(model.tensors[name].extents)
     return [[next(sizes) for _ in dim] for dim in model.tensors[name].slots]
-
-
-def is_owned(model: Model, name: str) -> bool:
-    """Return whether a tensor is a parameter or buffer of the user's module, or a segment of one."""
-    return model.tensors[name].kind in ("parameter", "buffer")
 
 
 def owned(model: Model, name: str) -> dict[str, Any]:
@@ -140,7 +137,12 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
             )
     weights = kept_values(compiled.graph, values)
     data = {**describe(compiled, seed), "operators": operators}
-    files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
+    written = {
+        **texts(compiled.program, compiled.emitted),
+        disk.JOURNAL_FILE: print_journal(compiled.graph.journal),
+        disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
+    }
+    files = {**{name: text.encode() for name, text in written.items()}, **sources}
     hashes = {name: digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": hash_without(data, "manifest"), "files": hashes}
     with writing(directory, "choose another directory"):
@@ -171,15 +173,6 @@ def texts(program: Program, emitted: Emitted) -> dict[str, str]:
         disk.MODEL_FILE: print_model(without_sources(program.model)),
         disk.PROGRAM_FILE: print_program(program),
         disk.RUN_FILE: RUN.format(world=program.world),
-    }
-
-
-def _texts(compiled: Compiled) -> dict[str, str]:
-    """Return all files but plan.json and the weights."""
-    return {
-        **texts(compiled.program, compiled.emitted),
-        disk.JOURNAL_FILE: print_journal(compiled.graph.journal),
-        disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
 
 

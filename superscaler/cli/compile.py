@@ -49,15 +49,12 @@ def check_out(out: Path | None) -> None:
     # The nearest existing folder above: the rest will be made in it.
     above = next((p for p in (out, *out.parents) if os.path.lexists(p)), Path())
     if not os.path.isdir(above):
-        raise InputError(f"--out {out}: {above} is {_kind(above)}; choose a directory.")
+        kind = "a file" if above.exists() else "a link to nothing"
+        raise InputError(f"--out {out}: {above} is {kind}; choose a directory.")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
     if above == out:
         plan_files(out)
-
-
-def _kind(path: Path) -> str:
-    return "a file" if os.path.exists(path) else "a link to nothing"
 
 
 def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:

@@ -67,7 +67,8 @@ def examine() -> Iterator[Check]:
         yield gloo()
         yield from _cuda()
     yield _transformers()
-    yield _cores()
+    few = "more processes than cores take turns: use small models and local:2"
+    yield Check("cores", cores() > 1, str(cores()), few)
     yield _memory()
     yield _cache()
 
@@ -141,12 +142,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cores() -> Check:
-    return Check(
-        "cores", cores() > 1, str(cores()), "more processes than cores take turns: use small models and local:2"
-    )
 
 
 def _memory() -> Check:

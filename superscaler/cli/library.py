@@ -98,9 +98,6 @@ def examples(
                 raise InputError(f"{directory / file.name} exists, and would be replaced; name another folder.")
         for file in files:
             (directory / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    printer.show(*(f"{directory / file.name}: {first_line(file)}" for file in files))
+    heads = (file.read_text(encoding="utf-8").split("\n", 1)[0].strip('"') for file in files)
+    printer.show(*(f"{directory / file.name}: {head}" for file, head in zip(files, heads, strict=True)))
     printer.result = {"files": [str(directory / file.name) for file in files]}
-
-
-def first_line(file: Path) -> str:
-    return file.read_text(encoding="utf-8").split("\n", 1)[0].strip('"')

@@ -9,28 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from superscaler.errors import ScheduleError, some
+from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
 from superscaler.ir.layout import Path, Provenance
 from superscaler.ir.loops import Rolled
 from superscaler.ir.model import width
-from superscaler.ir.program import (
-    Collective,
-    Copy,
-    Device,
-    Free,
-    Instruction,
-    Loss,
-    Program,
-    Recv,
-    Send,
-    Slice,
-    Update,
-    Value,
-    links,
-)
 
 Meeting = tuple[object, ...]
-Communication = Collective | Send | Recv | Update
+Communication = p.Collective | p.Send | p.Recv | p.Update
 # By meeting, the devices that must be there, and the instruction.
 Batch = dict[Meeting, tuple[frozenset[int], Communication]]
 
@@ -40,21 +26,21 @@ def batches(code: Sequence[object]) -> dict[int, int]:
     found: dict[int, int] = {}
     first, point = -1, -1
     for at, i in enumerate(code):
-        if isinstance(i, Send | Recv) and i.point == point:
+        if isinstance(i, p.Send | p.Recv) and i.point == point:
             found[first] = at
-        elif isinstance(i, Send | Recv):
+        elif isinstance(i, p.Send | p.Recv):
             first, point = at, i.point
-        elif not isinstance(i, Slice | Free):
+        elif not isinstance(i, p.Slice | p.Free):
             point = -1
     return found
 
 
-def _communication(i: Instruction) -> Instruction | None:
+def _communication(i: p.Instruction) -> p.Instruction | None:
     """Return communication, or a placeholder for other instructions between messages."""
-    return i if isinstance(i, Communication) else None if isinstance(i, Slice | Free) else Loss((), ())
+    return i if isinstance(i, Communication) else None if isinstance(i, p.Slice | p.Free) else p.Loss((), ())
 
 
-def meetings(devices: Iterable[Device], world: int) -> list[list[Batch]]:
+def meetings(devices: Iterable[p.Device], world: int) -> list[list[Batch]]:
     """Return the communication of each device in order, as batches that start together."""
     found, everyone = [], frozenset(range(world))
     for device in devices:
@@ -65,18 +51,18 @@ def meetings(devices: Iterable[Device], world: int) -> list[list[Batch]]:
         code = list(code.changed(_communication) if isinstance(code, Rolled) else code)
         ends, end = batches(code), -1
         for at, i in enumerate(code):
-            if isinstance(i, Collective):
+            if isinstance(i, p.Collective):
                 meeting: Meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
                 members = frozenset(i.group)
                 count[i.group] += 1
-            elif isinstance(i, Send | Recv):
-                pair = (device.rank, i.peer) if isinstance(i, Send) else (i.peer, device.rank)
+            elif isinstance(i, p.Send | p.Recv):
+                pair = (device.rank, i.peer) if isinstance(i, p.Send) else (i.peer, device.rank)
                 meeting, members = ("message", *pair, i.message), frozenset(pair)
-            elif isinstance(i, Update) and not i.is_early:
+            elif isinstance(i, p.Update) and not i.is_early:
                 meeting, members = ("update",), everyone
             else:
                 continue
-            if isinstance(i, Send):
+            if isinstance(i, p.Send):
                 if (i.peer, i.message) in numbers:
                     raise ScheduleError(
                         f"device {device.rank} sends {i.source} to device {i.peer} as message {i.message}, the number "
@@ -92,16 +78,16 @@ def meetings(devices: Iterable[Device], world: int) -> list[list[Batch]]:
 
 
 def _described(i: Communication) -> str:
-    if isinstance(i, Collective):
+    if isinstance(i, p.Collective):
         return f"{i.kind} of {_shown(i.works if any(i.works) else i.sources)} over devices {i.group}"
-    if isinstance(i, Send):
+    if isinstance(i, p.Send):
         return f"send of {i.source} to device {i.peer}"
-    if isinstance(i, Update):
+    if isinstance(i, p.Update):
         return "its last update, for the gradients of all devices"
     return f"recv of {_shown([i.work])} from device {i.peer}"
 
 
-def _shown(works: Sequence[Value | None]) -> str:
+def _shown(works: Sequence[p.Value | None]) -> str:
     return some([str(work._replace(is_handle=False, number=1)) for work in works if work is not None], 4)
 
 
@@ -115,7 +101,7 @@ def _check_members(left: Sequence[Sequence[Batch]], world: int) -> None:
                 )
 
 
-def check_rendezvous(program: Program) -> None:
+def check_rendezvous(program: p.Program) -> None:
     """Raise ScheduleError, showing the position of each device, if the communication cannot finish.
 
     In a folded program one device of each base is checked: all devices of a base run in step.
@@ -175,7 +161,7 @@ class TransferRow:
     moved: int
 
 
-def moves(program: Program) -> list[TransferRow]:
+def moves(program: p.Program) -> list[TransferRow]:
     """Return the rows of a program: local transfers first, then communication in the order in which it starts."""
     starts, counts, weights = dict[Key, int](), Counter[Key](), Counter[Key]()
     for device, copies in program.distinct:
@@ -194,12 +180,12 @@ def moves(program: Program) -> list[TransferRow]:
         # Every member of a collective starts it; of a message, only its sender.
         members = len(key[4]) if key[2] == "collective" else 1
         size = weights[key] // members
-        moved = 0 if key[2] == "copies" else size * links(key[3], members) if members > 1 else size
+        moved = 0 if key[2] == "copies" else size * p.links(key[3], members) if members > 1 else size
         found.append(TransferRow(*key, counts[key] // members, size, moved))
     return found
 
 
-def paths(program: Program) -> list[Path]:
+def paths(program: p.Program) -> list[Path]:
     """Return the paths of several steps that transfers take."""
     tensors: dict[Path, Counter[str]] = {}
     for note, count in program.notes.items():
@@ -208,18 +194,18 @@ def paths(program: Program) -> list[Path]:
     return [replace(path, tensors=tuple(of), count=of.total()) for path, of in tensors.items()]
 
 
-def _started(i: Instruction, rank: int) -> Iterator[tuple[Provenance, str, str, tuple[int, ...], int, int]]:
-    if isinstance(i, Send):
+def _started(i: p.Instruction, rank: int) -> Iterator[tuple[Provenance, str, str, tuple[int, ...], int, int]]:
+    if isinstance(i, p.Send):
         for note in i.notes:
             yield note, "messages", "send", (rank, i.peer), 1, i.bytes
-    elif isinstance(i, Copy):
+    elif isinstance(i, p.Copy):
         for note in i.notes:
             yield note, "copies", "to_host" if i.to_host else "to_device", (rank, rank), 1, i.bytes
-    elif isinstance(i, Collective):
+    elif isinstance(i, p.Collective):
         for note, way in zip(i.notes, i.ways, strict=True):
             yield note, "collective", i.kind, _group(i), len(i.ways), way.elements * width(i.dtype)
 
 
-def _group(i: Collective) -> tuple[int, ...]:
+def _group(i: p.Collective) -> tuple[int, ...]:
     """Return the group in the order in which clusters price it: the only receiver last."""
     return i.group if i.root < 0 else (*i.group[: i.root], *i.group[i.root + 1 :], i.group[i.root])

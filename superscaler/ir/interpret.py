@@ -14,26 +14,9 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from superscaler.errors import ScheduleError, TransformError
+from superscaler.ir import program as p
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import (
-    FIELDS,
-    ONE,
-    Collective,
-    Copy,
-    Forward,
-    Free,
-    Instruction,
-    Program,
-    Recv,
-    Role,
-    Send,
-    Value,
-    Wait,
-    names,
-    reads,
-    writes,
-)  # fmt: skip
 
 V = TypeVar("V")
 
@@ -60,14 +43,14 @@ class Domain(Protocol[V]):
     def take(self, value: V, rows: Ints) -> V:
         """Return some rows of a value."""
 
-    def join(self, how: Collective, part: int, members: Sequence[tuple[V, Ints]], position: Ints, group: Ints) -> V:
+    def join(self, how: p.Collective, part: int, members: Sequence[tuple[V, Ints]], position: Ints, group: Ints) -> V:
         """Return the result of a collective for its tensor `part`. Each row has its `group`, and its `position` in
         that.
 
         `members`: for each place in the group, a value and its row for each group.
         """
 
-    def arrive(self, cohort: Cohort, at: int, recv: Instruction, value: V) -> V:
+    def arrive(self, cohort: Cohort, at: int, recv: p.Instruction, value: V) -> V:
         """Return the value that a Wait makes of an arrived message or collective."""
 
 
@@ -106,9 +89,9 @@ class Run(Generic[V]):
 
     cohort: Cohort
     at: int = 0
-    values: dict[Value, V] = field(default_factory=dict)
-    gone: dict[Value, str] = field(default_factory=dict)
-    handles: dict[Value, tuple[Post[V], int]] = field(default_factory=dict)
+    values: dict[p.Value, V] = field(default_factory=dict)
+    gone: dict[p.Value, str] = field(default_factory=dict)
+    handles: dict[p.Value, tuple[Post[V], int]] = field(default_factory=dict)
     sent: dict[int, list[Post[V]]] = field(default_factory=dict)
     collectives: dict[bytes, list[Post[V]]] = field(default_factory=dict)
     groups: dict[bytes, _Group[V]] = field(default_factory=dict)
@@ -116,19 +99,10 @@ class Run(Generic[V]):
     limit: int | None = None
 
 
-def interpret(program: Program, domain: Domain[V]) -> None:
-    """Run a program on a domain.
-
-    Raises ScheduleError with the device: for the first instruction that the domain refuses, and for devices that wait
-    for a message that is never sent.
-    """
-    Interpreter(program, domain).run()
-
-
 class Interpreter(Generic[V]):
     """An interpreter of a program on a domain. A subclass may hold cohorts at limits."""
 
-    def __init__(self, program: Program, domain: Domain[V]) -> None:
+    def __init__(self, program: p.Program, domain: Domain[V]) -> None:
         self.program, self.domain = program, domain
         self.runs: list[Run[V]] = [Run(cohort) for cohort in cohorts(program)]
         self.cohort_of = np.full(program.world, -1)
@@ -138,6 +112,9 @@ class Interpreter(Generic[V]):
             self.row_of[run.cohort.devices] = np.arange(len(run.cohort))
 
     def run(self) -> None:
+        """Run the program. Raises ScheduleError with the device: for the first instruction that the domain refuses, and
+        for devices that wait for a message that is never sent.
+        """
         left = list(self.runs)
         while left:
             moved = [run for run in left if self._advance(run)]
@@ -170,9 +147,9 @@ class Interpreter(Generic[V]):
             run.at += 1
         return run.at > first
 
-    def _step(self, run: Run[V], i: Instruction) -> bool:
+    def _step(self, run: Run[V], i: p.Instruction) -> bool:
         match i:
-            case Free():
+            case p.Free():
                 for name in i.names:
                     if name not in run.values and name not in run.handles:
                         raise Refusal(f"frees {name}, {self._missing(run, name)}.")
@@ -180,19 +157,19 @@ class Interpreter(Generic[V]):
                     run.handles.pop(name, None)
                     run.gone[name] = "which is freed"
                 return True
-            case Wait():
+            case p.Wait():
                 return self._wait(run, i)
         read = [*self._read(run, i), *self._sums(run, i)]
-        if isinstance(i, Send | Recv | Collective | Copy):
+        if isinstance(i, p.Send | p.Recv | p.Collective | p.Copy):
             self._start(run, i, read)
         else:
             self._write(run, i, self.domain.run(run.cohort, run.at, read))
         return True
 
-    def _read(self, run: Run[V], i: Instruction) -> list[V | None]:
+    def _read(self, run: Run[V], i: p.Instruction) -> list[V | None]:
         found: list[V | None] = []
         for name in _fields(i):
-            if name is None or name == ONE:
+            if name is None or name == p.ONE:
                 found.append(None)
             elif name in run.values:
                 found.append(run.values[name])
@@ -200,34 +177,34 @@ class Interpreter(Generic[V]):
                 raise Refusal(f"reads {name}, {self._missing(run, name)}.")
         return found
 
-    def _sums(self, run: Run[V], i: Instruction) -> Iterator[V | None]:
-        for name in names(i, Role.SUM):
+    def _sums(self, run: Run[V], i: p.Instruction) -> Iterator[V | None]:
+        for name in p.names(i, p.Role.SUM):
             if name in run.gone or name in run.handles:
                 raise Refusal(f"adds to {name}, {run.gone.get(name, 'a handle')}.")
             yield run.values.get(name)
 
-    def _missing(self, run: Run[V], name: Value) -> str:
-        later = any(name in writes(i) for i in run.cohort.code[run.at :])
+    def _missing(self, run: Run[V], name: p.Value) -> str:
+        later = any(name in p.writes(i) for i in run.cohort.code[run.at :])
         return run.gone.get(name, "which is made later" if later else "which nothing makes")
 
-    def _write(self, run: Run[V], i: Instruction, made: Sequence[V]) -> None:
-        for name, value in zip(writes(i), made, strict=True):
-            if name not in (*reads(i), *names(i, Role.SUM)):
+    def _write(self, run: Run[V], i: p.Instruction, made: Sequence[V]) -> None:
+        for name, value in zip(p.writes(i), made, strict=True):
+            if name not in (*p.reads(i), *p.names(i, p.Role.SUM)):
                 self._check_new(run, name)
             run.values[name] = value
 
-    def _check_new(self, run: Run[V], name: Value) -> None:
+    def _check_new(self, run: Run[V], name: p.Value) -> None:
         if name in run.values or name in run.handles:
             raise Refusal(f"makes {name}, which exists already.")
-        if name == ONE:
+        if name == p.ONE:
             raise Refusal(f"makes {name}, the name of the gradient of the loss.")
 
     # Communication.
 
-    def _start(self, run: Run[V], i: Instruction, read: Sequence[V | None]) -> None:
+    def _start(self, run: Run[V], i: p.Instruction, read: Sequence[V | None]) -> None:
         cohort, at = run.cohort, run.at
         read = self.domain.start(cohort, at, read)
-        if isinstance(i, Collective):
+        if isinstance(i, p.Collective):
             group = np.ascontiguousarray(cohort.data(at, "group"))
             key = group.tobytes()
             if key not in run.collectives:
@@ -235,10 +212,10 @@ class Interpreter(Generic[V]):
             posts = run.collectives.setdefault(key, [])
             post = Post(cohort, at, read, group, group[:, 0], len(posts))
             posts.append(post)
-        elif isinstance(i, Copy):
+        elif isinstance(i, p.Copy):
             post = Post(cohort, at, read, cohort.devices, cohort.devices)
         else:
-            assert isinstance(i, Send | Recv)
+            assert isinstance(i, p.Send | p.Recv)
             peers = cohort.data(at, "peer")
             self._check_devices(peers)
             if (peers == cohort.devices).any():
@@ -247,9 +224,9 @@ class Interpreter(Generic[V]):
                     int(np.argmax(peers == cohort.devices)),
                 )
             post = Post(cohort, at, read, peers, cohort.data(at, "message"))
-            if isinstance(i, Send):
+            if isinstance(i, p.Send):
                 run.sent.setdefault(int(self.cohort_of[peers[0]]), []).append(post)
-        for part, name in enumerate(writes(i)):
+        for part, name in enumerate(p.writes(i)):
             self._check_new(run, name)
             run.handles[name] = post, part
 
@@ -271,15 +248,15 @@ class Interpreter(Generic[V]):
             row = int(np.argmax(twice))
             raise Refusal(f"is over {group[row].tolist()}, which names a device twice.", row)
 
-    def _wait(self, run: Run[V], i: Wait) -> bool:
+    def _wait(self, run: Run[V], i: p.Wait) -> bool:
         if i.work not in run.handles:
             raise Refusal(f"waits for {i.work}, {self._missing(run, i.work)}.")
         post, part = run.handles[i.work]
         started = run.cohort.code[post.at]
-        if isinstance(started, Copy):
+        if isinstance(started, p.Copy):
             value = post.read[0]
         else:
-            value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
+            value = self._message(run, post) if isinstance(started, p.Recv) else self._collective(run, post, part)
         if value is None:
             return False
         made = self.domain.arrive(run.cohort, run.at, started, value)
@@ -310,14 +287,14 @@ class Interpreter(Generic[V]):
         if key not in run.groups:
             run.groups[key] = self._group(run, post.peers)
         group, i = run.groups[key], run.cohort.code[post.at]
-        assert isinstance(i, Collective)
+        assert isinstance(i, p.Collective)
         members = list[tuple[V, Ints]]()
         for k, (other, rows) in enumerate(group.ends):
             posts = group.posts[k] = group.posts[k] or self._posts(other, group.distinct, rows)
             if len(posts) <= post.count:
                 return None
             theirs, device = other.cohort.code[posts[post.count].at], group.distinct[0, k]
-            assert isinstance(theirs, Collective)
+            assert isinstance(theirs, p.Collective)
             if theirs is not i and _meeting(theirs) != _meeting(i):
                 raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
             if i.kind == "broadcast" and k > 0:
@@ -356,31 +333,31 @@ class Interpreter(Generic[V]):
 
     def _stuck(self, run: Run[V]) -> str:
         i = run.cohort.code[run.at]
-        assert isinstance(i, Wait)
+        assert isinstance(i, p.Wait)
         post, _ = run.handles[i.work]
         started = describe(self.program, run.cohort.code[post.at])
         others = ", ".join(map(str, np.atleast_1d(post.peers[0]).tolist()[:8]))
         return self._where(run, run.at, f"never ends: {started} is not met by devices {others}.", 0)
 
 
-def _meeting(i: Collective) -> tuple[object, ...]:
+def _meeting(i: p.Collective) -> tuple[object, ...]:
     """Return the properties that all members of a collective must share."""
     return i.kind, len(i.ways), i.dtype, i.bytes, i.root
 
 
-def _fields(i: Instruction) -> Iterator[Value | None]:
+def _fields(i: p.Instruction) -> Iterator[p.Value | None]:
     """Yield the values that an instruction reads, with gaps as None."""
-    for field_ in FIELDS[type(i), Role.READ]:
+    for field_ in p.FIELDS[type(i), p.Role.READ]:
         value = getattr(i, field_)
-        yield from (value,) if isinstance(value, Value) else value
+        yield from (value,) if isinstance(value, p.Value) else value
 
 
-def describe(program: Program, i: Instruction) -> str:
+def describe(program: p.Program, i: p.Instruction) -> str:
     """Return a short text for an instruction: its kind, and the op or value that it concerns."""
-    if isinstance(i, Forward) and 0 <= i.function < len(program.functions) and program.functions[i.function].ops:
+    if isinstance(i, p.Forward) and 0 <= i.function < len(program.functions) and program.functions[i.function].ops:
         function = program.functions[i.function]
         return f"Forward {i.task} ({function.ops[0].name}..{function.ops[-1].name})"
     task = getattr(i, "task", None)
-    shown = [str(v) for v in (writes(i) or names(i, Role.READ))[:3]]
-    kind = i.kind if isinstance(i, Collective) else type(i).__name__
+    shown = [str(v) for v in (p.writes(i) or p.names(i, p.Role.READ))[:3]]
+    kind = i.kind if isinstance(i, p.Collective) else type(i).__name__
     return f"{kind} {task}" if task else f"{kind} of {', '.join(shown)}"

@@ -112,13 +112,9 @@ class Block:
         """Return the ops of each call of the module, if a step calls it several times (recycling, shared layers). A
         call begins where the module's first operator recurs.
         """
-        first = self.ops[0]
-        starts = [k for k, op in enumerate(self.ops) if _place(op) == _place(first)]
+        places = [(op.module, op.target, op.source) for op in self.ops]
+        starts = [k for k, place in enumerate(places) if place == places[0]]
         return tuple(self.ops[a:b] for a, b in pairwise([*starts, len(self.ops)]))
-
-
-def _place(op: Op) -> tuple[str, str, str]:
-    return op.module, op.target, op.source
 
 
 def block_of(module: str) -> str:

@@ -27,44 +27,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
+from superscaler.ir import program as p
 from superscaler.ir.cohorts import form
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.loops import Loop, Rolled, Run, runs_of
 from superscaler.ir.model import Model
-from superscaler.ir.program import (
-    KINDS,
-    ROLES,
-    CollectiveArg,
-    Device,
-    Function,
-    Instruction,
-    Program,
-    Role,
-    Task,
-    Value,
-    Weight,
-)  # fmt: skip
 
-_DATA = (Role.EVEN, Role.GROUP, Role.PEER, Role.MESSAGE)
-_WEIGHT = {f.name: {"name": Role.WRITE, "box": Role.EVEN, "counted": Role.EVEN}.get(f.name) for f in fields(Weight)}
+_DATA = (p.Role.EVEN, p.Role.GROUP, p.Role.PEER, p.Role.MESSAGE)
+_WEIGHT = {
+    f.name: {"name": p.Role.WRITE, "box": p.Role.EVEN, "counted": p.Role.EVEN}.get(f.name) for f in fields(p.Weight)
+}
 # Left out where they are not set.
 _FLAGS = {
     (k.__name__, f.name): f.default
-    for k in (Weight, *KINDS)
+    for k in (p.Weight, *p.KINDS)
     for f in fields(k)
     if f.default is False or f.default == "" or f.name in ("again", "root", "sums", "alive")
 }
-_ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
+_ROLES: Mapping[str, Mapping[str, p.Role | None]] = {
+    "Weight": _WEIGHT,
+    **{kind.__name__: p.ROLES[kind] for kind in p.KINDS},
+}
 _GRADIENTS = ("grads", "wide", "again", "saved")
-_KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind in KINDS}}
+_KINDS: Mapping[str, type] = {"Weight": p.Weight, **{kind.__name__: kind for kind in p.KINDS}}
 
 
-def print_program(program: Program) -> str:
+def print_program(program: p.Program) -> str:
     """Return a program as text; without its notes."""
     return "".join(f"{line}\n" for line in _lines(program))
 
 
-def _lines(program: Program) -> Iterator[str]:
+def _lines(program: p.Program) -> Iterator[str]:
     devices = program.devices
     yield f"program of {program.world} devices"
     if program.mesh:
@@ -81,7 +74,7 @@ def _lines(program: Program) -> Iterator[str]:
             spans = " ".join(f"{lo}:{hi}@{c}" for (lo, hi), c in zip(box, where, strict=True))
             yield f"  {op.name} ({shown}) {spans}".rstrip()
     if not isinstance(devices, Folded):
-        alike: dict[object, list[Device]] = {}
+        alike: dict[object, list[p.Device]] = {}
         for device in devices:
             alike.setdefault(form(device), []).append(device)
         sections = list(alike.values())
@@ -93,7 +86,7 @@ def _lines(program: Program) -> Iterator[str]:
         yield from (f"  {line}" for line in _section(section))
 
 
-def _section(devices: Sequence[Device]) -> Iterator[str]:
+def _section(devices: Sequence[p.Device]) -> Iterator[str]:
     tables: dict[tuple[Any, ...], int] = {}
     yield from _rows(zip(*(d.weights for d in devices), strict=True), tables)
     for some in zip(*map(runs_of, devices), strict=True):
@@ -108,13 +101,13 @@ def _rows(each: Iterable[tuple[Any, ...]], tables: dict[tuple[Any, ...], int]) -
         known = len(tables)
         kind, made, given = type(rows[0]).__name__, [], []
         for name, role in _ROLES[kind].items():
-            if role is Role.NOTE:
+            if role is p.Role.NOTE:
                 continue
             values = tuple(getattr(row, name) for row in rows)
             if values[0] == _FLAGS.get((kind, name)):
                 continue
-            if role is Role.WRITE:
-                made = [_text(v) for v in ((values[0],) if isinstance(values[0], Value) else values[0])]
+            if role is p.Role.WRITE:
+                made = [_text(v) for v in ((values[0],) if isinstance(values[0], p.Value) else values[0])]
             elif role in _DATA and any(value != values[0] for value in values[1:]):
                 given.append(f"{name}=T[{tables.setdefault(values, len(tables))}]")
             else:
@@ -126,17 +119,17 @@ def _rows(each: Iterable[tuple[Any, ...]], tables: dict[tuple[Any, ...], int]) -
 def _text(value: Any) -> str:
     if value is None:
         return "_"
-    if isinstance(value, Value | Task):
+    if isinstance(value, p.Value | p.Task):
         return str(value)
-    if isinstance(value, CollectiveArg):
+    if isinstance(value, p.CollectiveArg):
         # Few collectives are uneven.
-        return _text(tuple(getattr(value, f.name) for f in fields(CollectiveArg) if value.sizes or f.name != "sizes"))
+        return _text(tuple(getattr(value, f.name) for f in fields(p.CollectiveArg) if value.sizes or f.name != "sizes"))
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
     return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else repr(value)
 
 
-def parse_program(text: str, model: Model) -> Program:
+def parse_program(text: str, model: Model) -> p.Program:
     """Read the text of `print_program`. Raises InputError with the line that cannot be read."""
     reader = _Reader(model)
     for number, line in enumerate(text.splitlines(), 1):
@@ -224,14 +217,14 @@ class _Reader:
         for row, code in enumerate(self.sections[-1][1]):
             code.append(self._made(kind, made, given, row))
 
-    def _made(self, kind: str, made: Any, given: Mapping[str | None, ast.expr], row: int) -> Instruction | Weight:
+    def _made(self, kind: str, made: Any, given: Mapping[str | None, ast.expr], row: int) -> p.Instruction | p.Weight:
         found: dict[str, Any] = {}
         for name, role in _ROLES[kind].items():
-            if role is Role.NOTE:
+            if role is p.Role.NOTE:
                 continue
-            if role is Role.WRITE:
+            if role is p.Role.WRITE:
                 is_one = name in ("out", "work", "name")
-                found[name] = made if is_one or (isinstance(made, tuple) and not isinstance(made, Value)) else (made,)
+                found[name] = made if is_one or (isinstance(made, tuple) and not isinstance(made, p.Value)) else (made,)
                 continue
             node = given.get(name) if (kind, name) in _FLAGS else given[name]
             if node is None:
@@ -240,30 +233,30 @@ class _Reader:
                 found[name] = self.tables[ast.literal_eval(node.slice)][row]
             elif name == "task":
                 assert isinstance(node, ast.Name)
-                found[name] = Task.parse(node.id)
+                found[name] = p.Task.parse(node.id)
             else:
                 found[name] = self._value(node)
         if kind == "Collective":
-            found["ways"] = tuple(CollectiveArg(*way) for way in found["ways"])
-        if len(found) != len(given) + any(role is Role.WRITE for role in _ROLES[kind].values()):
+            found["ways"] = tuple(p.CollectiveArg(*way) for way in found["ways"])
+        if len(found) != len(given) + any(role is p.Role.WRITE for role in _ROLES[kind].values()):
             raise ValueError(f"{kind} has other fields")
-        made_of: Instruction | Weight = _KINDS[kind](**found)
+        made_of: p.Instruction | p.Weight = _KINDS[kind](**found)
         return made_of
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
-            return None if node.id == "_" else Value.parse(node.id)
+            return None if node.id == "_" else p.Value.parse(node.id)
         if isinstance(node, ast.Tuple):
             return tuple(map(self._value, node.elts))
         return list(map(self._value, node.elts)) if isinstance(node, ast.List) else ast.literal_eval(node)
 
-    def program(self) -> Program:
+    def program(self) -> p.Program:
         if not self.sections:
             raise ValueError("it has no devices")
         functions = []
         for f in self.functions:
             ops, boxes, where = zip(*f.pop("ops"), strict=True)
-            functions.append(Function(ops=ops, boxes=boxes, coordinates=where, **f))
+            functions.append(p.Function(ops=ops, boxes=boxes, coordinates=where, **f))
         devices = {
             rank: _device(rank, code) for ranks, some in self.sections for rank, code in zip(ranks, some, strict=True)
         }
@@ -272,11 +265,11 @@ class _Reader:
             if len(devices) != self.world or sorted(devices) != list(range(self.world)):
                 raise ValueError(f"it has {len(devices)} of {self.world} devices")
             ordered = tuple(devices[rank] for rank in range(self.world))
-            return Program(self.model, tuple(functions), ordered, mesh=self.mesh)
+            return p.Program(self.model, tuple(functions), ordered, mesh=self.mesh)
         last = self.sections[-1][0][0]
         compiled = {d: devices[d] for b in range(len(self.fold.devices)) for d in self.fold.samples(b)}
         folded = Folded(self.fold, compiled, devices[last], self.world)
-        return Program(self.model, tuple(functions), folded, mesh=self.mesh)
+        return p.Program(self.model, tuple(functions), folded, mesh=self.mesh)
 
 
 class _Repeat(NamedTuple):
@@ -284,8 +277,8 @@ class _Repeat(NamedTuple):
     length: int
 
 
-def _device(rank: int, rows: Sequence[Any]) -> Device:
-    weights, code = (tuple(row for row in rows if isinstance(row, Weight) == is_one) for is_one in (True, False))
+def _device(rank: int, rows: Sequence[Any]) -> p.Device:
+    weights, code = (tuple(row for row in rows if isinstance(row, p.Weight) == is_one) for is_one in (True, False))
     runs, here = list[Run](), 0
     for at, repeat in ((n, row) for n, row in enumerate(code) if isinstance(row, _Repeat)):
         body, end = code[at + 1 :], at + 1 + 2 * repeat.length
@@ -294,4 +287,4 @@ def _device(rank: int, rows: Sequence[Any]) -> Device:
             raise ValueError(f"device {rank} has a loop whose first two repetitions are not {2 * repeat.length} lines")
         runs += [code[here:at], loop]
         here = end
-    return Device(rank, weights, Rolled((*(run for run in runs if len(run)), code[here:])) if runs else code)
+    return p.Device(rank, weights, Rolled((*(run for run in runs if len(run)), code[here:])) if runs else code)

@@ -90,15 +90,12 @@ def unread_twins(model: Model) -> frozenset[str]:
     uses, found = model.uses, set[str]()
     for op in reversed(model.ops):
         for output in op.outputs if op.origin else ():
-            readers = (reader for reader, _ in uses[output.tensor])
-            if all(_needs_none(r) and found.issuperset(o.tensor for o in r.outputs) for r in readers):
+            readers = [reader for reader, _ in uses[output.tensor]]
+            # The gradients of these depend on no value that they read.
+            need_none = all(r.is_sum or (r.origin and not r.has_mirror) for r in readers)
+            if need_none and all(found.issuperset(o.tensor for o in r.outputs) for r in readers):
                 found.add(output.tensor)
     return frozenset(found)
-
-
-def _needs_none(op: Op) -> bool:
-    """Return whether the gradients of an op depend on no value that it reads."""
-    return op.is_sum or (bool(op.origin) and not op.has_mirror)
 
 
 def without_twins(model: Model) -> Model:

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 
-from superscaler.ir.model import Op
 from superscaler.ops.call import Local, Site
 from superscaler.ops.row import (
-    Groups,
     call,
     each,
     elementwise,
@@ -23,27 +21,10 @@ def _infix(symbol: str) -> Callable[[Local], str]:
     return lambda x: plain(x) if x.op.kwargs else f" {symbol} ".join(x.literal(a) for a in x.op.args[:2])
 
 
-def _function(x: Local) -> str:
-    return f"torch.{x.op.target.split('.')[1]}({x.arguments})"
-
-
-def _cast(op: Op) -> Groups:
-    return first(op) if "float" in str(dict(op.kwargs).get("dtype")) else ()
-
-
 def _to_copy(x: Local) -> str:
     """Return the source of a cast; a cast to the same dtype copies, as it would else be a view."""
     is_cast = x.tensors[x.op.inputs[0].tensor].dtype != x.tensors[x.op.outputs[0].tensor].dtype
     return f"{x.names[0]}.to({x.dtype})" if is_cast else f"{x.names[0]}.clone()"
-
-
-def _dropout(x: Local) -> str:
-    return f"functional.dropout({x.arguments}, {x.random})"
-
-
-def _drawn(x: Local) -> str:
-    """Return the source of a part of a random tensor; the numbers are uniform in [0, 1)."""
-    return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, {x.dtype})"
 
 
 def _histogram(site: Site) -> str | None:
@@ -60,10 +41,12 @@ ROWS = {
     **row("neg", text=call("torch.neg"), linear=first),
     **row("clone", text=method("clone"), linear=first),
     **row("pow.Tensor_Scalar", text=call("torch.pow")),
-    **row("tanh rsqrt exp log sigmoid cos sin abs sqrt relu", text=_function),
+    **row("tanh rsqrt exp log sigmoid cos sin abs sqrt relu",
+          text=lambda x: f"torch.{x.op.target.split('.')[1]}({x.arguments})"),
     **row("silu", text=call("F.silu")),
     **row("gelu", text=call("F.gelu")),
-    **row("_to_copy", elementwise, text=_to_copy, linear=_cast),
+    **row("_to_copy", elementwise, text=_to_copy,
+          linear=lambda op: first(op) if "float" in str(dict(op.kwargs).get("dtype")) else ()),
     **row("detach", elementwise, text=method("detach"), is_view=True, stops=True),
     **row("expand", elementwise, text=to_shape("expand"), linear=first, is_view=True),
     **row("_prelu_kernel hardswish log_sigmoid fill.Scalar fill.Tensor rsub.Tensor rsub.Scalar isclose", elementwise),
@@ -72,7 +55,9 @@ ROWS = {
     **row("where.ScalarOther where.ScalarSelf where.Scalar", elementwise),
     **row("bucketize.Tensor", "d.., n^ -> d.."),
     **row("ss.identity", text=lambda x: x.names[0], is_view=True),
-    **row("ss.dropout", elementwise, text=_dropout, random=of_result, rate=1),
-    **row("ss.uniform ss.normal", " -> d..", text=_drawn, random=of_result),
+    **row("ss.dropout", elementwise, random=of_result, rate=1,
+          text=lambda x: f"functional.dropout({x.arguments}, {x.random})"),
+    **row("ss.uniform ss.normal", " -> d..", random=of_result,
+          text=lambda x: f"functional.{x.op.target.removeprefix('ss.')}({x.random}, {x.dtype})"),
     **row("ss.histc", _histogram, text=call("functional.histc")),
-}
+}  # fmt: skip

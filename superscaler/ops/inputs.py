@@ -81,13 +81,10 @@ def pads_rows(model: Model) -> bool:
     for op in (op for op in model.ops if op.is_forward):
         if op.target in _MOVES and moved.issuperset(operand.tensor for operand in op.inputs):
             moved.update(operand.tensor for operand in op.outputs)
-        if not _keeps_apart(model, op, factor) and not (op.target in _LOSSES and _reads(op, moved)):
+        is_loss = op.target in _LOSSES and any(operand.tensor in moved for operand in op.inputs)
+        if not is_loss and not _keeps_apart(model, op, factor):
             return False
     return True
-
-
-def _reads(op: Op, tensors: Container[str]) -> bool:
-    return any(operand.tensor in tensors for operand in op.inputs)
 
 
 def _keeps_apart(model: Model, op: Op, factor: str) -> bool:

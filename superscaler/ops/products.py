@@ -134,10 +134,6 @@ def _experts_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
     return 2 * prod(ins[1]) * (prod(ins[3][1:]) + prod(ins[4][1:]))
 
 
-def _dispatch_text(x: Local) -> str:
-    return f"functional.dispatch({x.arguments}, {', '.join(map(str, x.results[0][:3]))})"
-
-
 _HEADS = ((0, -3, "heads"), (0, -1, "head_dim"), (2, -1, "value_dim"))
 
 ROWS = {
@@ -162,7 +158,7 @@ ROWS = {
     **row("ss.attention_merge", text=call("functional.attention_merge")),
     **row("ss.experts", _experts, text=_experts_text, placed=on(*_EXPERTS), flops=_experts_flops,
           roles=((3, 0, "experts"), (4, 0, "experts"))),
-    **row("ss.dispatch", text=_dispatch_text),
+    **row("ss.dispatch", text=lambda x: f"functional.dispatch({x.arguments}, {', '.join(map(str, x.results[0][:3]))})"),
     **row("ss.expert_rows", text=call("functional.expert_rows")),
     **row("ss.collect", text=call("functional.collect")),
 }  # fmt: skip

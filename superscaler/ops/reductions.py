@@ -61,19 +61,10 @@ def _cross_entropy(site: Site) -> str | None:
     return f"b c^ r.., {labels}, _ -> b r.." if site.outs[0] else f"b+ c^ r..+, {labels}, _ -> "
 
 
-def _count_labels(x: Local) -> str:
-    return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, {x.dtype})"
-
-
 def _picking(x: Local) -> str:
     """Return the source of an op that picks a class of each row from the classes of a part."""
     part = x.part(*_OF_SCORES)
     return f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}{part and ', '}{part})"
-
-
-def _typed(x: Local) -> str:
-    """Return the source of an op with its result's dtype as an argument."""
-    return f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}, dtype={x.dtype})"
 
 
 _OF_SCORES = (0, 1)
@@ -101,9 +92,11 @@ ROWS = {
     **row("cross_entropy_loss nll_loss_nd", _cross_entropy, roles=_CLASSES),
     **row("ss.cross_entropy", _OVER_CLASSES, text=call("functional.cross_entropy"), roles=_CLASSES),
     **row("ss.nll_loss", _OVER_CLASSES, text=call("functional.nll_loss")),
-    **row("ss.largest ss.normalized", text=_typed),
+    **row("ss.largest ss.normalized",
+          text=lambda x: f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}, dtype={x.dtype})"),
     **row("ss.class_sums ss.picked", text=_picking, placed=on(*_OF_SCORES), roles=_CLASSES),
     **row("ss.exp_sum", text=call("functional.exp_sum")),
     **row("ss.row_losses", text=call("functional.row_losses")),
-    **row("ss.count_labels", "b..+ -> ", text=_count_labels, stops=True),
-}
+    **row("ss.count_labels", "b..+ -> ", stops=True,
+          text=lambda x: f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, {x.dtype})"),
+}  # fmt: skip

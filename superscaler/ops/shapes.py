@@ -59,10 +59,6 @@ def _groups(before: Shape, after: Shape) -> list[tuple[tuple[int, int], tuple[in
     return [((a, b), (c, d)) for (a, c), (b, d) in pairwise(cuts)]
 
 
-def _permute(site: Site) -> str:
-    return _reordered(site, site.dims(1, "dims"))
-
-
 def _transpose(site: Site) -> str:
     order = list(range(len(site.ins[0])))
     if order:
@@ -87,11 +83,6 @@ def _split_text(x: Local) -> str:
     dim = x.argument(2, "dim", 0)
     own = [shape[dim] for shape in x.results]
     return f"torch.split({x.names[0]}, {own[0] if len(set(own)) == 1 else own}, {dim})"
-
-
-def _gated(site: Site) -> Sized:
-    """Return the notation of glu: the second half of a dim gates the first."""
-    return _packed(site, site.dims(1, "dim", -1)[0], 2)
 
 
 def _packed(site: Site, dim: int, count: int) -> Sized:
@@ -187,7 +178,7 @@ _VIEW = {"linear": first, "is_view": True}
 ROWS = {
     **row("view _unsafe_view", _view, text=to_shape("reshape"), **_VIEW),
     **row("unsqueeze", _view, text=method("unsqueeze"), **_VIEW),
-    **row("permute", _permute, text=method("permute"), **_VIEW),
+    **row("permute", lambda site: _reordered(site, site.dims(1, "dims")), text=method("permute"), **_VIEW),
     **row("transpose.int", _transpose, text=method("transpose"), **_VIEW),
     **row("t", lambda site: _reordered(site, range(len(site.ins[0]))[::-1]), text=method("t"), **_VIEW),
     **row("split.Tensor split_with_sizes", _split, text=_split_text, is_view=True),
@@ -198,7 +189,8 @@ ROWS = {
     **row("unfold", _unfold, **_VIEW),
     **row("as_strided view.dtype", is_view=True),
     **row("repeat", _repeat, text=_repeat_text),
-    **row("glu", _gated),
+    # The second half of a dim gates the first.
+    **row("glu", lambda site: _packed(site, site.dims(1, "dim", -1)[0], 2)),
     **row("cat", along(1, default=0), text=call("torch.cat"), linear=together(1)),
     **row("stack", _stack, linear=together(1)),
     **row("pad constant_pad_nd", _pad),

@@ -13,28 +13,10 @@ from typing import Any
 import numpy as np
 
 from superscaler.errors import some
+from superscaler.ir import program as p
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, width
 from superscaler.ir.parts import block_of
-from superscaler.ir.program import (
-    Backward,
-    Collective,
-    Copy,
-    Fetch,
-    Forward,
-    Function,
-    Instruction,
-    Loss,
-    Offload,
-    Program,
-    Recv,
-    Role,
-    Send,
-    Tasked,
-    Update,
-    Value,
-    names,
-)  # fmt: skip
 from superscaler.materialize.local_tensors import unique_identifiers
 from superscaler.report.model import group
 from superscaler.report.words import heading
@@ -47,7 +29,7 @@ OUTSIDE = "the model"
 
 
 class Kind(IntEnum):
-    """The kinds of work, each with a colour of its own."""
+    """The kinds of work and, from BUBBLE on, the causes of idle time of a device, each with a colour of its own."""
 
     FORWARD = 0
     AGAIN = 1
@@ -58,15 +40,18 @@ class Kind(IntEnum):
     LAUNCH = 6
     TRANSFER = 7
     COPY = 8
+    BUBBLE = 9
+    EXPOSED = 10
+    COPYING = 11
+    END = 12
 
-    @property
-    def words(self) -> str:
-        return _WORDS[self]
 
-
-_WORDS = (
+# Said of events, in the order of their kinds.
+WORDS = (
     "forward", "forward, recomputed", "backward", "backward, gradients of weights", "optimizer",
     "slices, sums and copies", "start of communication", "communication", "copy to or from the host",
+    "waits for work of other devices", "waits for data on their way", "waits for a copy to or from the host",
+    "done, waits for the end of the step",
 )  # fmt: skip
 _LETTERS = {Kind.FORWARD: "F", Kind.AGAIN: "R", Kind.BACKWARD: "B", Kind.WEIGHTS: "W"}
 
@@ -93,7 +78,7 @@ class Details:
     `account`: explain.json of the plan; `journal`: its journal.txt.
     """
 
-    def __init__(self, program: Program, account: Mapping[str, Any], journal: str) -> None:
+    def __init__(self, program: p.Program, account: Mapping[str, Any], journal: str) -> None:
         self.program = program
         self.found: list[Detail] = []
         self._known: dict[Hashable, tuple[Kind, int]] = {}
@@ -110,12 +95,12 @@ class Details:
                 self._home.setdefault(o.tensor, home_of(op))
         self._blocks = {name: block for block in account["blocks"] for name in block["names"]}
         self._lines = _lines(journal)
-        self._functions = dict[int, Function]()
+        self._functions = dict[int, p.Function]()
 
-    def columns(self, code: Sequence[Instruction], device: int, used: Ints) -> tuple[Ints, Ints, Ints]:
+    def columns(self, code: Sequence[p.Instruction], device: int, used: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the kind, the number of the detail and the microbatch of each used instruction of a device."""
         for i in code:
-            if isinstance(i, Forward):
+            if isinstance(i, p.Forward):
                 self._functions.setdefault(i.task.segment, self.program.functions[i.function])
         found = np.full((3, max(len(code), 1)), -1)
         for at in used[used >= 0].tolist():
@@ -129,53 +114,53 @@ class Details:
             found[2, at] = place(i)[0]
         return found[0], found[1], found[2]
 
-    def _describe(self, i: Instruction) -> tuple[Kind, Detail]:
+    def _describe(self, i: p.Instruction) -> tuple[Kind, Detail]:
         match i:
-            case Forward() | Backward():
+            case p.Forward() | p.Backward():
                 return self._segment(i)
-            case Collective():
+            case p.Collective():
                 # The first name of a bucket stands for all.
                 title = f"{i.kind} of {self._said(i)}"
                 where = "devices " + some(tuple(map(str, i.group)))
                 return Kind.TRANSFER, self._transfer(i, title, i.kind, i.bytes, where)
-            case Send():
+            case p.Send():
                 return Kind.TRANSFER, self._transfer(i, f"send {self._said(i)}", "send", i.bytes, f"to device {i.peer}")
-            case Recv():
+            case p.Recv():
                 title = f"receive {self._said(i)}"
                 return Kind.TRANSFER, self._transfer(
                     i, title, "send", prod(i.shape) * width(i.dtype), f"from device {i.peer}"
                 )
-            case Copy():
+            case p.Copy():
                 kind = "to_host" if i.to_host else "to_device"
                 title = f"copy {self._said(i)} {'to the host' if i.to_host else 'back from the host'}"
                 return Kind.COPY, self._transfer(i, title, kind, i.bytes, "")
-            case Offload() | Fetch():
+            case p.Offload() | p.Fetch():
                 homes = heading(_homes(map(home_of, self._functions[i.task.segment].ops)))
-                way = "to the host" if isinstance(i, Offload) else "back from the host"
+                way = "to the host" if isinstance(i, p.Offload) else "back from the host"
                 return Kind.COPY, Detail(f"copy what the backward of {homes} needs {way}")
-            case Update():
+            case p.Update():
                 weights = [self._tensors.get(w.name, w.name) for w in i.weights]
                 title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
                 updates = (op for w in weights for op in self._ops[w] if not op.is_forward)
                 return Kind.UPDATE, Detail(title, tensor=some(weights), asked=self._asked(updates))
-            case Loss():
+            case p.Loss():
                 return Kind.TRANSFER, Detail("sum of the loss over all devices")
         return Kind.OTHER, Detail(f"{type(i).__name__.lower()} of {self._said(i)}", tensor=self._said(i))
 
-    def _segment(self, i: Forward | Backward) -> tuple[Kind, Detail]:
+    def _segment(self, i: p.Forward | p.Backward) -> tuple[Kind, Detail]:
         ops = self._functions[i.task.segment].ops
         kind, verb = Kind.FORWARD, "forward"
-        if isinstance(i, Backward):
+        if isinstance(i, p.Backward):
             kind = Kind.WEIGHTS if i.half == "weight" else Kind.BACKWARD
             verb = {"": "backward", "input": "gradients of activations", "weight": "gradients of weights"}[i.half]
         elif any(op.origin for op in ops):
             kind, verb = Kind.AGAIN, "forward, again,"
         homes = _homes(map(home_of, ops))
-        letter = "I" if isinstance(i, Backward) and i.half == "input" else _LETTERS[kind]
+        letter = "I" if isinstance(i, p.Backward) and i.half == "input" else _LETTERS[kind]
         operators = f"{len(ops)} operators: {some([op.name for op in ops], 5)}"
         return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=self._asked(ops))
 
-    def _transfer(self, i: Instruction, title: str, kind: str, size: int, devices: str) -> Detail:
+    def _transfer(self, i: p.Instruction, title: str, kind: str, size: int, devices: str) -> Detail:
         values = _values(i)
         tensor = self._tensors.get(values[0].name, "") if values else ""
         home = self._home_of(tensor)
@@ -184,7 +169,7 @@ class Details:
         every = some([self._tensors.get(v.name, v.name) for v in values])
         return Detail(title, "", every, size, devices, "", why, self._asked(self._ops[tensor]))
 
-    def _said(self, i: Instruction) -> str:
+    def _said(self, i: p.Instruction) -> str:
         values = _values(i)
         if not values:
             return "nothing"
@@ -236,6 +221,10 @@ def ranges(devices: Iterable[int]) -> str:
     return ", ".join(words)
 
 
+def devices_text(devices: Sequence[int]) -> str:
+    return f"device{'s' if len(devices) > 1 else ''} {ranges(devices)}"
+
+
 def groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
     """Return groups of devices in words; many groups are summarized."""
     if len(groups) > MOST:
@@ -254,17 +243,17 @@ def _homes(homes: Any) -> list[str]:
     return list(dict.fromkeys(homes))
 
 
-def _values(i: Instruction) -> tuple[Value, ...]:
-    values = names(i, Role.READ) or names(i, Role.WRITE) or names(i, Role.LAST)
+def _values(i: p.Instruction) -> tuple[p.Value, ...]:
+    values = p.names(i, p.Role.READ) or p.names(i, p.Role.WRITE) or p.names(i, p.Role.LAST)
     return tuple(v for v in values if v.name != "one")
 
 
-def _key(i: Instruction) -> Hashable:
+def _key(i: p.Instruction) -> Hashable:
     """Return a key that is equal for instructions with equal details."""
-    if isinstance(i, Tasked):
+    if isinstance(i, p.Tasked):
         return type(i), i.task.segment, getattr(i, "half", "")
-    if isinstance(i, Loss):
-        return (Loss,)
+    if isinstance(i, p.Loss):
+        return (p.Loss,)
     values = tuple((v.name, v.is_gradient) for v in _values(i))
     return type(i), values, getattr(i, "kind", ""), getattr(i, "group", ()), getattr(i, "peer", -1)
 

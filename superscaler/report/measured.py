@@ -13,23 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.ir.program import (
-    Backward,
-    Collective,
-    Copy,
-    Fetch,
-    Forward,
-    Instruction,
-    Loss,
-    Offload,
-    Program,
-    Recv,
-    Send,
-    Slice,
-    Update,
-)
-from superscaler.report.details import Details
-from superscaler.report.timeline import Row, Timeline, Wait, timeline
+from superscaler.ir import program as p
+from superscaler.report.details import Details, Kind
+from superscaler.report.timeline import Row, Timeline, timeline
 from superscaler.runtime.profile import VERSION
 from superscaler.simulate.timetable import COMPUTE
 from superscaler.specs.file_errors import reading
@@ -38,8 +24,8 @@ from superscaler.specs.sizes import duration
 _REMEDY = "record a run of this plan with superscaler train --profile N --run DIR"
 # Kinds of calls by instruction.
 _KINDS: Mapping[type, str] = {
-    Collective: "collective", Send: "send", Recv: "recv", Copy: "copy", Offload: "offload", Fetch: "fetch",
-    Slice: "slice", Loss: "loss", Update: "update",
+    p.Collective: "collective", p.Send: "send", p.Recv: "recv", p.Copy: "copy", p.Offload: "offload", p.Fetch: "fetch",
+    p.Slice: "slice", p.Loss: "loss", p.Update: "update",
 }  # fmt: skip
 
 
@@ -57,7 +43,7 @@ class _Rank:
     """The events of a step on a rank."""
 
     rank: int
-    code: Sequence[Instruction]
+    code: Sequence[p.Instruction]
     events: list[Event]
     start: float
     end: float
@@ -73,7 +59,7 @@ class _Rank:
                 self.called.setdefault(e.at, e.start)
 
 
-def measured(folder: Path, program: Program, code: str, details: Details) -> tuple[Timeline, str]:
+def measured(folder: Path, program: p.Program, code: str, details: Details) -> tuple[Timeline, str]:
     """Return the timeline of the median step of a run, and remarks for its readers.
 
     `code`: the hash of the plan's code. Raises InputError for a folder that is no whole run of this plan.
@@ -114,7 +100,7 @@ def _steps(found: Mapping[str, Any]) -> list[tuple[float, float]]:
     return [(a + found["zero"], b + found["zero"]) for a, b in sorted(own)]
 
 
-def _rank(rank: int, program: Program, found: Mapping[str, Any], span: tuple[float, float]) -> _Rank:
+def _rank(rank: int, program: p.Program, found: Mapping[str, Any], span: tuple[float, float]) -> _Rank:
     code, zero = program.devices[rank].instructions[:], found["zero"]
     numbers, events = _numbers(code), dict[tuple[str, bool], list[Event]]()
     for start, end, name, is_gpu in found["events"]:
@@ -128,15 +114,15 @@ def _rank(rank: int, program: Program, found: Mapping[str, Any], span: tuple[flo
     return _Rank(rank, code, sorted(kept, key=lambda e: e.start), *span)
 
 
-def _numbers(code: Sequence[Instruction]) -> dict[str, int]:
+def _numbers(code: Sequence[p.Instruction]) -> dict[str, int]:
     """Return the number of the instruction of each call, by the name of its event."""
     found, counts = dict[str, int](), Counter[str]()
     for at, i in enumerate(code):
-        if isinstance(i, Forward):
+        if isinstance(i, p.Forward):
             found[f"forward {i.task}"] = at
-        elif isinstance(i, Backward):
+        elif isinstance(i, p.Backward):
             found[f"backward{i.half and '_' + i.half} {i.task}"] = at
-        elif isinstance(i, Update) and not i.weights and i.is_early:
+        elif isinstance(i, p.Update) and not i.weights and i.is_early:
             # Emitted code leaves it out.
             continue
         elif kind := _KINDS.get(type(i), ""):
@@ -152,9 +138,9 @@ def _row(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) ->
     streams, cells = ["compute"], list[tuple[float, ...]]()
     for e in rank.events:
         # An update waits for all that was sent, the sum of the loss for all devices: both start nothing of their own.
-        is_wait = e.is_wait or isinstance(rank.code[e.at], Loss)
+        is_wait = e.is_wait or isinstance(rank.code[e.at], p.Loss)
         own = min(max(there.get(e.at, e.start), e.start), e.end) if is_wait else e.start
-        late = found[e.at][1] if is_wait and e.at in found and isinstance(rank.code[e.at], Collective) else -1
+        late = found[e.at][1] if is_wait and e.at in found and isinstance(rank.code[e.at], p.Collective) else -1
         cells.append((COMPUTE, e.at, e.at if is_wait else -1, late, e.start, e.end, own))
     for at in sorted(there):
         if at in rank.over:
@@ -169,11 +155,11 @@ def _row(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) ->
     return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met_at, critical, late)
 
 
-def _stream(i: Instruction) -> str:
+def _stream(i: p.Instruction) -> str:
     match i:
-        case Collective():
+        case p.Collective():
             return f"devices {', '.join(map(str, i.group))}"
-        case Recv():
+        case p.Recv():
             return f"from {i.peer}"
     return "copies"
 
@@ -192,14 +178,14 @@ def _meetings(rank: _Rank) -> Iterator[tuple[Hashable, int]]:
     turns: dict[tuple[int, ...], int] = defaultdict(int)
     for at, i in enumerate(rank.code):
         match i:
-            case Collective():
+            case p.Collective():
                 turns[i.group] += 1
                 yield (i.group, turns[i.group]), at
-            case Send():
+            case p.Send():
                 yield (rank.rank, i.peer, i.message), at
-            case Recv():
+            case p.Recv():
                 yield (i.peer, rank.rank, i.message), at
-            case Copy():
+            case p.Copy():
                 yield (rank.rank, at), at
 
 
@@ -231,5 +217,5 @@ def _sums(timeline: Timeline) -> Counter[tuple[int, bool]]:
         if lane.is_compute:
             columns = lane.detail.tolist(), lane.kind.tolist(), (lane.end - lane.start).tolist()
             for detail, kind, seconds in zip(*columns, strict=True):
-                found[detail, kind >= Wait.BUBBLE] += seconds * len(lane.devices)
+                found[detail, kind >= Kind.BUBBLE] += seconds * len(lane.devices)
     return found

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError, some
+from superscaler.errors import some
 from superscaler.ir.layout import Layout
-from superscaler.report.raster import picture
+from superscaler.report.raster import picture, svg_text
 from superscaler.report.subject import Subject
-from superscaler.specs.file_errors import writing
+from superscaler.specs.file_errors import replace_own
 from superscaler.specs.sizes import duration, size
 
 # Lengths, in pixels.
@@ -49,7 +49,7 @@ def _page(body: list[str], width: int, height: int) -> str:
 
 def _paths(found: Mapping[str, Any], body: list[str], width: int, y: int) -> tuple[list[str], int, int]:
     """Return lines with the paths drawn from `y` on, and the position of their end."""
-    body, width = [*body, _text(MARGIN, y + MARGIN + LINE, LEGEND)], max(width, len(LEGEND) * 6)
+    body, width = [*body, svg_text(MARGIN, y + MARGIN + LINE, LEGEND)], max(width, len(LEGEND) * 6)
     y += MARGIN + 2 * LINE
     for path in found["paths"]:
         lines, right, y = _path(path, y + LINE)
@@ -60,11 +60,7 @@ def _paths(found: Mapping[str, Any], body: list[str], width: int, y: int) -> tup
 
 def save(subject: Subject, file: Path) -> None:
     """Draw into a file. Raises InputError for a file that cannot be written, or is no such drawing."""
-    text = draw(subject)
-    with writing(file, "name a file in a folder that exists"):
-        if file.is_file() and not file.read_bytes().startswith(HEAD.partition("{")[0].encode()):
-            raise InputError(f"{file} is there and is no drawing of a plan; name a new file, or remove that one.")
-        file.write_text(text, encoding="utf-8")
+    replace_own(file, draw(subject), HEAD.partition("{")[0], "drawing of a plan")
 
 
 def _path(path: Mapping[str, Any], y: int) -> tuple[list[str], int, int]:
@@ -72,7 +68,7 @@ def _path(path: Mapping[str, Any], y: int) -> tuple[list[str], int, int]:
     layouts = [Layout.parse(text) for text in (path["layout"], *(step["layout"] for step in path["steps"]))]
     title = _title(path)
     top, x, height = y + 3 * LINE, MARGIN, max(_extent(layout)[1] for layout in layouts)
-    lines = ["<g>", _text(x, y + LINE, title, 'font-weight="bold"')]
+    lines = ["<g>", svg_text(x, y + LINE, title, 'font-weight="bold"')]
     for layout, step in zip(layouts, (None, *path["steps"]), strict=True):
         if step is not None:
             lines += _arrow(step, x, top + height // 2)
@@ -97,16 +93,16 @@ def _arrow(step: Mapping[str, Any], x: int, y: int) -> list[str]:
     return [
         f"<g><title>{escape(step['kind'])} over {groups}</title>",
         f'<line x1="{x + 10}" y1="{y}" x2="{x + ARROW - 10}" y2="{y}" stroke="black" marker-end="url(#tip)"/>',
-        _text(middle, y - 8, step["kind"], anchor),
-        _text(middle, y + LINE, caption, anchor),
-        _text(middle, y + 2 * LINE, duration(step["seconds"]), anchor),
+        svg_text(middle, y - 8, step["kind"], anchor),
+        svg_text(middle, y + LINE, caption, anchor),
+        svg_text(middle, y + 2 * LINE, duration(step["seconds"]), anchor),
         "</g>",
     ]
 
 
 def _grid(layout: Layout, x: int, top: int, height: int) -> Iterator[str]:
     """Yield a layout, centred between `top` and `top + height`: a block per copy and addend, a cell per part."""
-    yield _text(x, top - 6, _shape(layout))
+    yield svg_text(x, top - 6, _shape(layout))
     blocks = _blocks(layout)
     (copies, addends, rows, columns), y = blocks.shape, top + (height - _extent(layout)[1]) // 2
     for r, v, i, j in np.ndindex(blocks.shape):
@@ -120,7 +116,7 @@ def _grid(layout: Layout, x: int, top: int, height: int) -> Iterator[str]:
             'stroke="black"/>'
         )
         number = f"{blocks[r, v, i, j]}{'+' if addends > 1 else ''}"
-        yield _text(left + CELL // 2, up + CELL // 2 + 4, number, 'text-anchor="middle"') + "</g>"
+        yield svg_text(left + CELL // 2, up + CELL // 2 + 4, number, 'text-anchor="middle"') + "</g>"
 
 
 def _blocks(layout: Layout) -> np.ndarray[Any, Any]:
@@ -145,7 +141,3 @@ def _color(part: int, parts: int, addend: int, addends: int) -> str:
     light = 0.68 + 0.22 * addend / addends
     red, green, blue = (round(255 * c) for c in colorsys.hls_to_rgb(part / parts, light, 0.75 if parts > 1 else 0.0))
     return f"#{red:02x}{green:02x}{blue:02x}"
-
-
-def _text(x: int, y: int, text: str, more: str = "") -> str:
-    return f'<text x="{x}" y="{y}"{" " if more else ""}{more}>{escape(text)}</text>'

@@ -5,33 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from superscaler.report.details import Details, Kind, ranges
-from superscaler.report.timeline import WORDS, Lane, Timeline, Wait
+from superscaler.report.details import WORDS, Details, Kind, devices_text
+from superscaler.report.timeline import Lane, Timeline
 from superscaler.specs.sizes import duration
 
 # The most rows of devices that are drawn.
 MOST_ROWS = 32
 # The number of columns of characters, and of pixels.
 WIDTH, PIXELS = 100, 1000
-# A character, with its meaning, for each kind of work without a letter, and of waits.
-_CHARACTERS: Mapping[int, tuple[str, str]] = {
-    Kind.FORWARD: ("F", "forward"),
-    Kind.AGAIN: ("R", "forward, recomputed"),
-    Kind.BACKWARD: ("B", "backward"),
-    Kind.WEIGHTS: ("W", "gradients of weights"),
-    Kind.UPDATE: ("U", "optimizer"),
-    Kind.OTHER: ("o", "slices, sums and copies"),
-    Kind.LAUNCH: ("c", "start of communication"),
-    Wait.BUBBLE: (".", "waits for other devices"),
-    Wait.EXPOSED: ("~", "waits for data on their way"),
-    Wait.COPYING: ("^", "waits for a copy"),
-    Wait.END: (" ", "done"),
+# A character, its meaning and a colour for each kind of work without a letter, and of waits.
+_LOOKS: Mapping[int, tuple[str, str, str]] = {
+    Kind.FORWARD: ("F", "forward", "#56b4e9"),
+    Kind.AGAIN: ("R", "forward, recomputed", "#a9d8f3"),
+    Kind.BACKWARD: ("B", "backward", "#0072b2"),
+    Kind.WEIGHTS: ("W", "gradients of weights", "#00456b"),
+    Kind.UPDATE: ("U", "optimizer", "#cc79a7"),
+    Kind.OTHER: ("o", "slices, sums and copies", "#8d939c"),
+    Kind.LAUNCH: ("c", "start of communication", "#b9bec6"),
+    Kind.BUBBLE: (".", "waits for other devices", "#f0a981"),
+    Kind.EXPOSED: ("~", "waits for data on their way", "#f6d36b"),
+    Kind.COPYING: ("^", "waits for a copy", "#e6e6a2"),
+    Kind.END: (" ", "done", "#e3e6ea"),
 }
-_COLORS: Mapping[int, str] = {
-    Kind.FORWARD: "#56b4e9", Kind.AGAIN: "#a9d8f3", Kind.BACKWARD: "#0072b2", Kind.WEIGHTS: "#00456b",
-    Kind.UPDATE: "#cc79a7", Kind.OTHER: "#8d939c", Kind.LAUNCH: "#b9bec6", Wait.BUBBLE: "#f0a981",
-    Wait.EXPOSED: "#f6d36b", Wait.COPYING: "#e6e6a2", Wait.END: "#e3e6ea",
-}  # fmt: skip
 _LEFT, _ROW, _TOP = 150, 20, 44
 
 
@@ -50,9 +45,12 @@ def columns(lane: Lane, seconds: float, count: int) -> list[int]:
 def drawing(timeline: Timeline, details: Details) -> str:
     """Return the work of devices by time, in characters, with the share of their waits."""
     lanes = _lanes(timeline)
-    names, rows = [_name(lane) for lane in lanes], [_characters(lane, timeline, details) for lane in lanes]
+    names, rows = (
+        [devices_text(lane.devices) for lane in lanes],
+        [_characters(lane, timeline, details) for lane in lanes],
+    )
     width, seen = max(map(len, names), default=0), set("".join(rows))
-    legend = ", ".join(f"{sign} {words}" for sign, words in _CHARACTERS.values() if sign in seen - {" "})
+    legend = ", ".join(f"{sign} {words}" for sign, words, _ in _LOOKS.values() if sign in seen - {" "})
     each = duration(timeline.seconds / WIDTH)
     first = f"a step of {duration(timeline.seconds)}; a column is {each}, behind the last is the share of waits"
     waits = (f"{_waits(lane) / timeline.seconds:4.0%}" for lane in lanes)
@@ -65,27 +63,23 @@ def _lanes(timeline: Timeline) -> list[Lane]:
     return [lane for lane in timeline.lanes if lane.is_compute][:MOST_ROWS]
 
 
-def _name(lane: Lane) -> str:
-    return f"device{'s' if len(lane.devices) > 1 else ''} {ranges(lane.devices)}"
-
-
 def _waits(lane: Lane) -> float:
     """Return the idle seconds of the devices of a lane."""
-    return float((lane.end - lane.start)[lane.kind >= Wait.BUBBLE].sum())
+    return float((lane.end - lane.start)[lane.kind >= Kind.BUBBLE].sum())
 
 
 def _characters(lane: Lane, timeline: Timeline, details: Details) -> str:
     text = ""
     for n, size in _runs(columns(lane, timeline.seconds, WIDTH)):
         label = _label(lane, n, details)
-        character = label[:1] or (_CHARACTERS[int(lane.kind[n])][0] if n >= 0 else " ")
+        character = label[:1] or (_LOOKS[int(lane.kind[n])][0] if n >= 0 else " ")
         text += label + character * (size - len(label)) if len(label) < size else character * size
     return text
 
 
 def _label(lane: Lane, n: int, details: Details) -> str:
     """Return the letter and the microbatch of an event; empty for an event without a letter."""
-    if n < 0 or int(lane.kind[n]) >= Wait.BUBBLE or int(lane.detail[n]) < 0:
+    if n < 0 or int(lane.kind[n]) >= Kind.BUBBLE or int(lane.detail[n]) < 0:
         return ""
     microbatch = int(lane.microbatch[n])
     letter = details.found[int(lane.detail[n])].letter
@@ -103,24 +97,27 @@ def _runs(found: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def picture(timeline: Timeline, details: Details, x: int, y: int) -> tuple[list[str], int, int]:
     """Return a timeline as lines of SVG from (x, y) on, and its right and lower ends."""
-    lanes, lines = _lanes(timeline), [_text(x, y + 12, f"a step of {duration(timeline.seconds)}", 'font-weight="bold"')]
+    lanes, lines = (
+        _lanes(timeline),
+        [svg_text(x, y + 12, f"a step of {duration(timeline.seconds)}", 'font-weight="bold"')],
+    )
     kinds = dict.fromkeys(kind for lane in lanes for kind in sorted(set(lane.kind.tolist())))
     place = x + 130
     for kind in kinds:
-        lines.append(f'<rect x="{place}" y="{y + 3}" width="10" height="10" fill="{_COLORS.get(kind, "#009e73")}"/>')
-        lines.append(_text(place + 14, y + 12, WORDS[kind]))
+        lines.append(f'<rect x="{place}" y="{y + 3}" width="10" height="10" fill="{_LOOKS[kind][2]}"/>')
+        lines.append(svg_text(place + 14, y + 12, WORDS[kind]))
         place += 26 + 7 * len(WORDS[kind])
     for k in range(6):
         at = x + _LEFT + k * PIXELS // 5
         lines.append(f'<line x1="{at}" y1="{y + 30}" x2="{at}" y2="{y + _TOP + _ROW * len(lanes)}" stroke="#d9dce1"/>')
-        lines.append(_text(at + 3, y + 36, duration(timeline.seconds * k / 5) if k else "0"))
+        lines.append(svg_text(at + 3, y + 36, duration(timeline.seconds * k / 5) if k else "0"))
     for number, lane in enumerate(lanes):
         top = y + _TOP + number * _ROW
-        lines.append(_text(x, top + 12, _name(lane)))
+        lines.append(svg_text(x, top + 12, devices_text(lane.devices)))
         lines += _bars(lane, timeline, details, x + _LEFT, top)
     left = sum(lane.is_compute for lane in timeline.lanes) - len(lanes)
     bottom = y + _TOP + len(lanes) * _ROW
-    lines += [_text(x, bottom + 12, f"and {left} more rows")] if left else []
+    lines += [svg_text(x, bottom + 12, f"and {left} more rows")] if left else []
     return ['<g class="timeline">', *lines, "</g>"], max(place, x + _LEFT + PIXELS + 40), bottom + _ROW
 
 
@@ -134,13 +131,13 @@ def _bars(lane: Lane, timeline: Timeline, details: Details, x: int, y: int) -> I
             gap = 0.5 if size > 3 else 0
             yield (
                 f'<g><title>{title}</title><rect x="{x + at}" y="{y}" width="{size - gap}" height="16" '
-                f'fill="{_COLORS.get(kind, "#009e73")}"/></g>'
+                f'fill="{_LOOKS[kind][2]}"/></g>'
             )
             if label and size > 8 * len(label):
                 color = "white" if kind in (Kind.BACKWARD, Kind.WEIGHTS) else "black"
-                yield _text(x + at + 3, y + 12, label, f'font-size="10" fill="{color}"')
+                yield svg_text(x + at + 3, y + 12, label, f'font-size="10" fill="{color}"')
         at += size
 
 
-def _text(x: int, y: int, text: str, more: str = "") -> str:
+def svg_text(x: int, y: int, text: str, more: str = "") -> str:
     return f'<text x="{x}" y="{y}"{" " if more else ""}{more}>{escape(text)}</text>'

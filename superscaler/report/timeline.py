@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,25 +21,6 @@ _COPIES = (Copy, Offload, Fetch)
 _STARTS = (Collective, Send, Recv, *_COPIES, Loss)
 # Cut from the ends of events, as a share of the step: what rounding leaves.
 _EQUAL = 1e-9
-
-
-class Wait(IntEnum):
-    """Causes of idle time of a device. Their numbers go on after those of `Kind`."""
-
-    BUBBLE = len(Kind)
-    EXPOSED = len(Kind) + 1
-    COPYING = len(Kind) + 2
-    END = len(Kind) + 3
-
-
-# Said of events, in the order of their numbers.
-WORDS = (
-    *(kind.words for kind in Kind),
-    "waits for work of other devices",
-    "waits for data on their way",
-    "waits for a copy to or from the host",
-    "done, waits for the end of the step",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +47,7 @@ class Row:
 class Lane:
     """A stream of some devices: its events in the order of time, as columns.
 
-    `kind`: of `Kind` or `Wait`; `detail`: the number of its detail, -1 for none; `microbatch`: -1 for none; `source`:
+    `kind`: of `Kind`; `detail`: the number of its detail, -1 for none; `microbatch`: -1 for none; `source`:
     the number of the event that it waited for, -1 for none. The source of a wait for a late device of a collective is
     the last work of that device before it. Events are numbered through all lanes.
     """
@@ -178,17 +158,17 @@ class _Lanes:
         if stream == COMPUTE:
             is_start = np.array([isinstance(row.code[i], _STARTS) for i in of.tolist()], dtype=bool)
             kind = np.where(is_start, int(Kind.LAUNCH), kind)
-        kind = np.where(waited >= 0, np.where(is_copy, int(Wait.COPYING), int(Wait.EXPOSED)), kind)
+        kind = np.where(waited >= 0, np.where(is_copy, int(Kind.COPYING), int(Kind.EXPOSED)), kind)
         # A wait is a bubble until all ends of its communication are there.
         least = self.seconds * _EQUAL
         cut = (waited >= 0) & (met > start + least)
         alone = np.full(len(at), -1)
         columns = np.where(cut, met, start), end, kind, detail, microbatch, row.critical[at], waited, of, alone
         waits = *(x[cut] for x in columns[3:-1]), row.late[at][cut]
-        bubbles = start[cut], met[cut], np.full(cut.sum(), int(Wait.BUBBLE)), *waits
+        bubbles = start[cut], met[cut], np.full(cut.sum(), int(Kind.BUBBLE)), *waits
         both = [np.concatenate(pair) for pair in zip(columns, bubbles, strict=True)]
         if stream == COMPUTE and (last := float(end.max(initial=0.0))) < self.seconds - least:
-            idle = last, self.seconds, int(Wait.END), -1, -1, False, -1, 0, -1
+            idle = last, self.seconds, int(Kind.END), -1, -1, False, -1, 0, -1
             both = [np.append(column, value) for column, value in zip(both, idle, strict=True)]
         kept = np.flatnonzero(both[1] > both[0] + (least if stream == COMPUTE else -1.0))
         kept = kept[np.argsort(both[0][kept], kind="stable")]

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError
 from superscaler.ir.grid import Ints
-from superscaler.report.details import Detail, ranges
+from superscaler.report.details import WORDS, Detail, devices_text
 from superscaler.report.subject import Subject
-from superscaler.report.timeline import WORDS, Lane, Timeline
-from superscaler.specs.file_errors import writing
+from superscaler.report.timeline import Lane, Timeline
+from superscaler.specs.file_errors import replace_own
 
 _HEAD = '{"displayTimeUnit":"ms","otherData":{"by":"superscaler"},"traceEvents":['
 
@@ -23,10 +22,7 @@ _HEAD = '{"displayTimeUnit":"ms","otherData":{"by":"superscaler"},"traceEvents":
 def save(subjects: Sequence[Subject], file: Path) -> None:
     """Write the timelines of plans. Raises InputError for a file that cannot be written, or is no trace."""
     lines = (json.dumps(event, separators=(",", ":")) for event in events(subjects))
-    with writing(file, "name a file in a folder that exists"):
-        if file.is_file() and not file.read_bytes().startswith(_HEAD.encode()):
-            raise InputError(f"{file} is there and is no trace of a plan; name a new file, or remove that one.")
-        file.write_text(_HEAD + "\n" + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    replace_own(file, _HEAD + "\n" + ",\n".join(lines) + "\n]}\n", _HEAD, "trace of a plan")
 
 
 def events(subjects: Sequence[Subject]) -> Iterator[dict[str, Any]]:
@@ -38,8 +34,7 @@ def events(subjects: Sequence[Subject]) -> Iterator[dict[str, Any]]:
             for lane in timeline.lanes:
                 if lane.devices not in found:
                     found[lane.devices] = process = process + 1
-                    devices = f"device{'s' if len(lane.devices) > 1 else ''} {ranges(lane.devices)}"
-                    name = f"{subject.title}, {timeline.title}: {devices}"
+                    name = f"{subject.title}, {timeline.title}: {devices_text(lane.devices)}"
                     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
                     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
             yield from _timeline(subject, timeline, found, flows)

@@ -53,6 +53,16 @@ def writing(file: object, hint: str, failures: Errors = ()) -> Iterator[None]:
         raise InputError(f"{unwritable(file, error)}; {hint}.") from error
 
 
+def replace_own(file: Path, text: str, head: str, kind: str) -> None:
+    """Write a text that begins with `head`. Raises InputError for a file that cannot be written, or is of another kind
+    than `kind`.
+    """
+    with writing(file, "name a file in a folder that exists"):
+        if file.is_file() and not file.read_bytes().startswith(head.encode()):
+            raise InputError(f"{file} is there and is no {kind}; name a new file, or remove that one.")
+        file.write_text(text, encoding="utf-8")
+
+
 def unwritable(file: object, error: BaseException) -> str:
     """Return the file that cannot be written, and the cause."""
     return f"{file} cannot be written: {cause(error, file)}"

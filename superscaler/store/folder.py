@@ -188,11 +188,8 @@ class Whole:
     def _compare(self, name: str, found: Mapping[str, Any]) -> None:
         for key, kept in self.stamps.get(name, {}).items():
             if found[key] != kept:
-                self.types.refuse(self.path / name, *(_shown(key, value) for value in (found[key], kept)))
-
-
-def _shown(key: str, value: Any) -> str:
-    return f"{value:,} bytes" if key == "bytes" else f"{key} {value}"
+                shown = (f"{x:,} bytes" if key == "bytes" else f"{key} {x}" for x in (found[key], kept))
+                self.types.refuse(self.path / name, *shown)
 
 
 def read(folder: Path, types: type[Head], has_hashes: bool = True) -> Whole:

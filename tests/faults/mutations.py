@@ -12,25 +12,7 @@ from small_plans import Noise
 
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
-from superscaler.ir.program import (
-    FIELDS,
-    Backward,
-    Collective,
-    Combine,
-    Forward,
-    Free,
-    Function,
-    Instruction,
-    Load,
-    Loss,
-    Program,
-    Recv,
-    Role,
-    Send,
-    Update,
-    Value,
-    Wait,
-)
+from superscaler.ir import program as p
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
@@ -39,7 +21,7 @@ from tests.ran import rewritten
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0
-Code = list[Instruction]
+Code = list[p.Instruction]
 Edit = Callable[[Compiled, list[Code]], Compiled | None]
 
 
@@ -83,7 +65,7 @@ def intact(model: str, spec: str) -> Compiled:
     groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
     plan = compile(capture(module, args, kwargs, torch.optim.AdamW(groups)), spec, f"local:{WORLD[spec]}")
     exact = finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)
-    code = [[i for i in d.instructions if not isinstance(i, Free)] for d in exact.program.devices]
+    code = [[i for i in d.instructions if not isinstance(i, p.Free)] for d in exact.program.devices]
     return with_code(exact, code)
 
 
@@ -94,7 +76,7 @@ def with_code(exact: Compiled, code: Sequence[Code]) -> Compiled:
     )
 
 
-def with_program(exact: Compiled, program: Program) -> Compiled:
+def with_program(exact: Compiled, program: p.Program) -> Compiled:
     return replace(exact, program=program)
 
 
@@ -131,34 +113,34 @@ def change(code: Code, of: type, where: dict[str, Any], **new: Any) -> None:
     code[n] = replace(code[n], **new)
 
 
-def rename(code: Code, old: Value, new: Value) -> None:
+def rename(code: Code, old: p.Value, new: p.Value) -> None:
     """Let all readers of a value read another one."""
 
     def turn(value: Any) -> Any:
-        if isinstance(value, tuple) and not isinstance(value, Value):
+        if isinstance(value, tuple) and not isinstance(value, p.Value):
             return tuple(turn(v) for v in value)
         return new if value == old else value
 
     for n, i in enumerate(code):
-        code[n] = replace(i, **{name: turn(getattr(i, name)) for name in FIELDS[type(i), Role.READ]})
+        code[n] = replace(i, **{name: turn(getattr(i, name)) for name in p.FIELDS[type(i), p.Role.READ]})
 
 
-def named(name: str) -> Value:
-    return Value.parse(name)
+def named(name: str) -> p.Value:
+    return p.Value.parse(name)
 
 
 def skip_collective(code: Code, work: str) -> None:
     """Drop a collective of one tensor and give its readers what it was given."""
-    started = at(code, Collective, works=work)
-    waited = at(code, Wait, work=work)
+    started = at(code, p.Collective, works=work)
+    waited = at(code, p.Wait, work=work)
     out, (source,) = code[waited].out, code[started].sources
     del code[waited], code[started]
     rename(code, out, source)
 
 
-def bucket_of(code: Code) -> tuple[int, Collective]:
+def bucket_of(code: Code) -> tuple[int, p.Collective]:
     """Return where the first collective of several tensors is, and it."""
-    return next((n, i) for n, i in enumerate(code) if isinstance(i, Collective) and len(i.works) > 1)
+    return next((n, i) for n, i in enumerate(code) if isinstance(i, p.Collective) and len(i.works) > 1)
 
 
 def edit_op(exact: Compiled, op: str, new: Callable[[Any], Any]) -> Compiled:
@@ -170,7 +152,7 @@ def edit_op(exact: Compiled, op: str, new: Callable[[Any], Any]) -> Compiled:
     return with_program(exact, replace(exact.program, functions=tuple(functions)))
 
 
-def remove_op(function: Function, name: str) -> Function:
+def remove_op(function: p.Function, name: str) -> p.Function:
     """Take an element-wise op out of a function: its readers read its first input."""
     gone = next(op for op in function.ops if op.name == name)
     old, new = gone.outputs[0].tensor, gone.inputs[0].tensor
@@ -196,27 +178,27 @@ def all_reduce_dropped_on_one_device(exact: Compiled, code: list[Code]) -> None:
 @mutation(TP4, "of member 1 of the group is", model="mlp:classes=8")
 def members_of_a_gather_exchanged(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
-        change(mine, Collective, {"kind": "all_gather"}, group=(0, 2, 1, 3))
+        change(mine, p.Collective, {"kind": "all_gather"}, group=(0, 2, 1, 3))
 
 
 @mutation(TP, "all_gather of linear_product_2")
 def order_of_a_group_reversed_on_one_device(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Collective, {"kind": "all_gather"}, group=(1, 0))
+    change(code[1], p.Collective, {"kind": "all_gather"}, group=(1, 0))
 
 
 @mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
 def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
-    waits = [n for n, i in enumerate(code[1]) if isinstance(i, Wait) and i.out.name == "linear"][:2]
+    waits = [n for n, i in enumerate(code[1]) if isinstance(i, p.Wait) and i.out.name == "linear"][:2]
     a, b = (code[1][n] for n in waits)
     code[1][waits[0]] = replace(a, work=b.work)
     code[1][waits[1]] = replace(b, work=a.work)
-    received = [n for n, i in enumerate(code[1]) if isinstance(i, Recv)][:2]
+    received = [n for n, i in enumerate(code[1]) if isinstance(i, p.Recv)][:2]
     code[1].insert(received[0] + 1, code[1].pop(received[1]))
 
 
 @mutation(PIPE, "recv of linear", "Recv of d_linear_work")
 def send_dropped(exact: Compiled, code: list[Code]) -> None:
-    del code[0][at(code[0], Send, message=2)]
+    del code[0][at(code[0], p.Send, message=2)]
 
 
 # What runs, and when.
@@ -224,7 +206,7 @@ def send_dropped(exact: Compiled, code: list[Code]) -> None:
 
 @mutation(TP, "s3")
 def backward_before_its_forward(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Forward, task="s3"), code[0].pop(at(code[0], Backward, task="s3")))
+    code[0].insert(at(code[0], p.Forward, task="s3"), code[0].pop(at(code[0], p.Backward, task="s3")))
 
 
 @mutation(DP, "gelu", "linear_product_1")
@@ -263,16 +245,16 @@ def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compi
 
 @mutation(DP, "cross_entropy_loss")
 def loss_counted_on_one_device_only(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Loss, {}, counted=(False,))
+    change(code[1], p.Loss, {}, counted=(False,))
 
 
 # Updates.
 
 
 def without_update(code: Code, weight: str) -> None:
-    n = at(code, Update)
+    n = at(code, p.Update)
     update = code[n]
-    assert isinstance(update, Update)
+    assert isinstance(update, p.Update)
     k = update.weights.index(named(weight))
     weights, gradients = ((*x[:k], *x[k + 1 :]) for x in (update.weights, update.gradients))
     code[n] = replace(update, weights=weights, gradients=gradients)
@@ -305,14 +287,14 @@ def weight_in_another_optimizer_group_by_the_program(exact: Compiled, code: list
 
 @mutation(TP, "gelu_1")
 def value_freed_before_its_last_read(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Forward, task="s2"), Free((named("gelu_1"),)))
+    code[0].insert(at(code[0], p.Forward, task="s2"), p.Free((named("gelu_1"),)))
 
 
 @mutation(TP, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
 def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Combine)
+    n = at(code[0], p.Combine)
     combine = code[0][n]
-    assert isinstance(combine, Combine)
+    assert isinstance(combine, p.Combine)
     code[0][n] = replace(combine, pieces=combine.pieces[1:], boxes=combine.boxes[1:])
 
 
@@ -336,7 +318,7 @@ def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Com
 
 @mutation(PIPE, "labels[4:8] on device 1, microbatch 1", "labels is read as [4:8]")
 def labels_of_another_microbatch(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Load, {"tensor": "labels", "out": "labels_s1"}, box=((0, 4),))
+    change(code[1], p.Load, {"tensor": "labels", "out": "labels_s1"}, box=((0, 4),))
 
 
 @mutation(DP, "the gradient of layers.0.weight", "the gradient of layers.1.weight")
@@ -344,7 +326,7 @@ def bucket_reduced_twice(exact: Compiled, code: list[Code]) -> None:
     """The sum over two replicas of what is a sum already."""
     for mine in code:
         n, bucket = bucket_of(mine)
-        waits = {i.work: m for m, i in enumerate(mine) if isinstance(i, Wait) and i.work in bucket.works}
+        waits = {i.work: m for m, i in enumerate(mine) if isinstance(i, p.Wait) and i.work in bucket.works}
         once, twice = ([w._replace(number=k) for w in waits] for k in (8, 9))
         done = [replace(mine[m], out=o._replace(is_handle=False)) for m, o in zip(waits.values(), once, strict=True)]
         for m, work in zip(waits.values(), twice, strict=True):

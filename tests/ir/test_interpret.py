@@ -13,7 +13,7 @@ from small_plans import exact
 from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import interpret
+from superscaler.ir.interpret import Interpreter
 from superscaler.ir.program import Collective, Free, Instruction, Program, Recv, Send, Wait, writes
 
 
@@ -53,7 +53,7 @@ class Count:
 @pytest.mark.parametrize("name", ["pipeline", "hybrid", "experts", "broadcasts", "exchanges"])
 def test_every_instruction_of_every_device_runs_once(name: str) -> None:
     program, count = exact(name).program, Count()
-    interpret(program, count)
+    Interpreter(program, count).run()
     code = [(rank, i) for rank, device in enumerate(program.devices) for i in device.instructions]
     assert count.ran == Counter((rank, type(i).__name__) for rank, i in code if not isinstance(i, Free))
     # The number of the device that sends a message comes with it.
@@ -94,7 +94,7 @@ def changed(program: Program, kind: type, new: Instruction | None) -> Program:
 def test_what_is_missing_is_named_with_the_device(kind: type, message: str) -> None:
     program = exact("pipeline").program
     with pytest.raises(ScheduleError, match=rf"device \d+, instruction \d+: .*({message})"):
-        interpret(changed(program, kind, None), Count())
+        Interpreter(changed(program, kind, None), Count()).run()
 
 
 def test_a_name_that_is_there_is_not_made_again() -> None:
@@ -103,4 +103,4 @@ def test_a_name_that_is_there_is_not_made_again() -> None:
     device = program.devices[0]
     twice = replace(device, instructions=(first, first, *device.instructions[1:]))
     with pytest.raises(ScheduleError, match="which exists already"):
-        interpret(replace(program, devices=(twice, *list(program.devices)[1:])), Count())
+        Interpreter(replace(program, devices=(twice, *list(program.devices)[1:])), Count()).run()

@@ -12,22 +12,9 @@ import pytest
 import superscaler as ss
 from superscaler.certify.certificate import CHECKS, check_program
 from superscaler.compiler import Compiled, SProgram, compile_graph
+from superscaler.ir import program as p
 from superscaler.ir.graph import Graph
 from superscaler.ir.loops import Loop, Rolled, Span, find_spans
-from superscaler.ir.program import (
-    Backward,
-    Collective,
-    Device,
-    Forward,
-    Free,
-    Instruction,
-    Program,
-    Recv,
-    Role,
-    Send,
-    Wait,
-    names,
-)  # fmt: skip
 from superscaler.ir.program_text import parse_program, print_program
 from superscaler.materialize import check_unrolled
 from superscaler.materialize.loops import roll
@@ -57,7 +44,7 @@ def compiled(graph: Graph, plan: str | SProgram, devices: int, *, whole: bool = 
         return compile_graph(graph, resolve(plan) if isinstance(plan, str) else plan, ss.Cluster.local(devices))
 
 
-def loops(program: Program) -> list[list[int]]:
+def loops(program: p.Program) -> list[list[int]]:
     """Return per distinct program how often each of its loops is done."""
     codes = (device.instructions for device, _ in program.distinct)
     return [[run.count for run in code.runs if isinstance(run, Loop)] for code in codes if isinstance(code, Rolled)]
@@ -110,7 +97,7 @@ def test_each_of_several_iterations_goes_in_loops(mlp: Graph) -> None:
     equal(mlp, twice)
 
 
-def check_told(graph: Graph, plan: str | SProgram, devices: int) -> Program:
+def check_told(graph: Graph, plan: str | SProgram, devices: int) -> p.Program:
     """Check that code with loops does what the code of all microbatches does, and return it."""
     rolled, whole = compiled(graph, plan, devices), compiled(graph, plan, devices, whole=True)
     assert all(loops(rolled.program))
@@ -125,10 +112,10 @@ def check_told(graph: Graph, plan: str | SProgram, devices: int) -> Program:
     return rolled.program
 
 
-def work(i: Instruction) -> object:
+def work(i: p.Instruction) -> object:
     """Return what an instruction does but for the names of its values."""
-    kept = (i.task, i.function, i.at) if isinstance(i, Forward) else i.task if isinstance(i, Backward) else None
-    return type(i), kept, *(len(names(i, role)) for role in (Role.READ, Role.WRITE, Role.SUM))
+    kept = (i.task, i.function, i.at) if isinstance(i, p.Forward) else i.task if isinstance(i, p.Backward) else None
+    return type(i), kept, *(len(p.names(i, role)) for role in (p.Role.READ, p.Role.WRITE, p.Role.SUM))
 
 
 @pytest.mark.parametrize(("plan", "devices"), [*PLANS[:2], PLANS[-1]])
@@ -162,7 +149,7 @@ def bodies(turn: Callable[[list[Any]], object], *, later: bool = False) -> Wrong
     return change
 
 
-def place(body: Sequence[Instruction], kind: type) -> int:
+def place(body: Sequence[p.Instruction], kind: type) -> int:
     return next(n for n, i in enumerate(body) if isinstance(i, kind))
 
 
@@ -181,12 +168,12 @@ def other(kind: type, turn: Callable[[Any], dict[str, Any]], *, later: bool = Fa
 
 
 def exchanged(body: list[Any]) -> None:
-    a, b = place(body, Forward), place(body, Backward)
+    a, b = place(body, p.Forward), place(body, p.Backward)
     body[a], body[b] = body[b], body[a]
 
 
 def freed_early(body: list[Any]) -> None:
-    n = place(body, Free)
+    n = place(body, p.Free)
     body[n - 1], body[n] = body[n], body[n - 1]
 
 
@@ -200,18 +187,18 @@ def before(value: Any) -> Any:
 
 
 WRONG: dict[str, Wrong] = {
-    "a part moves by another step": other(Forward, lambda i: {"at": tuple(2 * x for x in i.at)}, later=True),
-    "a message has another number": other(Recv, lambda i: {"message": i.message + 1}, later=True),
-    "a forward runs in other microbatches": other(Forward, lambda i: {"task": before(i.task)}, later=True),
-    "the peer is another device": other(Recv, lambda i: {"peer": i.peer + 1}),
-    "a group is smaller": other(Collective, lambda i: {"group": i.group[:1]}),
-    "a backward is of the microbatch before": other(Backward, lambda i: {"task": before(i.task)}),
-    "a gradient is in no sum": other(Backward, lambda i: {"sums": without_first(i.sums)}),
+    "a part moves by another step": other(p.Forward, lambda i: {"at": tuple(2 * x for x in i.at)}, later=True),
+    "a message has another number": other(p.Recv, lambda i: {"message": i.message + 1}, later=True),
+    "a forward runs in other microbatches": other(p.Forward, lambda i: {"task": before(i.task)}, later=True),
+    "the peer is another device": other(p.Recv, lambda i: {"peer": i.peer + 1}),
+    "a group is smaller": other(p.Collective, lambda i: {"group": i.group[:1]}),
+    "a backward is of the microbatch before": other(p.Backward, lambda i: {"task": before(i.task)}),
+    "a gradient is in no sum": other(p.Backward, lambda i: {"sums": without_first(i.sums)}),
     "the backward comes before the forward": bodies(exchanged),
     "a value is freed before its last use": bodies(freed_early),
     "a repetition more": lambda loop: replace(loop, count=loop.count + 1),
     "a repetition less": lambda loop: replace(loop, count=loop.count - 1),
-    **{f"no {kind.__name__}": left_out(kind) for kind in (Forward, Backward, Send, Recv, Wait, Collective)},
+    **{f"no {kind.__name__}": left_out(kind) for kind in (p.Forward, p.Backward, p.Send, p.Recv, p.Wait, p.Collective)},
 }
 
 
@@ -224,7 +211,7 @@ def with_loop(code: Rolled, wrong: Wrong) -> Rolled:
 
 
 @cache
-def with_collectives() -> Program:
+def with_collectives() -> p.Program:
     return compiled(graph_of(MLP, "SGD"), "hybrid:dp=1,tp=2,pp=2,microbatches=32", 4).program
 
 
@@ -233,7 +220,7 @@ def test_wrong_loops_are_refused(name: str) -> None:
     program = with_collectives()
     ranks = {device.rank for device in program.groups[0][1]}
 
-    def change(device: Device) -> Device:
+    def change(device: p.Device) -> p.Device:
         if device.rank not in ranks:
             return device
         assert isinstance(device.instructions, Rolled)
@@ -249,7 +236,7 @@ def test_code_that_does_not_go_on_evenly_is_compiled_whole(
     mlp: Graph, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rolled(*given: Any) -> Rolled:
-        return with_loop(roll(*given), WRONG.get(name, left_out(Free)))
+        return with_loop(roll(*given), WRONG.get(name, left_out(p.Free)))
 
     monkeypatch.setattr(check_unrolled, "roll", rolled)
     program = compiled(mlp, PLANS[0][0], 2).program

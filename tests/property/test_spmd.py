@@ -24,28 +24,12 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.device import Tables
 from superscaler.errors import PlanError
+from superscaler.ir import program as p
 from superscaler.ir.communication import moves as moves_of
 from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Ref
-from superscaler.ir.program import (
-    FIELDS,
-    ONE,
-    Collective,
-    Combine,
-    Device,
-    Forward,
-    Free,
-    Function,
-    Instruction,
-    Program,
-    Role,
-    Update,
-    Value,
-    reads,
-    writes,
-)
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
 from tests.ran import SProgram
@@ -86,7 +70,7 @@ def check_equal(folded: Compiled, full: Compiled) -> None:
         assert entries(folded.emitted.tables[rank]) == entries(full.emitted.tables[rank]), rank
 
 
-def moves(program: Program) -> Counter[tuple[Any, ...]]:
+def moves(program: p.Program) -> Counter[tuple[Any, ...]]:
     """Return how much moves how, whichever devices tell of it."""
     found: Counter[tuple[Any, ...]] = Counter()
     for m in moves_of(program):
@@ -102,45 +86,47 @@ def entries(tables: Tables) -> dict[str, set[str]]:
     return {**found, "messages": {str(peer) for peer, _ in tables.messages}, "groups": groups}
 
 
-def first_difference(a: Device, b: Device, one: Program, other: Program) -> str:
+def first_difference(a: p.Device, b: p.Device, one: p.Program, other: p.Program) -> str:
     """Return the first instruction that is not the same but for names, or an empty string."""
-    called = {ONE: ONE}
+    called = {p.ONE: p.ONE}
     for number, (i, j) in enumerate(zip(a.instructions, b.instructions, strict=False)):
         shown = f"instruction {number}: {i} is {j} in full"
-        if type(i) is not type(j) or len(writes(i)) != len(writes(j)):
+        if type(i) is not type(j) or len(p.writes(i)) != len(p.writes(j)):
             return shown
-        mapped = [called.get(n, n) for n in reads(i)]
-        if (Counter(mapped) if isinstance(i, Combine | Update) else mapped) != (
-            Counter(reads(j)) if isinstance(j, Combine | Update) else list(reads(j))
+        mapped = [called.get(n, n) for n in p.reads(i)]
+        if (Counter(mapped) if isinstance(i, p.Combine | p.Update) else mapped) != (
+            Counter(p.reads(j)) if isinstance(j, p.Combine | p.Update) else list(p.reads(j))
         ):
             return shown
-        called.update(zip(writes(i), writes(j), strict=True))
+        called.update(zip(p.writes(i), p.writes(j), strict=True))
         if data(i, called, one) != data(j, {}, other):
             return shown
     return "" if len(a.instructions) == len(b.instructions) else "another number of instructions"
 
 
-def data(i: Instruction, called: dict[Value, Value], program: Program) -> Any:
+def data(i: p.Instruction, called: dict[p.Value, p.Value], program: p.Program) -> Any:
     """Return what an instruction is without its names, the number of its message, and the point where it starts."""
     kept = {
-        name: getattr(i, name) for role in (None, Role.EVEN, Role.GROUP, Role.PEER) for name in FIELDS[type(i), role]
+        name: getattr(i, name)
+        for role in (None, p.Role.EVEN, p.Role.GROUP, p.Role.PEER)
+        for name in p.FIELDS[type(i), role]
     }
     match i:
-        case Free():
+        case p.Free():
             return {called.get(n, n) for n in i.names}
-        case Combine():
+        case p.Combine():
             kept["boxes"] = sorted((called.get(n, n), box) for n, box in zip(i.pieces, i.boxes, strict=True))
-        case Update():
+        case p.Update():
             pairs = (i.weights, i.gradients), (i.buffers, i.values)
             return [sorted((w, called.get(n, n)) for w, n in zip(*some, strict=True)) for some in pairs]
-        case Forward():
+        case p.Forward():
             kept["function"] = computes(program.functions[i.function], i)
-        case Collective(kind="all_reduce"):
+        case p.Collective(kind="all_reduce"):
             kept["group"] = sorted(i.group)
     return kept
 
 
-def computes(function: Function, i: Forward) -> list[Any]:
+def computes(function: p.Function, i: p.Forward) -> list[Any]:
     """Return what a part computes and where, whatever its coordinates are called."""
     found: list[Any] = [(op.name, box) for op, box in zip(function.ops, function.boxes_at(i.at), strict=True)]
     return [*found, function.inputs, function.outputs]

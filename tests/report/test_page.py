@@ -23,7 +23,7 @@ from superscaler.report.page.matrix import bytes_between
 from superscaler.report.page.memory_curve import curves
 from superscaler.report.raster import WIDTH, drawing
 from superscaler.report.subject import Subject
-from superscaler.report.timeline import Lane, Timeline, Wait
+from superscaler.report.timeline import Lane, Timeline
 from superscaler.verbs import parse_schedule
 from tests.commands import run
 from tests.graphs import graph_of, step_of
@@ -157,9 +157,9 @@ def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:
     for device in range(4):
         lane = next(lane for lane in own.lanes if lane.is_compute and device in lane.devices)
         length = lane.end - lane.start
-        waits = length[np.isin(lane.kind, [Wait.BUBBLE, Wait.END])].sum()
+        waits = length[np.isin(lane.kind, [Kind.BUBBLE, Kind.END])].sum()
         assert waits == pytest.approx(table.bubble[device], abs=1e-8)
-        assert length[lane.kind == Wait.EXPOSED].sum() == pytest.approx(table.exposed[device], abs=1e-8)
+        assert length[lane.kind == Kind.EXPOSED].sum() == pytest.approx(table.exposed[device], abs=1e-8)
         assert length.sum() == pytest.approx(own.seconds, rel=1e-6)
     moved, _ = bytes_between(plan().compiled.program)
     assert moved.sum() == plan().counts["bytes_moved"]
@@ -197,7 +197,7 @@ def test_a_wait_names_the_device_that_came_late_and_the_lines_of_its_ops(tmp_pat
 
     found = ss.compile(step_of(Named(), torch.randn(1008, 8)), uneven, "a100:1x2")._subject
     early, late = (lane for lane in found.timelines[0].lanes if lane.is_compute)
-    wait = np.flatnonzero((early.kind == Wait.BUBBLE) & (early.source >= 0))[0]
+    wait = np.flatnonzero((early.kind == Kind.BUBBLE) & (early.source >= 0))[0]
     at = early.source[wait] - late.first
     assert found.details.found[late.detail[at]].title.startswith("backward of ")
     assert late.end[at] <= early.end[wait] <= late.start[late.kind == Kind.UPDATE]

@@ -141,7 +141,8 @@ def compact(x: Tensor) -> Tensor:
 def _store(trace: Trace, constants: list[Node]) -> None:
     """Keep the constants that calls read, equal ones once. One number everywhere becomes an expanded scalar."""
     masks = {x for node in trace.calls() if "attention" in target_of(node) for x in reads(node)}
-    numbers = {leaf for leaf in constants if leaf not in masks and _is_filled(leaf.meta["value"])}
+    values = {leaf: leaf.meta["value"] for leaf in constants if leaf not in masks}
+    numbers = {n for n, x in values.items() if x.numel() > 1 and x.dtype.is_floating_point and not any(x.stride())}
     for node in trace.calls():
         for leaf in (x for x in dict.fromkeys(reads(node)) if x in numbers):
             with trace.graph.inserting_before(node):
@@ -159,10 +160,6 @@ def _store(trace: Trace, constants: list[Node]) -> None:
         if first.setdefault(key, leaf) is not leaf:
             leaf.replace_all_uses_with(first[key])
             trace.graph.erase_node(leaf)
-
-
-def _is_filled(value: Tensor) -> bool:
-    return value.numel() > 1 and value.dtype.is_floating_point and not any(value.stride())
 
 
 def simplify(trace: Trace) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.report.details import ranges
+from superscaler.report.details import WORDS, devices_text
 from superscaler.report.page.memory_curve import Curve, curves
 from superscaler.report.page.works import works
 from superscaler.report.subject import Subject
-from superscaler.report.timeline import WORDS, Lane, Timeline
+from superscaler.report.timeline import Lane, Timeline
 from superscaler.simulate.storages import CATEGORIES
 
 
@@ -64,16 +64,12 @@ def _plan(subject: Subject, columns: _Columns) -> dict[str, Any]:
 
 def _curve(curve: Curve, columns: _Columns) -> dict[str, Any]:
     return {
-        "name": _devices(curve.devices),
+        "name": devices_text(curve.devices),
         "times": columns.add(curve.times, "f4"),
         "values": [columns.add(column, "f4") for column in curve.values.T],
         "during": columns.add(curve.during, "f4"),
         "overhead": curve.memory.overhead,
     }
-
-
-def _devices(devices: Sequence[int]) -> str:
-    return f"device{'s' if len(devices) > 1 else ''} {ranges(devices)}"
 
 
 def _track(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
@@ -98,7 +94,7 @@ def _track(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
 
 def _lane(lane: Lane) -> dict[str, Any]:
     return {
-        "name": _devices(lane.devices),
+        "name": devices_text(lane.devices),
         "stream": lane.stream,
         "compute": lane.is_compute,
         "first": lane.first,

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from superscaler.report.details import ranges
+from superscaler.report.details import WORDS, ranges
 from superscaler.report.page.answer import times
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
-from superscaler.report.timeline import WORDS, Timeline
+from superscaler.report.timeline import Timeline
 from superscaler.specs.sizes import duration
 
 # The rows of a table of events.

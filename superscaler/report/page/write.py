@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from superscaler.errors import InputError
+from superscaler.report.details import WORDS, Kind
 from superscaler.report.page.answer import compared, verdict
 from superscaler.report.page.data import packed
 from superscaler.report.page.markup import Markup, table, tag
@@ -20,9 +20,8 @@ from superscaler.report.page.numbers import numbers
 from superscaler.report.page.works import works
 from superscaler.report.picture import draw_paths
 from superscaler.report.subject import Subject
-from superscaler.report.timeline import WORDS
 from superscaler.simulate.storages import CATEGORIES
-from superscaler.specs.file_errors import writing
+from superscaler.specs.file_errors import replace_own
 from superscaler.specs.sizes import duration
 
 # How a file begins that may be replaced.
@@ -31,19 +30,11 @@ HEAD = (
 )
 # The differences between predicted and measured times that are listed.
 _LARGEST = 10
-_KEYS = (
-    "forward", "again", "backward", "weights", "update", "other", "launch", "transfer", "copy", "bubble", "exposed",
-    "copying", "end",
-)  # fmt: skip
 
 
 def save(subjects: Sequence[Subject], file: Path) -> None:
     """Write a report. Raises InputError for a file that cannot be written, or is no report."""
-    text = page(subjects)
-    with writing(file, "name a file in a folder that exists"):
-        if file.is_file() and not file.read_bytes().startswith(HEAD.encode()):
-            raise InputError(f"{file} is there and is no report; name a new file, or remove that one.")
-        file.write_text(text, encoding="utf-8")
+    replace_own(file, page(subjects), HEAD, "report")
 
 
 def page(subjects: Sequence[Subject]) -> str:
@@ -197,7 +188,7 @@ _BUBBLES = (
 
 def _timeline(subjects: Sequence[Subject]) -> Markup:
     seen = {int(k) for s in subjects for t in s.timelines for lane in t.lanes for k in np.unique(lane.kind)}
-    keys = (tag("span", tag("i", style=f"background:var(--{_KEYS[k]})"), WORDS[k]) for k in sorted(seen))
+    keys = (tag("span", tag("i", style=f"background:var(--{Kind(k).name.lower()})"), WORDS[k]) for k in sorted(seen))
     label = "timeline of a step; arrow keys choose events, w and s zoom, a and d pan, 0 shows all"
     canvas = tag("canvas", id="timeline", tabindex=0, role="application", aria_label=label)
     return tag(
