@@ -98,7 +98,7 @@ def train(
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     import_numpy()
-    check(request, clip, data, evaluation, out)
+    check(request, data, evaluation, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {steps} steps")
     with phase("import"):
         from superscaler.train.launch import Options
@@ -152,9 +152,7 @@ def _file_of(spec: Path) -> str:
     return before + function.removesuffix(":")
 
 
-def check(
-    request: PlanRequest, clip: float | None, data: Path | None, evaluation: Path | None, out: Path | None
-) -> None:
+def check(request: PlanRequest, data: Path | None, evaluation: Path | None, out: Path | None) -> None:
     """Raise InputError for wrong options, before anything is built."""
     check_out(out)
     _, cluster = request.read()
@@ -163,8 +161,6 @@ def check(
             f"train starts processes on this machine, but --cluster is {cluster}; write local:N, "
             "or compile with --out, and start it as superscaler launch says."
         )
-    if clip is not None and not clip > 0:
-        raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
     if data is not None and not os.path.isfile(_file_of(data)):
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
     if evaluation is not None and not (".py:" in str(evaluation) and os.path.isfile(_file_of(evaluation))):

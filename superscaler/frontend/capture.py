@@ -27,9 +27,9 @@ from superscaler.frontend.model_builder import build
 from superscaler.frontend.precision import Narrowed, narrowed
 from superscaler.frontend.results import names_of
 from superscaler.frontend.rewrites.constants import fold
-from superscaler.frontend.rewrites.losses import separate
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
+from superscaler.frontend.rewrites.several_losses import separate
 from superscaler.frontend.trace import Trace, base_of, read
 from superscaler.frontend.training import Optimizers, Training, read_optimizers
 from superscaler.ir.model import Model, Optimizer

@@ -81,11 +81,11 @@ class Timeline:
         return sum(map(len, self.lanes))
 
 
-def predicted(table: Timetable, program: Program, details: Details, title: str = "predicted") -> Timeline:
+def predicted(table: Timetable, program: Program, details: Details) -> Timeline:
     """Return the timeline of a timetable."""
     path = {(link.device, link.instruction, link.is_transfer) for link in table.path if link.seconds}
     every = (_row(some, alike, program, path) for alike in table.lanes for some in _equal(alike))
-    return timeline(title, table.seconds, sorted(every, key=lambda row: row.devices), details)
+    return timeline("predicted", table.seconds, sorted(every, key=lambda row: row.devices), details)
 
 
 def timeline(title: str, seconds: float, rows: Sequence[Row], details: Details) -> Timeline:

@@ -40,12 +40,6 @@ class TextBatches:
         self._path = path
         check_text(path, sequence)
 
-    def __iter__(self) -> Iterator[Batch]:
-        step = 0
-        while True:
-            yield self.at(step)
-            step += 1
-
     def at(self, step: int) -> Batch:
         """Return the global batch of a step: pieces of the text that start at random places."""
         starts = np.random.default_rng([self.seed, step]).integers(0, len(self._text) - self.sequence + 1, self.batch)

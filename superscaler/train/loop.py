@@ -180,7 +180,7 @@ def check_options(steps: int, clip: float | None, ema: float | None = None) -> N
     if steps < 1:
         raise InputError(f"{steps} steps cannot be trained; give 1 or more.")
     if clip is not None and not clip > 0:
-        raise InputError(f"gradients cannot be clipped to a norm of {clip}; give a number above 0.")
+        raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
 
 
 def check_profile(options: Any, start: int = 0) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from superscaler.errors import InputError, RuntimeFailure, unknown
+from superscaler.errors import InputError, RuntimeFailure, some, unknown
 from superscaler.runtime.step import Step
 from superscaler.specs.file_errors import reading
 from superscaler.store.checkpoint import POINTER_FILE
@@ -123,8 +123,9 @@ def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
         )
     kept, given = manifest["training"], data_of(data)
     if kept is not None and kept["data"] != given:
+        theirs, ours = ((d and f"{d['name']} ({d['bytes']:,} bytes)") or "the default" for d in (kept["data"], given))
         raise InputError(
-            f"{stored.directory} was trained on {_data_text(kept['data'])}, but --data is {_data_text(given)}; "
+            f"{stored.directory} was trained on {theirs}, but --data is {ours}; "
             "give the same text, or start anew on another one with --weights."
         )
     return manifest
@@ -135,29 +136,21 @@ def data_of(data: Path | None) -> dict[str, Any] | None:
     return None if data is None else {"name": data.name, "bytes": 0 if is_function(data) else data.stat().st_size}
 
 
-def _data_text(data: dict[str, Any] | None) -> str:
-    return "the default" if data is None else f"{data['name']} ({data['bytes']:,} bytes)"
-
-
 def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
     """Load the checkpoint or weights in the options. Returns the first step, and the seed of the batches."""
     if options.weights is not None:
         unread = step.load_weights(options.weights)
         if unread and step.rank == 0:
-            say(f"note: {len(unread)} tensors of {options.weights} were not read: {_some(unread)}")
+            say(f"note: {len(unread)} tensors of {options.weights} were not read: {some(unread, 3)}")
     if options.resume is None:
         return 0, options.seed
     check_resume(options.resume, options.steps, options.data)
     planned = step.rates()
     manifest = restore(step, options.resume)
     if step.rates() != planned and step.rank == 0:
-        say(f"note: the learning rate is that of the checkpoint, {_some(step.rates())}")
+        say(f"note: the learning rate is that of the checkpoint, {some([str(rate) for rate in step.rates()], 3)}")
     training = manifest["training"]
     return manifest["step"], options.seed if training is None else training["seed"]
-
-
-def _some(things: list[Any]) -> str:
-    return ", ".join(map(str, things[:3])) + (", ..." if len(things) > 3 else "")
 
 
 @contextmanager

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superscaler.artifact import describe
 from superscaler.cluster import Cluster
-from superscaler.comm.threads import run_ranks
 from superscaler.compiler import Compiled, finish, place
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
-from superscaler.runtime.load import modules
-from superscaler.runtime.step import build_step
+from superscaler.runtime.step import Step
+from superscaler.verify.locate import on_threads
 
 LETTERS = "abcdefghij"
 
@@ -216,17 +214,15 @@ def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float,
     """
     model = compiled.graph.model
     loss, expected = whole_step(model, values)
-    plan, code = describe(compiled), modules(compiled.emitted.files)
 
-    def run(communicator):  # type: ignore[no-untyped-def]
-        step = build_step(plan, code, values, communicator)
+    def run(step: Step) -> tuple[Tensor, dict[str, Tensor], int]:
         step.state.keep_gradients = True
         return step({n: values[n] for n in model.inputs}), step.state.gradients, step.bytes_moved
 
     # Some true gradients are zero, or all are; their rounding noise is measured against the model's largest, or values.
     floor = max(1e-4, 1e-6 * max(float(g.abs().max()) for g in expected.values()))
     worst, where = 0.0, ""
-    ran = run_ranks(compiled.program.world, run, timeout=20)
+    ran = on_threads(compiled, values, run, 20.0)
     moved = sum(bytes_moved for *_, bytes_moved in ran)
     if moved != compiled.program.bytes_moved:
         worst, where = float("inf"), f"{moved} bytes on links, not {compiled.program.bytes_moved}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.artifact import describe, initial_values
-from superscaler.comm.threads import run_ranks
 from superscaler.errors import RuntimeFailure
-from superscaler.runtime.load import modules
-from superscaler.runtime.step import Step, build_step
+from superscaler.runtime.step import Step
 from superscaler.train.launch import train
+from tests.ran import on_ranks
 
 PIPELINES = {"pipeline_1f1b:stages=2,microbatches=2": 2, "zb_h1:stages=2,microbatches=2": 2}
 PLANS = {"single": 1, "data_parallel": 2, "tensor_parallel": 2, **PIPELINES}
@@ -76,11 +73,8 @@ def run(
     if folder is not None:
         made.save(folder)
     found = made.compiled
-    described, code = json.loads(json.dumps(describe(found))), modules(found.emitted.files)
-    values = initial_values(found.graph.model, found.graph.captured.values)
 
-    def work(communicator: Any) -> Any:
-        step = build_step(described, code, values, communicator)
+    def work(step: Step) -> Any:
         step.directory = folder
         change(step)
         before = {n: w.detach().clone() for n, w in step.state.weights.items()}
@@ -92,7 +86,7 @@ def run(
             raise
         return losses, {n: w.detach() for n, w in step.state.weights.items()}
 
-    return run_ranks(PLANS.get(plan, 2), work)
+    return on_ranks(found, work)
 
 
 def failure(module: nn.Module | ss.Graph, plan: str, folder: Path | None, **options: Any) -> str:

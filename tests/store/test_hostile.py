@@ -19,15 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.artifact import describe, initial_values
 from superscaler.cli.main import main
-from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
-from superscaler.runtime.load import modules
-from superscaler.runtime.step import Step, build_step
+from superscaler.runtime.step import Step
 from superscaler.store.checkpoint import CheckpointHead
 from superscaler.store.folder import check_types, digest
 from superscaler.store.pieces import covers
+from tests.ran import on_ranks
 
 SHARD, NAME = "rank-00000.safetensors", "step-00000001"
 MANIFEST = f"{NAME}/manifest.json"
@@ -49,10 +47,7 @@ def step() -> Step:
     torch.manual_seed(0)
     module = Net()
     graph = ss.capture(module, (torch.randn(2, 4),), optimizer=torch.optim.AdamW(module.parameters(), lr=0.1))
-    found = ss.compile(graph, "single", "local:1").compiled
-    described, code = json.loads(json.dumps(describe(found))), modules(found.emitted.files)
-    values = initial_values(found.graph.model, found.graph.captured.values)
-    made: Step = run_ranks(1, lambda communicator: build_step(described, code, values, communicator))[0]
+    (made,) = on_ranks(ss.compile(graph, "single", "local:1"), lambda step: step)
     made({"x": torch.ones(2, 4)})
     return made
 
