@@ -127,8 +127,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "if price <= min(prices) * NEARLY][0]", "materialize/test_pricing materialize/test_lowering"),
     ("a last update is before a message", "if not isinstance(last, Update):", "if last is None:",
      "integration/test_updates"),
-    ("last updates do not meet", "elif isinstance(i, Update) and not i.is_early:",
-     "elif isinstance(i, Update) and i.is_early:", "integration/test_updates"),
+    ("last updates do not meet", "elif isinstance(i, p.Update) and not i.is_early:",
+     "elif isinstance(i, p.Update) and i.is_early:", "integration/test_updates"),
     ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n < like else 0",
      "materialize/test_loops"),
     # Emitted code.

@@ -126,7 +126,7 @@ class Watch(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Stop recording in the block, of which emitted code makes one call."""
+        """Stop recording in the block, which emitted code runs as one call."""
         self.is_on = False
         try:
             yield

@@ -75,7 +75,7 @@ def _body(title: str, subjects: Sequence[Subject]) -> str:
 
 
 def _pair(subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
-    """Return what `make` gives for each plan, side by side; several plans have their titles above."""
+    """Return the part of each plan by `make`, side by side; several plans have their titles above."""
     several = len(subjects) > 1
     parts = (tag("div", *([tag("h3", s.title)] if several else []), make(s)) for s in subjects)
     return tag("div", *parts, class_="pair" if several else None)
