@@ -36,7 +36,7 @@ def steps(path: Path) -> str:
     return ", ".join(kind for n, kind in enumerate(kinds) if n == 0 or kinds[n - 1] != kind)
 
 
-def run(rows: Rows, quick: bool) -> str:
+def run(rows: Rows) -> str:
     found = ratios(Cluster.parse("v100:2x8"))
     better = sum(ratio > 1.05 for ratio, _ in found.values())
     most = max(ratio for ratio, _ in found.values())

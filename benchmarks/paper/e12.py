@@ -6,7 +6,7 @@ from points import Rows
 from report import table
 
 
-def run(rows: Rows, quick: bool) -> str:
+def run(rows: Rows) -> str:
     lines = [
         [row["model"].split(",")[0], f"`{row['plan']}`", row["cluster"], str(row["ops"]),
          *(f"{row['cpu'][name]:.1f}" for name in ("compile", "certificate", "simulate"))]

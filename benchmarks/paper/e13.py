@@ -16,8 +16,8 @@ NAMES = ("family", "plan", "", *(f"{kind} {what}" for kind in CLUSTERS for what 
 Kinds = dict[str, Row | None]
 
 
-def run(rows: Rows, quick: bool) -> str:
-    lines = [] if quick else [*_of_the_paper(rows), *_later(rows)]
+def run(rows: Rows) -> str:
+    lines = [*_of_the_paper(rows), *_later(rows)]
     return "\n".join([
         "### E13. Beyond the paper: 32 V100, and 32 H100\n",
         "The largest models. `no scores`: attention in one kernel, which keeps no scores (memory-efficient on V100,",

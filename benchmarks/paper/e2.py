@@ -7,8 +7,8 @@ from points import Rows
 from report import VERDICTS, table, verdict
 
 
-def run(rows: Rows, quick: bool) -> str:
-    found = found_of(rows, "swin", quick)
+def run(rows: Rows) -> str:
+    found = found_of(rows, "swin")
     ours = "co-shard, first 4"
     return "\n".join([
         *shown("e2", "E2. Swin end to end", found),

@@ -7,9 +7,9 @@ from points import Rows
 from report import POINTS, VERDICTS, point_rows, table, verdict
 
 
-def run(rows: Rows, quick: bool) -> str:
-    found = found_of(rows, "gpt3", quick)
-    other = found_of(Rows(keep=True), "gpt3, softmax in float16", quick)
+def run(rows: Rows) -> str:
+    found = found_of(rows, "gpt3")
+    other = found_of(Rows(keep=True), "gpt3, softmax in float16")
     return "\n".join([
         *shown("e3", "E3. GPT-3 end to end, sequence 16384", found),
         table(VERDICTS, [

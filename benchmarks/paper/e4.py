@@ -7,8 +7,8 @@ from points import Rows
 from report import VERDICTS, table, verdict
 
 
-def run(rows: Rows, quick: bool) -> str:
-    found = found_of(rows, "mbart", quick)
+def run(rows: Rows) -> str:
+    found = found_of(rows, "mbart")
     ours = "interlaced"
     few = {gpus: row for gpus, row in found.items() if gpus <= 8}
     return "\n".join([

@@ -7,8 +7,8 @@ from points import Rows
 from report import VERDICTS, table, verdict
 
 
-def run(rows: Rows, quick: bool) -> str:
-    found = found_of(rows, "alphafold2", quick)
+def run(rows: Rows) -> str:
+    found = found_of(rows, "alphafold2")
     last = found.get(32, {}).get("DAP + DP")
     fits = {None: "not run", True: "fits", False: "out of memory"}[last and last.get("fits")]
     cause, other = (varied(rows, "alphafold2", "3F1B", name) for name in ("DAP + DP", "DeepSpeed"))

@@ -8,15 +8,16 @@ from report import POINTS, VERDICTS, bars, point_rows, table, verdict
 from systems import SINGLE, single
 
 
-def run(rows: Rows, quick: bool) -> str:
-    sizes = dict(list(SWIN_SIZES.items())[: 1 if quick else None])
-    found = {size: {s: rows.get(single(model, s, parts)) for s in SINGLE} for size, (model, parts) in sizes.items()}
+def run(rows: Rows) -> str:
+    found = {
+        size: {s: rows.get(single(model, s, parts)) for s in SINGLE} for size, (model, parts) in SWIN_SIZES.items()
+    }
 
     def largest(system: str) -> float | None:
         """Return the largest model that fits; None unless the largest of all is known."""
         known = {size: row[system] for size, row in found.items() if row[system]}
         fitting = [size for size, point in known.items() if point and point["fits"]]
-        return max(fitting, default=None) if max(found) in known and not quick else None
+        return max(fitting, default=None) if max(found) in known else None
 
     mine, again, offload = (largest(system) for system in ("co-shard", "recompute", "ZeRO-3 offload"))
     cause = (

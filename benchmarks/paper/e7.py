@@ -19,11 +19,10 @@ ASSUMPTIONS = {
 Found = dict[int, dict[str, Row | None]]
 
 
-def found_of(rows: Rows, softmax: str, quick: bool) -> Found:
+def found_of(rows: Rows, softmax: str) -> Found:
     """Return the rows by sequence and system; those of another softmax only where they are known."""
-    sequences = SEQUENCES[:1] if quick else SEQUENCES
     get = rows.get if softmax == "float16" else lambda point: rows.known.get(point.key)
-    return {s: {name: get(single(long(s, softmax), name, PARTS)) for name in SINGLE} for s in sequences}
+    return {s: {name: get(single(long(s, softmax), name, PARTS)) for name in SINGLE} for s in SEQUENCES}
 
 
 def longest(found: Found, system: str, less: float) -> int | None:
@@ -33,8 +32,8 @@ def longest(found: Found, system: str, less: float) -> int | None:
     return max(fitting, default=None)
 
 
-def run(rows: Rows, quick: bool) -> str:
-    by_softmax = {softmax: found_of(rows, softmax, quick) for softmax in ("float16", "float32")}
+def run(rows: Rows) -> str:
+    by_softmax = {softmax: found_of(rows, softmax) for softmax in ("float16", "float32")}
     found = by_softmax["float16"]
     reached = {
         name: {system: longest(by_softmax[softmax], system, less) for system in SINGLE}

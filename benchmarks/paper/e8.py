@@ -10,8 +10,8 @@ LATE = "interlaced, recompute late"
 PARTS = ("compute", "communication", "bubble", "optimizer")
 
 
-def run(rows: Rows, quick: bool) -> str:
-    found = {gpus: row for gpus, row in found_of(rows, "mbart", quick).items() if gpus > 8 or quick}
+def run(rows: Rows) -> str:
+    found = {gpus: row for gpus, row in found_of(rows, "mbart").items() if gpus > 8}
     lines = [
         [str(gpus), system, *(f"{row['seconds'] * share(row, part):.0f}" for part in PARTS), f"{row['seconds']:.0f}"]
         for gpus, systems in found.items()
@@ -20,7 +20,7 @@ def run(rows: Rows, quick: bool) -> str:
     ]
     shares = {gpus: row["Megatron-LM"] for gpus, row in found.items()}
     waits = {gpus: share(row, "communication") for gpus, row in shares.items() if row and "error" not in row}
-    slower = found_of(rows, "mbart", quick, "half of the NIC")
+    slower = found_of(rows, "mbart", "half of the NIC")
     causes = {
         gpus: f"half of the NIC: {share(row, 'communication'):.2f}"
         for gpus, systems in slower.items()

@@ -35,9 +35,9 @@ def between_stages() -> float:
     return p2p(source, goal, SIZE, ITEM, costs).seconds / find_path(source, goal, (SIZE,), ITEM, costs).seconds
 
 
-def run(rows: Rows, quick: bool) -> str:
+def run(rows: Rows) -> str:
     lines, gains = [], dict[int, float]()
-    for gpus in GPUS[: 1 if quick else None]:
+    for gpus in GPUS:
         plan = f"hybrid:tp={gpus},microbatches={{m}},recompute=full"
         row = rows.get(Point(MODELS["gpt3, softmax in float16"][4], plan, CLUSTERS[gpus], 512))
         factor = slower(gpus)

@@ -13,12 +13,12 @@ from systems import CLUSTERS, spaces
 Found = Mapping[int, Mapping[str, Row | None]]
 
 
-def found_of(rows: Rows, family: str, quick: bool, variant: str = "", lean: bool = False) -> Found:
+def found_of(rows: Rows, family: str, variant: str = "", lean: bool = False) -> Found:
     """Return the best row of each system; of those clusters alone that have this variant, if one is given."""
     clusters = {gpus: OTHERS.get(CLUSTERS[gpus], {}).get(variant, "") for gpus in GPUS}
     return {
         gpus: {system: rows.best(ladders, lean) for system, ladders in spaces(family, gpus, clusters[gpus]).items()}
-        for gpus in (GPUS[:1] if quick else GPUS)
+        for gpus in GPUS
         if clusters[gpus] or not variant
     }
 
@@ -43,7 +43,7 @@ def most(found: Found, ours: str, other: str) -> float | None:
 
 def varied(rows: Rows, family: str, ours: str, other: str) -> str:
     """Return by how much ours is faster at most where one assumption is another, as far as that is known."""
-    found = {variant: found_of(rows, family, False, variant) for variant in OTHERS[CLUSTERS[GPUS[-1]]]}
-    found["12 bytes a parameter"] = found_of(rows, family, False, lean=True)
+    found = {variant: found_of(rows, family, variant) for variant in OTHERS[CLUSTERS[GPUS[-1]]]}
+    found["12 bytes a parameter"] = found_of(rows, family, lean=True)
     gains = ((variant, most(rows, ours, other)) for variant, rows in found.items())
     return "; ".join(f"{variant}: {gain:.2g}" for variant, gain in gains if gain)

@@ -5,7 +5,7 @@ equal under all plans, in some ten kernels of integers, where the paper's torch 
 scores out (gpt3.py): the V100 has no FlashAttention, which came after the paper's PyTorch 1.11. Its softmax is in
 float32, as Megatron-LM's above 4,096 tokens; float16 is shown as another assumption. The vocabulary is padded to
 51,200, as Megatron-LM does. Layers of Swin are spread over its four stages as in the sizes of its authors, most in the
-third.
+third; its 1,000 classes are padded to 1,024, which all numbers of GPUs divide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GPT3_SIZES = "1.3b 2.6b 6.7b 15b"
 
 # family -> the model of each number of GPUs.
 MODELS: Mapping[str, Mapping[int, str]] = {
-    "swin": _sizes("swin", "1.8b 6.6b 13b 30b"),
+    "swin": _sizes("swin", "1.8b 6.6b 13b 30b", ",classes=1024,drop_path=0.0"),
     "gpt3": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float32"),
     "gpt3, softmax in float16": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float16"),
     "gpt3, no scores": {32: "gpt3:size=15b,seq=16384,vocab=51200,dropout=0.0"},

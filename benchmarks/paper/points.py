@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,17 @@ ROWS = ROOT / "benchmarks/results/paper/rows.jsonl"
 SIMULATOR = ("superscaler/simulate", "superscaler/cluster")
 # The batch that a model is captured with; points resize it.
 SAMPLES = 8
-CAPACITY = 32e9
-# Programs of a cluster are simulated on these, too: half of the NIC (a V100 server without GPUDirect), and H100s.
+CAPACITY, CAPACITY_H100 = 32e9, 80e9
+# The smallest that CUDA, NCCL and the allocator take beside tensors: see superscaler/simulate/memory.py.
+BESIDE = 1.6e9
+# Weights and gradients, and the copy and the two states of Adam.
+BYTES = 2 + 4 + 12
+# Programs of a cluster are simulated on these, too: half of the NIC (a V100 server without GPUDirect) where they fit,
+# and H100s for E13.
+HALF = "half of the NIC"
 _SLOW = "{{name: half, preset: v100, servers: {}, devices_per_server: 8, links: {{network: {{bandwidth: 6.0e9}}}}}}"
-OTHERS = {f"v100:{n}x8": {"half of the NIC": _SLOW.format(n), "H100": f"h100:{n}x8"} for n in (2, 4)}
+OTHERS: dict[str, dict[str, str]] = {f"v100:{n}x8": {HALF: _SLOW.format(n)} for n in (2, 4)}
+OTHERS["v100:4x8"]["H100"] = "h100:4x8"
 
 Row = dict[str, Any]
 
@@ -36,7 +44,8 @@ Row = dict[str, Any]
 class Point:
     """`plan` has {m} in the place of its number of microbatches, of `size` samples on each of `dp` devices.
 
-    `batch`: the samples of a step. `stages` of the pipeline.
+    `batch`: the samples of a step. `stages` of the pipeline. `spread`: the devices over which weights and their states
+    are cut; `cut`: the parts into which one layer's tensors are cut. The bound needs both; 0 where it is not asked.
     """
 
     model: str
@@ -46,6 +55,8 @@ class Point:
     stages: int = 1
     dp: int = 1
     size: int = 1
+    spread: int = 0
+    cut: int = 0
 
     @property
     def whole(self) -> int:
@@ -73,23 +84,19 @@ def simulator() -> str:
 
 
 class Rows:
-    """The rows on disk. With `keep`, rows of another simulator count too; of those that miss, points on `clusters`
-    are simulated. With `shallow`, models have few layers, and nothing is read or written.
+    """The rows of a file, none without one. With `keep`, rows of another simulator count too; of those that miss,
+    points on `clusters` are simulated.
     """
 
-    def __init__(self, keep: bool = False, clusters: Collection[str] = (), shallow: bool = False) -> None:
-        self.simulator, self.clusters, self.shallow = simulator(), clusters, shallow
-        lines = ROWS.read_text().splitlines() if ROWS.exists() and not shallow else []
+    def __init__(self, keep: bool = False, clusters: Collection[str] = (), file: Path | None = ROWS) -> None:
+        self.simulator, self.clusters, self.file = simulator(), clusters, file
+        lines = file.read_text().splitlines() if file and file.exists() else []
         found = (json.loads(line) for line in lines)
         self.known = {row["key"]: row for row in found if keep or row["simulator"] == self.simulator}
         self.graphs: dict[str, Any] = {}
 
     def get(self, point: Point) -> Row | None:
         """Return the row of a point, simulated now if it is not known; None where it was to be known."""
-        if self.shallow:
-            depths = {"swin": "depths=1-1-2-1", "mbart": "layers=4"}
-            depth = depths.get(point.model.split(":")[0], "layers=2")
-            point = replace(point, model=f"{point.model},{depth}")
         layers, models = shallow(point.model)
         if point.key not in self.known and models:
             rows = [self.get(replace(point, model=model)) for model in models]
@@ -101,9 +108,8 @@ class Rows:
         return self.known.get(point.key)
 
     def _write(self, row: Row) -> None:
-        if not self.shallow:
-            ROWS.parent.mkdir(parents=True, exist_ok=True)
-            with ROWS.open("a") as file:
+        if self.file:
+            with self.file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         print(said(row), flush=True)
 
@@ -116,33 +122,44 @@ class Rows:
         for ladder in ladders:
             for point in ladder:
                 row = self.get(point)
-                if row and "error" not in row:
-                    found.append(leaner(row) if lean else row)
-                    if found[-1]["fits"]:
+                if row:
+                    found.append(leaner(row) if lean and "error" not in row else row)
+                    if found[-1].get("fits"):
                         break
-        fitting = [row for row in found if row["fits"]]
-        return min(fitting or found, key=lambda row: row["seconds"] if fitting else row["peak"], default=None)
+        fitting = [row for row in found if row.get("fits")]
+        needs = [row for row in found if "peak" in row]
+        return min(fitting or needs or found, key=lambda row: row["seconds" if fitting else "peak"], default=None)
 
     def _simulated(self, point: Point) -> Iterator[Row]:
         """Yield the row of a point, and of the same program on OTHERS of its cluster."""
         from superscaler.errors import PlanError
 
         seconds: dict[str, float] = {}
+        others = OTHERS.get(point.cluster, {})
         try:
-            plan = self._compiled(point, seconds)
+            plan = self._compiled(point, seconds, CAPACITY_H100 if "H100" in others else CAPACITY)
         except PlanError as error:
             yield self._row(point, {"error": str(error).splitlines()[0]})
             return
-        for cluster in (point.cluster, *OTHERS.get(point.cluster, {}).values()):
-            started = time.process_time()
-            found = predicted(plan, cluster, point)
-            found["cpu"] = {**seconds, "simulate": round(time.process_time() - started, 2)}
-            yield self._row(replace(point, cluster=cluster), found)
+        except TooLarge as error:
+            yield self._row(point, {"error": str(error), "fits": False, "cpu": seconds})
+            return
+        own = self._predicted(plan, point.cluster, point, seconds)
+        yield own
+        for variant, cluster in others.items():
+            if variant != HALF or own["fits"]:
+                yield self._predicted(plan, cluster, point, seconds)
+
+    def _predicted(self, plan: Any, cluster: str, point: Point, seconds: dict[str, float]) -> Row:
+        started = time.process_time()
+        found = predicted(plan, cluster, point)
+        found["cpu"] = {**seconds, "simulate": round(time.process_time() - started, 2)}
+        return self._row(replace(point, cluster=cluster), found)
 
     def _row(self, point: Point, found: Row) -> Row:
         return {"key": point.key, "simulator": self.simulator, **asdict(point), **found}
 
-    def _compiled(self, point: Point, seconds: dict[str, float]) -> Any:
+    def _compiled(self, point: Point, seconds: dict[str, float], capacity: float) -> Any:
         import superscaler as ss
 
         started = time.process_time()
@@ -155,11 +172,36 @@ class Rows:
             self.graphs = {**dict(kept), point.model: captured(f"{point.model},batch={SAMPLES},device=meta")}
         graph = of_batch(self.graphs[point.model], point.few * point.dp * point.size)
         lap("capture")
+        check_bound(graph.model, point, capacity)
         plan = ss.compile(graph, point.spec, point.cluster)
         lap("compile")
         plan.validate()
         lap("certificate")
         return plan
+
+
+class TooLarge(Exception):
+    """A plan that does not fit, whatever the order of its work."""
+
+
+def check_bound(model: Any, point: Point, capacity: float) -> None:
+    """Raise TooLarge if what the fullest device has to hold at some time takes more than `capacity`."""
+    states, scores = least(model, point)
+    if point.spread and states + scores + BESIDE > capacity:
+        raise TooLarge(
+            f"at least {(states + scores + BESIDE) / 1e9:.1f} GB: {states / 1e9:.1f} of states, {scores / 1e9:.1f} of "
+            f"the backward of one softmax, {BESIDE / 1e9:.1f} beside tensors"
+        )
+
+
+def least(model: Any, point: Point) -> tuple[float, float]:
+    """Return the bytes of the states of weights on a device, in the mean, and of the largest softmax in its backward:
+    probabilities, their gradient, and that of the scores.
+    """
+    softmax = (model.tensors[op.outputs[0].tensor].nbytes for op in model.ops if "softmax" in op.target)
+    scores = 3 * max(softmax, default=0) / (point.few * point.dp * max(1, point.cut))
+    states = sum(prod(tensor.shape) for tensor in model.parameters()) * BYTES / max(1, point.spread)
+    return states, scores
 
 
 def on_line(layers: int, first: Row, second: Row) -> Row:
@@ -179,7 +221,7 @@ def on_line(layers: int, first: Row, second: Row) -> Row:
     peak = line(float(first["peak"]), float(second["peak"]))
     memory = line({k: float(v) for k, v in first["memory"].items()}, {k: float(v) for k, v in second["memory"].items()})
     work = line(*(row["tflops"] * row["seconds"] for row in (first, second)))
-    fits = peak <= (80e9 if second["cluster"].startswith("h100") else CAPACITY)
+    fits = peak <= (CAPACITY_H100 if second["cluster"].startswith("h100") else CAPACITY)
     return {**made, "peak": peak, "memory": memory, "fits": fits, "tflops": work / made["seconds"], "layers": layers}
 
 

@@ -42,13 +42,15 @@ def point_rows(label: str, found: Mapping[str, Row | None]) -> list[list[str]]:
         if row is None:
             rows.append([label, system, "not run", *[""] * 7])
             continue
+        plan = f"`{json.loads(row['key'])[1]}`"
         if "error" in row:
-            rows.append([label, system, f"refused: {row['error']}", *[""] * 7])
+            # Either too large for any order of its work, or refused by the compiler.
+            why = f"**out of memory** ({row['error']})" if "fits" in row else f"refused: {row['error']}"
+            rows.append([label, system, plan, "", "", why, *[""] * 4])
             continue
         peak = f"{row['peak'] / 1e9:.1f}" + ("" if row["fits"] else " **out of memory**")
         shares = (f"{share(row, part):.0%}" for part in ("compute", "communication", "bubble"))
         held = "; ".join(f"{size / 1e9:.1f} GB {name}" for name, size in row["largest"][:2])
-        plan = f"`{json.loads(row['key'])[1]}`"
         if "layers" in row:
             plan += " by {} and {} layers".format(*DEPTHS)
         rows.append([label, system, plan, f"{row['seconds']:.1f}", f"{row['tflops']:.0f}", peak, *shares, held])

@@ -2,8 +2,8 @@
 
 A system has its published plans and no other. A space is a list of ladders: plans that differ in how far they cut
 tensors, the one that sends least first. The first of a ladder that fits stands for it, and the fastest of all ladders
-for its system. Left out beforehand are plans whose states alone (18 bytes a parameter, over stages and tensor parallel
-devices) or whose scores of attention in one layer (three tensors) do not fit.
+for its system. Not compiled are plans whose states (18 bytes a parameter) and scores of attention in one layer (three
+tensors) do not fit, see `check_bound` in points.py; the page says which.
 
 Alpa's stages may have settings of their own; GPT-3's are equal, so that its space there is Megatron-LM's.
 """
@@ -154,7 +154,8 @@ def single(model: str, system: str, parts: int) -> Point:
 def megatron(place: Place, config: str) -> Point:
     pp, tp, dp = _numbers(config.rstrip("+"))
     again = "full" if config.endswith("+") else "none"
-    return place(f"hybrid:dp={dp},tp={tp},pp={pp},microbatches={{m}},recompute={again}", stages=pp, dp=dp)
+    plan = f"hybrid:dp={dp},tp={tp},pp={pp},microbatches={{m}},recompute={again}"
+    return place(plan, stages=pp, dp=dp, spread=pp * tp, cut=tp)
 
 
 def deepspeed(place: Place, config: str) -> Point:
@@ -163,7 +164,8 @@ def deepspeed(place: Place, config: str) -> Point:
     plans = [f"zero:{dp},stage=3,microbatches={{m}}"]
     plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
     plans += ["swap:1,what=optimizer"] if offload else []
-    return place(" x ".join(plans), dp=dp)
+    # The states are on the host.
+    return place(" x ".join(plans), dp=dp, spread=0 if offload else dp * tp, cut=tp)
 
 
 def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
@@ -173,13 +175,13 @@ def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
     again = ",recompute=late" if config.endswith("+") else ""
     plans = [f"pipeline_1f1b:{pp},microbatches={{m}}{again}", f"co_shard:{dp},parts={parts},blocks={blocks}"]
     plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
-    return place(" x ".join(plans), stages=pp, dp=dp)
+    return place(" x ".join(plans), stages=pp, dp=dp, spread=pp * tp, cut=tp * int(parts))
 
 
 def interlaced(place: Place, config: str, recompute: str = "early") -> Point:
     pp, tp = _numbers(config)
     plan = f"interlaced:{pp},microbatches={{m}},recompute={recompute}"
-    return place(f"{plan} x tensor_parallel:{tp}" if tp > 1 else plan, stages=pp)
+    return place(f"{plan} x tensor_parallel:{tp}" if tp > 1 else plan, stages=pp, spread=pp * tp, cut=tp)
 
 
 def axial(place: Place, config: str) -> Point:
@@ -217,10 +219,9 @@ MAKERS: Mapping[str, Callable[[Place, str], Point]] = {
 def spaces(family: str, gpus: int, cluster: str = "") -> dict[str, list[Ladder]]:
     """Return the ladders of each system for a family on so many GPUs, V100s where no cluster is given."""
 
-    def place(plan: str, stages: int = 1, dp: int = 1) -> Point:
-        return Point(
-            MODELS[family][gpus], plan, cluster or CLUSTERS[gpus], 128 if family == "alphafold2" else 512, stages, dp
-        )
+    def place(plan: str, **sizes: int) -> Point:
+        batch = 128 if family == "alphafold2" else 512
+        return Point(MODELS[family][gpus], plan, cluster or CLUSTERS[gpus], batch, **sizes)
 
     return {
         system: [[MAKERS[system](place, config) for config in ladder.split("|")] for ladder in ladders]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
 
 import superscaler as ss
+from superscaler.cluster import Cluster
+from superscaler.simulate.predict import fullest
 from tests.graphs import graph_of
 from tests.ran import equal
 from tests.sweeps import few, slow
 
 PAPER = Path(__file__).parents[2] / "benchmarks/paper"
-sys.path.insert(0, str(PAPER))
+sys.path[:0] = [str(PAPER), str(PAPER.parent)]
 
-from points import Point, of_batch, predicted  # noqa: E402
+import quick  # noqa: E402
+from points import Point, captured, least, of_batch, predicted  # noqa: E402
 from systems import BEYOND, MAKERS, SPACES  # noqa: E402
 
 ROWS = [
@@ -42,29 +46,38 @@ ROWS = [
 ]
 
 
-TINY_GPT3 = f"{PAPER / 'gpt3.py'}:gpt3:size=tiny,seq=24,vocab=320,dropout=0"
+SMALL_GPT3 = f"{PAPER / 'gpt3.py'}:gpt3:size=tiny,vocab=320,dropout=0"
+TINY_GPT3 = f"{SMALL_GPT3},seq=24"
 
 
 def test_resized_graph_is_predicted_as_the_captured_one() -> None:
     plan = "zero:2,stage=3,microbatches=3 x tensor_parallel:2"
     point = Point(TINY_GPT3, plan, "v100:1x4", 12, dp=2, size=2)
     graphs = of_batch(graph_of(TINY_GPT3), 12), graph_of(f"{TINY_GPT3},batch=12")
-    resized, captured = (predicted(ss.compile(graph, plan, point.cluster), point.cluster, point) for graph in graphs)
-    assert resized == captured
+    resized, whole = (predicted(ss.compile(graph, plan, point.cluster), point.cluster, point) for graph in graphs)
+    assert resized == whole
 
 
 @pytest.mark.parametrize(("family", "system", "config"), few(ROWS, 0, 1))
 def test_plan_is_equal_to_the_model(family: str, system: str, config: str) -> None:
     devices = prod(map(int, config.rstrip("+").partition(" ")[0].partition("/")[0].split("x")))
 
-    def place(plan: str, stages: int = 1, dp: int = 1) -> Point:
-        model = TINY_GPT3 if family == "gpt3" else f"{family}:size=tiny"
-        return Point(model, plan, "", 512, stages, dp)
-
-    point = MAKERS[system](place, config)
+    model = TINY_GPT3 if family == "gpt3" else f"{family}:size=tiny"
+    point = MAKERS[system](partial(Point, model, cluster="", batch=512), config)
     rows = point.few * point.dp
     # The batch of other tests, where it can be cut so.
     equal(graph_of(point.model if 8 % rows == 0 else f"{point.model},batch={rows}"), point.spec, devices)
+
+
+@pytest.mark.parametrize(("system", "config"), [("Megatron-LM, Alpa", "2x2x1+"), ("DeepSpeed", "2x2")])
+def test_bound_on_memory_is_below_the_peak(system: str, config: str) -> None:
+    cluster = "v100:1x4"
+    point = MAKERS[system](partial(Point, TINY_GPT3, cluster=cluster, batch=512), config)
+    graph = of_batch(captured(f"{SMALL_GPT3},seq=256,batch=8,device=meta"), point.few * point.dp)
+    states, scores = least(graph.model, point)
+    program = ss.compile(graph, point.spec, cluster).compiled.program
+    peak = fullest(program, Cluster.parse(cluster)).peak
+    assert 0.3 * peak < states + scores < peak
 
 
 def test_each_system_of_the_evaluation_is_compared_with_the_model() -> None:
@@ -78,3 +91,8 @@ def test_later_plan_is_equal_to_the_model(family: str, plan: str) -> None:
     model = {"gpt3": TINY_GPT3, "gpt3, no scores": "gpt3:size=tiny"}.get(family, f"{family}:size=tiny")
     small = re.sub(r"(?<=[:=])[48](?=[ ,]|$)", "2", plan).replace("{m}", "4")
     equal(graph_of(model), small, 8 if "ring" in plan else 4)
+
+
+@pytest.mark.slow
+def test_quick_part_of_the_evaluation_holds() -> None:
+    assert not quick.run()
