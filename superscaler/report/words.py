@@ -119,12 +119,12 @@ def _links(rows: Sequence[Sent]) -> str:
 
 def _title(block: Block) -> str:
     """Return a heading of equal blocks: their names, and the bytes on links of one block and of all."""
-    moved, count = _moved(block), len(block.names)
+    moved, count = bytes_moved(block), len(block.names)
     each = f" each, {size(moved * count)} together" if count > 1 else ""
     return heading(block.names) + (f": {size(moved)} on links{each}" if moved else ": nothing on links")
 
 
-def _moved(block: Block) -> int:
+def bytes_moved(block: Block) -> int:
     return sum(row.moved for row in block.moves)
 
 
@@ -241,7 +241,7 @@ def _block_changes(a: Block | None, b: Block | None) -> Iterator[str]:
     yield from _lines(*([f"{what}, {n} times" for what, n in block.asked.items()] for block in (a, b)))
     yield from _lines(_held(a), _held(b))
     yield from _lines(_sent(a), _sent(b))
-    moved = [_moved(block) for block in (a, b)]
+    moved = [bytes_moved(block) for block in (a, b)]
     if moved[0] != moved[1]:
         yield f"  on links: {moved[0]:,} -> {moved[1]:,} bytes"
 

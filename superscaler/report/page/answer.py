@@ -102,29 +102,18 @@ def _limits(p: Prediction) -> list[Markup]:
     losses = sorted(parts(p)[1:], key=lambda part: -part.seconds)
     most = losses[0]
     allowed = f"{number(p.step_seconds / p.bound)} times what this hardware allows" if p.bound else ""
-    lines = [
-        Markup(
-            tag("b", "What limits it: ")
-            + tag(
-                "x",
-                f"{most.name}, {_said(most, p.step_seconds)[len(most.name) + 1 :]} "
-                f"of the step in the mean over devices; the step is {allowed or 'all of it beside products'}.",
-            )[3:-4]
-        )
-    ]
+    share = _said(most, p.step_seconds).removeprefix(most.name).lstrip()
+    limit = f"{most.name}, {share} of the step in the mean over devices; the step is "
+    lines = [_line("What limits it: ", f"{limit}{allowed or 'all of it beside products'}.")]
     if p.capacity and not p.fits:
         name, count = max(p.fullest.memory.items(), key=lambda pair: pair[1])
-        lines += [
-            _helps(
-                f"memory first: {size(p.fullest.peak_bytes - p.capacity)} are too many, "
-                f"{size(count)} of the peak are {name}; " + _MEMORY.get(name, "more devices") + "."
-            )
-        ]
-    without = p.step_seconds - most.seconds
-    return [
-        *lines,
-        _helps(f"{most.help}; without these {duration(most.seconds)} a step would take {duration(without)}."),
-    ]
+        over, remedy = size(p.fullest.peak_bytes - p.capacity), _MEMORY.get(name, "more devices")
+        lines.append(
+            _line(_HELPS, f"memory first: {over} are too many, {size(count)} of the peak are {name}; {remedy}.")
+        )
+    without = duration(p.step_seconds - most.seconds)
+    help = f"{most.help}; without these {duration(most.seconds)} a step would take {without}."
+    return [*lines, _line(_HELPS, help)]
 
 
 _MEMORY: Mapping[str, str] = {
@@ -136,8 +125,11 @@ _MEMORY: Mapping[str, str] = {
 }
 
 
-def _helps(text: str) -> Markup:
-    return tag("span", tag("b", "What would help most: "), text)
+_HELPS = "What would help most: "
+
+
+def _line(title: str, text: str) -> Markup:
+    return tag("span", tag("b", title), text)
 
 
 def compared(subjects: Sequence[Subject]) -> Markup:

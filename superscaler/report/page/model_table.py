@@ -11,7 +11,7 @@ from superscaler.report.model import group
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.schema import Axis, Block, adapter
 from superscaler.report.subject import Subject
-from superscaler.report.words import axes_text, heading
+from superscaler.report.words import axes_text, bytes_moved, heading
 from superscaler.specs.sizes import size
 
 _NAMES = ("block", "operators", "devices", "cut", "weights", "on all devices", "on links, each")
@@ -28,7 +28,7 @@ def model_table(subject: Subject) -> Markup:
     """
     blocks: list[Block] = adapter().validate_python(subject.account["blocks"])
     world = subject.simulation.prediction.world
-    most = max((_moved(block) for block in blocks), default=0)
+    most = max((bytes_moved(block) for block in blocks), default=0)
     rows = (list(_row(some, world, most)) for some in group(blocks, _form).values())
     return tag("div", table(_NAMES, rows, left=4), class_="tall")
 
@@ -38,7 +38,7 @@ def _form(block: Block) -> tuple[object, ...]:
     first = next(_devices(block.devices), 0)
     cuts = tuple((_counted(split.axes, first), split.of) for split in block.splits)
     weights = tuple(w.of for w in block.weights), *_bytes(block)
-    return block.ops, block.again, _shifted(block.devices, first), cuts, weights, _moved(block)
+    return block.ops, block.again, _shifted(block.devices, first), cuts, weights, bytes_moved(block)
 
 
 def _counted(axes: tuple[Axis, ...], first: int) -> tuple[Axis, ...]:
@@ -71,16 +71,12 @@ def _row(equal: Sequence[Block], world: int, most: int) -> Iterator[object]:
     whole, held = _bytes(block)
     yield size(whole) if whole else ""
     yield size(held) if held else ""
-    yield Markup(tag("div", size(_moved(block)) if _moved(block) else "") + _amount(_moved(block), most))
+    yield Markup(tag("div", size(bytes_moved(block)) if bytes_moved(block) else "") + _amount(bytes_moved(block), most))
 
 
 def _bytes(block: Block) -> tuple[int, int]:
     """Return the bytes of the weights of a block, and those on all devices."""
     return sum(w.bytes for w in block.weights), sum(w.held_bytes for w in block.weights)
-
-
-def _moved(block: Block) -> int:
-    return sum(row.moved for row in block.moves)
 
 
 def _amount(count: int, most: int) -> Markup:
