@@ -129,6 +129,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "integration/test_updates"),
     ("last updates do not meet", "elif isinstance(i, p.Update) and not i.is_early:",
      "elif isinstance(i, p.Update) and i.is_early:", "integration/test_updates"),
+    ("what has ended of a tape is moved", "Fetch(i.task) for i in reversed(forwards[tape]) if last[i.task] >= number",
+     "Fetch(i.task) for i in reversed(forwards[tape])", "property/test_random_sprograms"),
     ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n < like else 0",
      "materialize/test_loops"),
     # Emitted code.
@@ -151,6 +153,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "integration/test_unroll"),
     ("dropout keeps what it should drop", "(random.reshape(x.shape) >= p)", "(random.reshape(x.shape) < p)",
      "runtime/test_functional ops/test_rules"),
+    ("a tape that came back goes as it came", "        self.arrive()\n        stays", "        stays",
+     "materialize/test_offload"),
     ("padding gets all of the gradient", "found.detach(), found)", "found, found.detach())",
      "ops/test_rules runtime/test_functional"),
     ("uneven slices have the size of the first", "work.wait().narrow(dim, 0, sizes[group.index(self.rank)])",

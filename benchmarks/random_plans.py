@@ -4,7 +4,7 @@
 
 Of each kind so many plans, from seeds that follow `--first`. `regular` and `nested` are random graphs under random
 grids and trees of parts (tests/property/random_graphs.py); `free`, `layered` and `rewritten` are random sPrograms on
-small models, the last with recomputation, split backwards, copies, stale weights and early updates
+small models, the last with recomputation, split backwards, copies, tapes on hosts, stale weights and early updates
 (tests/property/random_sprograms.py). `refused`: their own orders cannot hold, or a copy changes nothing, so that there
 is no plan. `alarm`: a check refuses a plan. Of a share `--numbers` of the plans, and of all alarms, a step is compared
 with the model's: `equal`, `WRONG`. An alarm whose numbers are equal is a false one. `CPU ms` is that of both checks,
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 # How many plans of a kind follow each other.
 BLOCK = 10
 COUNTS = ("plans", "refused", "alarm", "compared", "equal", "WRONG")
-REWRITES = ("split", "copies", "stale", "early")
+REWRITES = ("split", "copies", "tapes", "stale", "early")
 # A program, and what tells whether its numbers are the model's.
 Drawn = tuple[Program, Callable[[], bool]] | None
 

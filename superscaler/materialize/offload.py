@@ -23,6 +23,7 @@ def with_offload(
     tape_of = {i.task: number for number, own in enumerate(forwards) for i in own}
     kept = _kept([{tape_of[i.task] for _, i in run} for run in runs], most)
     ends = {name: at for at, i in enumerate(code) for name in ended(i)}
+    last = {i.task: number for number, run in enumerate(runs) for _, i in run}
     found: dict[int, list[Instruction]] = {}
     for number, (before, now) in enumerate(pairwise(kept), 1):
         at = runs[number - 1][-1][0] + 1
@@ -30,10 +31,14 @@ def with_offload(
         for tape in before - now:
             back = next((n for n in range(number, len(kept)) if tape in kept[n]), None)
             if back is not None:
-                own = [Offload(i.task, _alive(i, weights, ends, runs[back][0][0])) for i in forwards[tape]]
-                found.setdefault(at, []).extend(own)
+                # A part of a tape may have ended.
+                own = (i for i in forwards[tape] if last[i.task] >= number)
+                until = runs[back][0][0]
+                found.setdefault(at, []).extend(Offload(i.task, _alive(i, weights, ends, until)) for i in own)
         for tape in now - before - {number}:
-            found.setdefault(runs[number][0][0], []).extend(Fetch(i.task) for i in reversed(forwards[tape]))
+            found.setdefault(runs[number][0][0], []).extend(
+                Fetch(i.task) for i in reversed(forwards[tape]) if last[i.task] >= number
+            )
     return [i for at, one in enumerate(code) for i in (*found.get(at, ()), one)]
 
 

@@ -64,8 +64,9 @@ class MovedTape:
 
     def offload(self, copies: Copies, alive: Iterable[Tensor]) -> None:
         """Copy the tensors to the host, but for those that share memory with `alive` ones, and free them. The largest
-        is copied last.
+        is copied last. Tensors that came back since an earlier call are copied again.
         """
+        self.arrive()
         stays, numbers = set(map(storage_of, alive)), dict[int, int]()
         held = [(kept, x) for kept in self._kept if (x := kept.x) is not None and x.dim()]
         moved = [(kept, x) for kept, x in held if storage_of(x) not in stays]

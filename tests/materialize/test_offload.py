@@ -15,6 +15,8 @@ from superscaler.ir.loops import Rolled
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Device, Fetch, Instruction, Offload
 from superscaler.ir.program_text import parse_program, print_program
+from superscaler.runtime.saved_tensors import Copies, MovedTape
+from superscaler.runtime.split_backward import nodes_from
 from superscaler.simulate.memory import memories
 from superscaler.simulate.predict import simulate
 from tests.graphs import assert_equal, graph_of
@@ -73,6 +75,20 @@ def test_a_backward_whose_tape_is_on_the_host_is_refused() -> None:
         without(Fetch)
     with pytest.raises(ScheduleError, match=r"Fetch.* has no tape of a forward on the host to copy"):
         without(Offload)
+
+
+def test_a_tape_goes_to_the_host_again_before_its_backward() -> None:
+    """What stayed the first time, because it was alive, goes the second time; the rest goes again."""
+    x, y = (torch.rand(3, 3, requires_grad=True) for _ in range(2))
+    alive = y.exp()
+    z = (x.exp() * alive).sin()
+    expected = torch.autograd.grad(z, (x, y), torch.ones_like(z), retain_graph=True)
+    tape, copies = MovedTape(nodes_from([z.grad_fn])), Copies(torch.device("cpu"))
+    for stays in ((alive,), ()):
+        tape.offload(copies, stays)
+        tape.fetch(copies)
+    tape.arrive()
+    assert all(map(torch.equal, torch.autograd.grad(z, (x, y), torch.ones_like(z)), expected))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import superscaler as ss
+from superscaler.ir.grid import UNASSIGNED
 from superscaler.ir.model import Op
 from superscaler.transform.cut import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
@@ -234,15 +235,28 @@ class Author:
         for _ in range(self.draw.choice([1, 2])):
             made = {o.tensor for op in self.graph.forward_ops if not op.from_data for o in op.outputs}
             able = [op for op in self.graph.forward_ops if made.intersection(o.tensor for o in op.inputs)]
-            readers = [op for op in able if self.draw.random() < 0.3]
+            readers = [op for op in able if not op.is_copy and self.draw.random() < 0.3]
             for parts in ss.op_trans(self.graph, readers, ss.Insert()) if readers else ():
-                if self.draw.random() < 0.6:
-                    ss.op_assign(self.graph, parts.op, "host")
-                elif self.draw.random() < 0.5:
+                if self.draw.random() < 0.3:
                     self.cut(parts.op, depth=self.draw.choice([0, 1, 2]))
+                # A copy that is only where it is read changes nothing.
+                if self.draw.random() < 0.5 or not self.moves(parts.op):
+                    ss.op_assign(self.graph, parts.op, "host")
         updates = [op for op in self.graph.ops if not op.is_forward and self.draw.random() < 0.3]
         if updates:
             ss.op_assign(self.graph, updates, "host")
+
+    def moves(self, copy: Op) -> bool:
+        """Return whether a copy is not only where it is read. One that is not placed is where its first reader is."""
+        readers = [self.devices_of(reader) for reader, _ in self.graph.model.uses[copy.outputs[0].tensor]]
+        return (self.devices_of(copy) or readers[0]) != set().union(*readers)
+
+    def devices_of(self, op: Op) -> set[int]:
+        return {*self.graph.rows(op).device.tolist()} - {UNASSIGNED}
+
+    def tapes(self) -> None:
+        """Keep few tapes on the devices."""
+        self.graph.offload_tapes(self.draw.choice([1, 1, 2]))
 
     def stale(self) -> None:
         """Read the weights of some ops one step stale."""

@@ -16,7 +16,7 @@ from superscaler.verbs import Graph
 from tests.graphs import graph_of
 from tests.ran import SProgram, equal
 
-REWRITES = ("split", "copies", "stale", "early")
+REWRITES = ("split", "copies", "tapes", "stale", "early")
 REGATHERED = ("regather", *REWRITES[1:])
 # Seeds, how much is computed again on the parts of its ops, and rewrites.
 SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
@@ -66,14 +66,19 @@ def test_random_sprograms_are_equal_or_refused(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "drawn",
+    ("model", "drawn"),
     [
-        pytest.param((80210, "free", 0.4, REWRITES), id="messages that start together are in one body of a loop"),
-        pytest.param((1090, "layered", 0.4, ("split",)), id="one of four microbatches has a gradient of its input"),
+        pytest.param(
+            "tied", (7001, "free", 0.4, REWRITES), id="messages that start together are in one body of a loop"
+        ),
+        pytest.param(
+            "tied", (1090, "layered", 0.4, ("split",)), id="one of four microbatches has a gradient of its input"
+        ),
+        pytest.param("attention", (7006, "layered", 0.4, REWRITES), id="a tape is on the host twice"),
     ],
 )
-def test_code_that_was_wrong(drawn: tuple[int, str, float, tuple[str, ...]]) -> None:
-    assert ask(captured("tied"), random_sprogram(*drawn), 3, is_trained=False) == "equal"
+def test_code_that_was_wrong(model: str, drawn: tuple[int, str, float, tuple[str, ...]]) -> None:
+    assert ask(captured(model), random_sprogram(*drawn), 3, is_trained=False) == "equal"
 
 
 def check_again(graph: Graph, seeds: range) -> None:
