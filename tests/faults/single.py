@@ -13,31 +13,12 @@ from math import prod
 from typing import Any
 
 from superscaler.compiler import Compiled
+from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
 from superscaler.ir.mask import extents
-from superscaler.ir.program import (
-    FIELDS,
-    Backward,
-    Collective,
-    Combine,
-    Device,
-    Forward,
-    Free,
-    Function,
-    Instruction,
-    Load,
-    Loss,
-    Program,
-    Recv,
-    Role,
-    Update,
-    Value,
-    reads,
-    writes,
-)
 from superscaler.ops.call import ranges
 
-Change = Callable[[Device], Device]
+Change = Callable[[p.Device], p.Device]
 Path = tuple[str | int, ...]
 # How many other names are tried for one that is read, and other places for an input of a function.
 TRIED = 3
@@ -49,10 +30,10 @@ NUMBERS = {
 }  # fmt: skip
 # Fields whose entries belong together: one entry of all of them can be left out.
 ENTRIES: Mapping[type, Sequence[tuple[str, ...]]] = {
-    Combine: [("pieces", "boxes")],
-    Collective: [("works", "sources", "ways"), ("group",)],
-    Update: [("weights", "gradients"), ("buffers", "values")],
-    Loss: [("parts", "counted")],
+    p.Combine: [("pieces", "boxes")],
+    p.Collective: [("works", "sources", "ways"), ("group",)],
+    p.Update: [("weights", "gradients"), ("buffers", "values")],
+    p.Loss: [("parts", "counted")],
 }
 # What moves along a fold.
 MOVING = ("box", "at", "flag", "weight box", "weight flag")
@@ -65,7 +46,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 class Mutant:
     kind: str
     what: str
-    program: Program
+    program: p.Program
 
 
 def mutants(exact: Compiled, scope: str = "one device") -> Iterator[Mutant]:
@@ -90,7 +71,7 @@ def mutants(exact: Compiled, scope: str = "one device") -> Iterator[Mutant]:
         yield Mutant(kind, what, replace(program, functions=functions))
 
 
-def scopes(exact: Compiled, program: Program, scope: str) -> list[list[int]]:
+def scopes(exact: Compiled, program: p.Program, scope: str) -> list[list[int]]:
     """Return the groups of devices that are changed alike."""
     devices = program.devices
     if not isinstance(devices, Folded):
@@ -100,12 +81,12 @@ def scopes(exact: Compiled, program: Program, scope: str) -> list[list[int]]:
     return samples if scope == "all places" else [some[1:] for some in samples]
 
 
-def device_of(program: Program, rank: int) -> Device:
+def device_of(program: p.Program, rank: int) -> p.Device:
     devices = program.devices
     return devices.compiled[rank] if isinstance(devices, Folded) else devices[rank]
 
 
-def with_change(program: Program, ranks: Sequence[int], change: Change) -> Program | None:
+def with_change(program: p.Program, ranks: Sequence[int], change: Change) -> p.Program | None:
     """Return the program with some devices changed, None where nothing is."""
     new = {rank: change(device_of(program, rank)) for rank in ranks}
     if all(new[rank] == device_of(program, rank) for rank in ranks):
@@ -124,15 +105,15 @@ def with_change(program: Program, ranks: Sequence[int], change: Change) -> Progr
     return replace(program, devices=folded) if is_new else None
 
 
-def _peers(device: Device) -> Iterator[int]:
+def _peers(device: p.Device) -> Iterator[int]:
     for i in device.instructions:
         yield from getattr(i, "group", ())
         yield getattr(i, "peer", 0)
 
 
-def without_frees(program: Program) -> Program:
-    def bare(device: Device) -> Device:
-        return replace(device, instructions=tuple(i for i in device.instructions if not isinstance(i, Free)))
+def without_frees(program: p.Program) -> p.Program:
+    def bare(device: p.Device) -> p.Device:
+        return replace(device, instructions=tuple(i for i in device.instructions if not isinstance(i, p.Free)))
 
     return program.changed(bare)
 
@@ -142,7 +123,7 @@ def without_frees(program: Program) -> Program:
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield names, numbers, flags and texts in tuples and dataclasses, each with how to get there."""
-    if isinstance(value, Value) or not (isinstance(value, tuple) or is_dataclass(value)):
+    if isinstance(value, p.Value) or not (isinstance(value, tuple) or is_dataclass(value)):
         yield path, value
     elif isinstance(value, tuple):
         for k, item in enumerate(value):
@@ -163,12 +144,12 @@ def put(value: Any, path: Path, turn: Callable[[Any], Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def _at(n: int, turn: Callable[[Instruction], Instruction]) -> Change:
+def _at(n: int, turn: Callable[[p.Instruction], p.Instruction]) -> Change:
     """Return the change of instruction `n`."""
     return code_of(lambda code: [*code[:n], turn(code[n]), *code[n + 1 :]])
 
 
-def code_of(turn: Callable[[Sequence[Instruction]], Sequence[Instruction]]) -> Change:
+def code_of(turn: Callable[[Sequence[p.Instruction]], Sequence[p.Instruction]]) -> Change:
     return lambda device: replace(device, instructions=tuple(turn(device.instructions)))
 
 
@@ -183,9 +164,9 @@ def _add(n: int, path: Path, by: int) -> Change:
 Found = Iterator[tuple[str, str, Change]]
 
 
-def _of_device(program: Program, device: Device) -> Found:
+def _of_device(program: p.Program, device: p.Device) -> Found:
     kinds = shapes(program, device)
-    known: list[Value] = []
+    known: list[p.Value] = []
     for n, i in enumerate(device.instructions):
         told = f"instruction {n}, {shown(i)}"
         yield "delete", f"{told} is left out", code_of(lambda code, n=n: [*code[:n], *code[n + 1 :]])
@@ -200,28 +181,28 @@ def _of_device(program: Program, device: Device) -> Found:
             yield kind, f"{told}: {what}", change
         for what, change in _of_reads(device.rank, i, n, known, kinds):
             yield "read", f"{told}: {what}", change
-        known += [name for name in writes(i) if name not in known]
+        known += [name for name in p.writes(i) if name not in known]
     yield from _of_weights(program, device)
 
 
-def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
+def _of_instruction(program: p.Program, i: p.Instruction, n: int) -> Found:
     for path, value in leaves(i):
-        name = next(p for p in reversed(path) if isinstance(p, str))
+        name = next(word for word in reversed(path) if isinstance(word, str))
         where = ".".join(map(str, path))
         if isinstance(value, bool):
-            yield "flag", f"{where} is {not value}", _at(n, lambda i, p=path: put(i, p, lambda x: not x))
+            yield "flag", f"{where} is {not value}", _at(n, lambda i, to=path: put(i, to, lambda x: not x))
         elif isinstance(value, int) and name in NUMBERS:
             for by in (-1, 1):
                 yield NUMBERS[name], f"{where} is {value + by}, not {value}", _add(n, path, by)
         elif name == "dtype":
             other = "float32" if value == "float64" else "float64"
             yield "dtype", f"{where} is {other}", _set(n, path, other)
-        elif name == "tensor" and isinstance(i, Load):
+        elif name == "tensor" and isinstance(i, p.Load):
             for other in _like(program, value):
                 yield "tensor", f"{where} is {other}", _set(n, path, other)
-        elif isinstance(value, Value) and isinstance(i, Backward | Collective) and path[0] in GAPS:
+        elif isinstance(value, p.Value) and isinstance(i, p.Backward | p.Collective) and path[0] in GAPS:
             yield "gap", f"{where} is nothing", _set(n, path, None)
-    if isinstance(i, Collective):
+    if isinstance(i, p.Collective):
         for kind in KINDS:
             if kind != i.kind:
                 yield "kind", f"it is {kind}", _set(n, ("kind",), kind)
@@ -233,20 +214,20 @@ def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
             )
     for group in ENTRIES.get(type(i), ()):
         for k in range(len(getattr(i, group[0]))):
-            kind = "piece" if isinstance(i, Combine) else "entry"
+            kind = "piece" if isinstance(i, p.Combine) else "entry"
             yield kind, f"entry {k} of {group[0]} is left out", _entries(n, group, [*range(k), *range(k + 1, 1000)])
-            if isinstance(i, Combine):
+            if isinstance(i, p.Combine):
                 yield kind, f"entry {k} of {group[0]} is there twice", _entries(n, group, [*range(1000), k])
-    for name in (*FIELDS[type(i), Role.WRITE], *FIELDS[type(i), Role.SUM]):
+    for name in (*p.FIELDS[type(i), p.Role.WRITE], *p.FIELDS[type(i), p.Role.SUM]):
         value = getattr(i, name)
-        if not isinstance(value, Value):
+        if not isinstance(value, p.Value):
             for a, b in pairs(len(value)):
                 change = _at(n, lambda i, f=name, a=a, b=b: replace(i, **{f: _exchanged(getattr(i, f), a, b)}))
                 yield "write", f"{name} {a} and {b} change places", change
 
 
 def _entries(n: int, group: tuple[str, ...], kept: Sequence[int]) -> Change:
-    def turn(i: Instruction) -> Instruction:
+    def turn(i: p.Instruction) -> p.Instruction:
         sides = {name: getattr(i, name) for name in group}
         return replace(i, **{name: tuple(side[k] for k in kept if k < len(side)) for name, side in sides.items()})
 
@@ -265,10 +246,10 @@ def _exchanged(items: tuple[Any, ...], a: int, b: int) -> tuple[Any, ...]:
 
 
 def _of_reads(
-    rank: int, i: Instruction, n: int, known: Sequence[Value], kinds: Mapping[Value, Any]
+    rank: int, i: p.Instruction, n: int, known: Sequence[p.Value], kinds: Mapping[p.Value, Any]
 ) -> Iterator[tuple[str, Change]]:
     """Let each name that is read be another one of equal shape that was made before."""
-    for name in (*FIELDS[type(i), Role.READ], *FIELDS[type(i), Role.SUM]):
+    for name in (*p.FIELDS[type(i), p.Role.READ], *p.FIELDS[type(i), p.Role.SUM]):
         for path, old in leaves(getattr(i, name), (name,)):
             if old is None or old not in kinds:
                 continue
@@ -280,46 +261,46 @@ def _of_reads(
                 yield f"{'.'.join(map(str, path))} is {other}, not {old}", _set(n, path, other)
 
 
-def shapes(program: Program, device: Device) -> dict[Value, tuple[bool, tuple[int, ...], str]]:
+def shapes(program: p.Program, device: p.Device) -> dict[p.Value, tuple[bool, tuple[int, ...], str]]:
     """Return for each name of a device whether it is a handle, its shape (of handles elements), and its dtype."""
-    found: dict[Value, tuple[bool, tuple[int, ...], str]] = {}
+    found: dict[p.Value, tuple[bool, tuple[int, ...], str]] = {}
     aliases: dict[Any, list[Any]] = {}
     for i in device.instructions:
         match i:
-            case Load():
+            case p.Load():
                 tensor = program.model.tensors[i.tensor]
                 kinds = [(False, tensor.local_shape(extents(i.box)), tensor.dtype)]
-            case Forward():
+            case p.Forward():
                 kinds = [(False, *_output(program, program.functions[i.function], o)) for o in range(len(i.outputs))]
                 aliases[i.task] = [found[i.inputs[n]] for n in program.functions[i.function].grads]
-            case Backward():
+            case p.Backward():
                 kinds = aliases[i.task]
-            case Collective():
+            case p.Collective():
                 kinds = [(True, (prod(way.shape),), i.dtype) for way in i.ways]
-            case Recv():
+            case p.Recv():
                 kinds = [(True, (prod(i.shape),), i.dtype)]
             case _:
-                dtype = next((found[v][2] for v in reads(i) if v in found), getattr(i, "dtype", "float64"))
-                shape = getattr(i, "shape", None) or next((found[v][1] for v in reads(i) if v in found), ())
-                kinds = [(False, shape, dtype)] * len(writes(i))
-        outputs = gradients_of(i) if isinstance(i, Backward) else writes(i)
+                dtype = next((found[v][2] for v in p.reads(i) if v in found), getattr(i, "dtype", "float64"))
+                shape = getattr(i, "shape", None) or next((found[v][1] for v in p.reads(i) if v in found), ())
+                kinds = [(False, shape, dtype)] * len(p.writes(i))
+        outputs = gradients_of(i) if isinstance(i, p.Backward) else p.writes(i)
         found |= {name: kind for name, kind in zip(outputs, kinds, strict=True) if name is not None}
     return found
 
 
-def gradients_of(i: Backward) -> list[Value | None]:
+def gradients_of(i: p.Backward) -> list[p.Value | None]:
     """Return the names of the gradients of all aliases, or of the sums to which they are added."""
     return [out or total for out, total in zip(i.outputs, i.sums or i.outputs, strict=True)]
 
 
-def _output(program: Program, function: Function, number: int) -> tuple[tuple[int, ...], str]:
+def _output(program: p.Program, function: p.Function, number: int) -> tuple[tuple[int, ...], str]:
     name = function.outputs[number]
     at, operand = next((at, o) for at, op in enumerate(function.ops) for o in op.outputs if o.tensor == name)
     tensor = program.model.tensors[name]
     return tensor.local_shape(extents(ranges(operand, tensor, function.boxes[at]))), tensor.dtype
 
 
-def _like(program: Program, name: str) -> list[str]:
+def _like(program: p.Program, name: str) -> list[str]:
     """Return other tensors that a device may hold or load, of equal extents and dtype."""
     tensors = program.model.tensors
     own = tensors[name]
@@ -327,7 +308,7 @@ def _like(program: Program, name: str) -> list[str]:
     return [t.name for t in like if (t.kind == "input") == (own.kind == "input") and t.kind != "activation"][:TRIED]
 
 
-def _of_weights(program: Program, device: Device) -> Found:
+def _of_weights(program: p.Program, device: p.Device) -> Found:
     for k, weight in enumerate(device.weights):
         told = f"weight {weight.name}"
 
@@ -337,44 +318,44 @@ def _of_weights(program: Program, device: Device) -> Found:
         for path, value in leaves(weight):
             where = ".".join(map(str, path))
             if isinstance(value, bool):
-                change = turned(lambda w, p=path: put(w, p, lambda x: not x))
+                change = turned(lambda w, to=path: put(w, to, lambda x: not x))
                 yield "weight host" if path[0] == "host" else "weight flag", f"{told}: {where} is {not value}", change
             elif isinstance(value, int) and path[0] != "name":
                 for by in (-1, 1):
-                    change = turned(lambda w, p=path, by=by: put(w, p, lambda x: x + by))
+                    change = turned(lambda w, to=path, by=by: put(w, to, lambda x: x + by))
                     yield f"weight {path[0]}", f"{told}: {where} is {value + by}, not {value}", change
         for other in _like(program, weight.tensor):
             yield "weight tensor", f"{told} is {other}", turned(lambda w, t=other: replace(w, tensor=t))
         yield "weight", f"{told} is left out", lambda d, k=k: replace(d, weights=d.weights[:k] + d.weights[k + 1 :])
 
 
-def _of_frees(device: Device) -> Iterator[tuple[str, Change]]:
+def _of_frees(device: p.Device) -> Iterator[tuple[str, Change]]:
     """Free each name before what reads it last, or before it is made where nothing reads it; and twice."""
     code = device.instructions
     for n, i in enumerate(code):
-        for name in i.names if isinstance(i, Free) else ():
-            last = max(m for m in range(n) if name in (*reads(code[m]), *writes(code[m])))
+        for name in i.names if isinstance(i, p.Free) else ():
+            last = max(m for m in range(n) if name in (*p.reads(code[m]), *p.writes(code[m])))
 
-            def moved(code: Sequence[Instruction], n: int = n, name: Value = name, last: int = last) -> Any:
+            def moved(code: Sequence[p.Instruction], n: int = n, name: p.Value = name, last: int = last) -> Any:
                 kept = replace(code[n], names=tuple(v for v in code[n].names if v != name))
-                return [*code[:last], Free((name,)), *code[last:n], *([kept] if kept.names else []), *code[n + 1 :]]
+                return [*code[:last], p.Free((name,)), *code[last:n], *([kept] if kept.names else []), *code[n + 1 :]]
 
             yield f"{name} is freed before instruction {last}, {shown(code[last])}", code_of(moved)
-        if isinstance(i, Free):
+        if isinstance(i, p.Free):
             yield f"{shown(i)} twice", code_of(lambda code, n=n: [*code[: n + 1], *code[n:]])
 
 
-def shown(i: Instruction) -> str:
+def shown(i: p.Instruction) -> str:
     """Return an instruction by its kind and the names that it makes, or else reads."""
-    names = writes(i) or (i.names if isinstance(i, Free) else reads(i))
+    names = p.writes(i) or (i.names if isinstance(i, p.Free) else p.reads(i))
     return f"{type(i).__name__} of {', '.join(map(str, names[:3]))}{' ...' if len(names) > 3 else ''}"
 
 
 # Functions.
 
 
-def _of_functions(program: Program) -> Iterator[tuple[str, str, tuple[Function, ...]]]:
-    used = {i.function for d, _ in program.distinct for i in d.instructions if isinstance(i, Forward)}
+def _of_functions(program: p.Program) -> Iterator[tuple[str, str, tuple[p.Function, ...]]]:
+    used = {i.function for d, _ in program.distinct for i in d.instructions if isinstance(i, p.Forward)}
     for n, function in enumerate(program.functions):
         for kind, what, new in _of_function(program, function) if n in used else ():
             yield (
@@ -384,7 +365,7 @@ def _of_functions(program: Program) -> Iterator[tuple[str, str, tuple[Function, 
             )
 
 
-def _of_function(program: Program, f: Function) -> Iterator[tuple[str, str, Function]]:
+def _of_function(program: p.Program, f: p.Function) -> Iterator[tuple[str, str, p.Function]]:
     for path, value in leaves(f.boxes):
         for by in (-1, 1):
             new = put(f.boxes, path, lambda x, by=by: x + by)
@@ -413,7 +394,7 @@ def _of_function(program: Program, f: Function) -> Iterator[tuple[str, str, Func
     yield from _of_ops(program, f)
 
 
-def _input(program: Program, f: Function, number: int) -> Any:
+def _input(program: p.Program, f: p.Function, number: int) -> Any:
     """Return the shape and dtype of an alias of a function."""
     (name, k) = next(use for use, n in f.input_of.items() if n == number)
     at = next(at for at, op in enumerate(f.ops) if op.name == name)
@@ -421,11 +402,11 @@ def _input(program: Program, f: Function, number: int) -> Any:
     return tensor.local_shape(extents(ranges(f.ops[at].inputs[k], tensor, f.boxes[at]))), tensor.dtype
 
 
-def _of_ops(program: Program, f: Function) -> Iterator[tuple[str, str, Function]]:
+def _of_ops(program: p.Program, f: p.Function) -> Iterator[tuple[str, str, p.Function]]:
     tensors = program.model.tensors
     for k, op in enumerate(f.ops):
 
-        def turned(new: Any, k: int = k) -> Function:
+        def turned(new: Any, k: int = k) -> p.Function:
             return replace(f, ops=(*f.ops[:k], new, *f.ops[k + 1 :]))
 
         sizes = [(tensors[o.tensor].extents, tensors[o.tensor].dtype) for o in (*op.inputs, *op.outputs)]
