@@ -22,7 +22,7 @@ from superscaler.schedule.dependencies import Schedule
 from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.residents import check_copies, place_updates
-from superscaler.schedule.steady_state import SteadyState, find_steady, first_microbatches
+from superscaler.schedule.steady_state import SteadyState, first_microbatches, steady_states
 from superscaler.timing import timed, without_garbage_collection
 from superscaler.transform.place import check_cut_first
 from superscaler.transform.recompute import keep_slices, recompute_checkpoints
@@ -151,18 +151,18 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     with without_garbage_collection():
         with timed(phases, "schedule"):
             full_fold = find_fold(planned)
-            steady = find_steady(planned)
-        schedule, program = _compiled(planned, cluster, full_fold, steady, phases)
+        schedule, program = _compiled(planned, cluster, full_fold, phases)
     return Compiled(planned, cluster, schedule, full_fold, program, phases)
 
 
 def _compiled(
-    planned: Graph, cluster: Cluster, full_fold: Fold | None, steady: SteadyState | None, phases: dict[str, float]
+    planned: Graph, cluster: Cluster, full_fold: Fold | None, phases: dict[str, float]
 ) -> tuple[Schedule, Program]:
-    """Compile the first microbatches if they determine all and the plan holds, else compile all."""
-    if steady is not None:
-        with contextlib.suppress(Aperiodic, PlanError):
-            return _folded(planned, cluster, full_fold, phases, steady)
+    """Compile the first microbatches, more of them if these do not determine all, and all if the plan does not hold."""
+    with contextlib.suppress(PlanError):
+        for steady in steady_states(planned):
+            with contextlib.suppress(Aperiodic):
+                return _folded(planned, cluster, full_fold, phases, steady)
     return _folded(planned, cluster, full_fold, phases)
 
 

@@ -4,7 +4,7 @@ Its parts are restricted to the first microbatches; orders that led over the oth
 decides whether all others only repeat these (materialize/loops.py).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product, takewhile
 from math import prod
@@ -16,8 +16,9 @@ from superscaler.ir.orders import Group, Order
 
 # The name of a work: its number without the microbatch, and its microbatch.
 Name = tuple[int, int]
-# Microbatches of each work that are compiled besides the repeating ones, before the code of all devices repeats.
-AROUND = 3
+# Microbatches of each work that are compiled besides the repeating ones, before the code of all devices repeats. One is
+# enough where kinds of work alternate; more are taken where a kind follows itself, or if one proves not to be enough.
+AROUND = (1, 3)
 # The longest period of a steady state, in microbatches.
 LONGEST = 64
 
@@ -50,8 +51,19 @@ class SteadyState:
         return replace(self.works[name[0]], microbatch=name[1])
 
 
-def find_steady(graph: Graph) -> SteadyState | None:
-    """Return the steady state of a plan; None if it needs all microbatches, or if its rows do not repeat."""
+def steady_states(graph: Graph) -> Iterator[SteadyState]:
+    """Yield the steady state of a plan, with few microbatches and then with more around it; nothing if the plan needs
+    all microbatches, or if its rows do not repeat.
+    """
+    least = 0
+    for around in AROUND:
+        steady = _find(graph, around)
+        if steady is not None and steady.few > least:
+            least = steady.few
+            yield steady
+
+
+def _find(graph: Graph, around: int) -> SteadyState | None:
     (total, inner), found_names = _count(graph), _named(graph.orders)
     if found_names is None:
         return None
@@ -59,8 +71,9 @@ def find_steady(graph: Graph) -> SteadyState | None:
     # Of long rounds (interleaved ones) two may be all that repeat; warm-up and cool-down have two more.
     for seen, period in product((SEEN, SEEN - 1), range(inner, min(LONGEST, total // SEEN) + 1, inner)):
         spans = list(takewhile(bool, (_spans(row, period, seen) for row in rows)))
-        left = [_left(row, span, inner, period, seen) for row, some in zip(rows, spans, strict=False) for span in some]
-        added = min(left, default=total // period - seen - AROUND) if len(spans) == len(rows) else 0
+        pairs = [(row, span) for row, some in zip(rows, spans, strict=False) for span in some]
+        left = [_left(row, span, around, inner, period) - seen for row, span in pairs]
+        added = min(left, default=total // period - seen - AROUND[-1]) if len(spans) == len(rows) else 0
         if 2 * added * period < total:
             continue
         few = total - added * period
@@ -77,12 +90,13 @@ def _spans(row: Sequence[Name], period: int, seen: int) -> list[Span]:
     return steady_spans(find_spans(forms, at, period, seen), forms, at, [True] * len(row))
 
 
-def _left(row: Sequence[Name], span: Span, inner: int, period: int, seen: int) -> int:
-    """Return the number of repetitions that need not be compiled."""
+def _left(row: Sequence[Name], span: Span, around: int, inner: int, period: int) -> int:
+    """Return the number of repetitions of a span without those `around` it."""
     kinds, end = {row[n][0] for n in span.body}, span.end
+    around = around if len(kinds) > 1 else AROUND[-1]
     while end < len(row) and row[end] == (row[end - span.length][0], row[end - span.length][1] + period):
         end += 1
-    return (end - span.start - AROUND * inner * len(kinds)) // span.length - seen
+    return (end - span.start - around * inner * len(kinds)) // span.length
 
 
 def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> list[tuple[Name, Name]] | None:

@@ -40,7 +40,7 @@ def gpt() -> Graph:
 def compiled(graph: Graph, plan: str | SProgram, devices: int, *, whole: bool = False) -> Compiled:
     with pytest.MonkeyPatch.context() as patch:
         if whole:
-            patch.setattr("superscaler.compiler.find_steady", lambda graph: None)
+            patch.setattr("superscaler.compiler.steady_states", lambda graph: ())
         return compile_graph(graph, resolve(plan) if isinstance(plan, str) else plan, ss.Cluster.local(devices))
 
 
