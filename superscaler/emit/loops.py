@@ -82,12 +82,18 @@ def _unparted(code: Rolled) -> list[Run]:
     for run, after in zip(code.runs, [*code.runs[1:], ()], strict=True):
         before = found[-1]
         if isinstance(run, Loop):
-            last, behind = tuple(run.repetition(run.count - 1)), after.first if isinstance(after, Loop) else after
+            last, behind = _end(run), after.first if isinstance(after, Loop) else after
             if not any(starmap(_is_one, ((before, run.first), (run.first, run.second), (last, behind)))):
                 found += [run, ()]
                 continue
         found[-1] = (*before, *run)
     return found
+
+
+def _end(loop: Loop) -> tuple[Instruction, ...]:
+    """Return the end of the last repetition, from the instruction on that may start a message."""
+    at = next((n for n, i in reversed([*enumerate(loop.first)]) if not isinstance(i, Slice | Free)), 0)
+    return tuple(Loop(loop.first[at:], loop.second[at:]).repetition(loop.count - 1))
 
 
 def _is_one(left: Sequence[Instruction], right: Sequence[Instruction]) -> bool:
