@@ -176,9 +176,9 @@ class Rank:
         if again:
             self._dropped.pop(tag).give(again)
         edges, aliases, _ = tape = self._tape(tag)
-        found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
-        made = _filled(tape, found, range(len(aliases)), into)
-        del found
+        ends = list(map(get_gradient_edge, aliases))
+        # Gradients have no other name here, so that each ends once it is added to its sum.
+        made = _filled(tape, halves.grad(_given(edges, gradients), ends), range(len(aliases)), into)
         return self._done("B", tag, gradients, made)
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Tensors:
@@ -411,6 +411,7 @@ def _filled(tape: Tape, found: Sequence[Tensor | None], numbers: Iterable[int], 
     """
     _, aliases, wide = tape
     whole = [(torch.zeros_like(aliases[n]) if (g := found[n]) is None else g, wide[n]) for n in numbers]
+    del found
     for first, sums in sorted((into or {}).items(), reverse=True):
         own, start, stop = sums if isinstance(sums, tuple) else (sums, 0, len(sums))
         some = {n: whole.pop(first) for n in range(start, stop)}
