@@ -239,6 +239,13 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "len(self._text) - self.sequence, self.batch)", "train/test_data"),
     ("a division by a trained tensor is a sum", "any(len(group) == len(self.inputs) for group in self.linear)",
      "len(self.linear) == 1", "integration/test_recompute"),
+    ("ZeRO-1 gathers again for what is recomputed", "weight in self.homes and weight not in self.graph.gathered_once",
+     "weight in self.homes", "plans/test_traffic"),
+    ("a copy of a weight is gathered once for all", "weight = self.model.origin(tensor) if self.is_copy(tensor)",
+     "weight = tensor if self.is_copy(tensor)", "plans/test_traffic"),
+    ("places of a cut are among all of the axis", "sizes.get(axis.name, 1) // count, 1)", "sizes.get(axis.name, 1), 1)",
+     "transform/test_place"),
+    ("gradients live until all are in their sums", "    del found\n", "", "plans/test_memory"),
     ("a result that others read is left out", "is_unread &= self.unread.issuperset(o.tensor for o in op.outputs)",
      "is_unread &= bool(op.origin)", "integration/test_recompute"),
 )]  # fmt: skip

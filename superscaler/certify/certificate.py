@@ -46,10 +46,12 @@ def _check_twins(model: Model) -> None:
         return tuple(o if o.tensor in versions else replace(o, tensor=model.origin(o.tensor)) for o in side)
 
     for tensor in (t for t in model.tensors.values() if t.origin):
+        original, maker = model.tensors.get(tensor.origin), makers.get(tensor.name, (None, 0))[0]
         kind = "parameter" if tensor.kind == "buffer" else tensor.kind
-        if replace(tensor, name=tensor.origin, origin="", kind=kind) != model.tensors.get(tensor.origin):
+        # A copy of a weight is an activation.
+        own = original.kind if original and maker and maker.is_copy else kind
+        if replace(tensor, name=tensor.origin, origin="", kind=own) != original:
             raise ScheduleError(f"{tensor.name} differs from its original {tensor.origin}.")
-        maker = makers[tensor.name][0] if tensor.name in makers else None
         copied = [(model.origin(o.tensor), o.slots) for o in maker.inputs] if maker and maker.is_copy else []
         is_recomputed = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
         if not (is_recomputed or tensor.name in versions):

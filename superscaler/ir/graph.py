@@ -69,6 +69,8 @@ class Graph:
         self.sends_halves = False
         # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
         self.gathers_each = True
+        # Weights that are gathered once a step.
+        self.gathered_once: set[str] = set()
         # The number of tapes that a device keeps, others are on its host; 0: it keeps all.
         self.kept_tapes = 0
         self.rewrite(model)
@@ -151,6 +153,7 @@ class Graph:
             asked |= {op.name: asked[name] for op, name in more if name in asked}
         self.hosted |= {op.name for op, name in more if name in self.hosted}
         self.ahead |= {later(name, k): n for name, n in self.ahead.items() for k in range(1, iterations)}
+        self.gathered_once |= {later(name, k) for name in self.gathered_once for k in range(1, iterations)}
         self.orders += [order.later(k) for k in range(1, iterations) for order in self.orders]
         self.rewrite(model)
         self.journal.append(Entry("unroll", "", str(iterations), where))
@@ -173,6 +176,17 @@ class Graph:
         """
         self.gathers_each = False
         self.journal.append(Entry("gather_once", "", "", caller()))
+
+    @checked
+    def keep_gathered(self, weights: Iterable[str]) -> None:
+        """Gather weights once a step, and keep each until its last reader, as ZeRO-1 and ZeRO-2 do. Otherwise they are
+        gathered again where ops are recomputed or regathered, as under ZeRO-3.
+        """
+        names, known = [self.model.aliases.get(name, name) for name in weights], dict.fromkeys(self.model.weights)
+        if wrong := next((name for name in names if name not in known), None):
+            raise InputError(unknown("parameter", wrong, known))
+        self.gathered_once.update(names)
+        self.journal.append(Entry("keep_gathered", "", f"{len(names)} weights", caller()))
 
     @checked
     def offload_tapes(self, keep: int) -> None:
@@ -273,8 +287,8 @@ class Graph:
 
     @checked
     def follow(self, update: Op | str) -> Parts:
-        """Cut an optimizer op, given itself or the name of its weight, in the same way as the weight's readers. A
-        frozen weight gets an op whose parts hold it at rest.
+        """Cut an optimizer op, given itself or the name of its weight, in the same way as the weight's readers; or a
+        copy (`Insert`) as its readers. A frozen weight gets an op whose parts hold it at rest.
 
         x @ w cut on w's rows by 2, and on x's by 4  ->  update(w[0:8]), update(w[8:16])
 
@@ -283,7 +297,7 @@ class Graph:
         TransformError if the op is cut or placed already.
         """
         name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
-        op = self.resting(name)
+        op = update if isinstance(update, Op) and update.is_copy else self.resting(name)
         if op is None:
             raise InputError(unknown("parameter", name, [tensor.name for tensor in self.model.parameters()]))
         if self.grids[op.name].is_touched:
@@ -291,8 +305,8 @@ class Graph:
         return self.cut_as_read(op)
 
     def cut_as_read(self, op: Op) -> Parts:
-        """Cut an op that updates a weight, or sets a buffer, in the same way as the readers of that tensor."""
-        name = op.inputs[0].tensor
+        """Cut an op that updates a weight, sets a buffer, or makes a copy, as the readers of that tensor are cut."""
+        name = op.outputs[0].tensor if op.is_copy else op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
         found = [
             cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.model.uses[t]

@@ -5,6 +5,8 @@ shard         devices that share one copy of the weights (0: all). With as many 
               servers and copies between them (HSDP)
 recompute     blocks are recomputed in the backward, as under activation checkpointing; else they keep activations
 microbatches  forwards and backwards of a step; each gathers weights and scatters gradients
+secondary     devices side by side that share a copy of the weights of blocks, in slices, from which blocks gather: a
+              server, where slices are over several (hpZ of ZeRO++)
 
 This is `zero:stage=3`, which also has what lies between: `keep=N` recomputes all but the last N blocks.
 """
@@ -18,6 +20,8 @@ from superscaler.verbs import Graph
 
 
 @along_axis(last=True)
-def fsdp(graph: Graph, n: int, axis: str, shard: int = 0, recompute: bool = False, microbatches: int = 1) -> None:
+def fsdp(
+    graph: Graph, n: int, axis: str, shard: int = 0, recompute: bool = False, microbatches: int = 1, secondary: int = 0,
+) -> None:  # fmt: skip
     kept = 0 if recompute else len(layers(graph))
-    zero.cut(graph, n, axis, stage=3, shard=shard, microbatches=microbatches, keep=kept)
+    zero.cut(graph, n, axis, stage=3, shard=shard, microbatches=microbatches, keep=kept, secondary=secondary)

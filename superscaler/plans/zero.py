@@ -3,10 +3,15 @@
 `shard` devices (0: all) share one copy of the weights; further groups of as many have copies of their own (hybrid
 sharding). A weight is cut on its largest index that `shard` divides; a large weight without one is cut unevenly.
 
-stage 1  weights and optimizer state rest in slices; weights are gathered from the forward to the end of the backward
+stage 1  weights and optimizer state rest in slices; each weight is gathered once a step and stays whole until its last
+         reader, however many microbatches there are and whatever is recomputed
 stage 2  also: under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
 stage 3  also: weights of blocks are gathered again for the backward. All blocks but the last `keep` are recomputed then
          (`Recompute`, one region a block), those keep activations (`Regather`). Frozen weights rest in slices, too
+
+With `secondary` under stage 3, blocks gather their weights from copies, each in slices over so many devices side by
+side: a server. Copies are made once a step, for the first forward; other servers are then not asked again (hpZ of
+ZeRO++).
 
 Matrices of an optimizer that needs them whole (Muon) rest whole, each on the one of `shard` devices with the fewest
 elements. `halves`: gradients of bf16 and fp16 weights are sent to their slices in that dtype, and added in float32.
@@ -17,6 +22,7 @@ from __future__ import annotations
 from math import prod
 
 from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.secondary import check_secondary, readers, slice_nearby
 from superscaler.plans.lib.shared import batch_of, layers
 from superscaler.plans.lib.sizes import check_shards
 from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
@@ -25,7 +31,7 @@ from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather
 @along_axis(last=True)
 def zero(
     graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microbatches: int = 1, keep: int = 0,
-    halves: bool = False,
+    halves: bool = False, secondary: int = 0,
 ) -> None:  # fmt: skip
     shard = shard or n
     if stage not in (1, 2, 3) or keep < 0 or microbatches < 1:
@@ -34,20 +40,28 @@ def zero(
             "blocks, and at least 1 microbatch."
         )
     check_shards({"batch": batch_of(graph)}, n, shard, microbatches)
+    check_secondary(stage, shard, secondary)
     if halves:
         graph.send_halves()
+    if stage < 3:
+        graph.keep_gathered(graph.updates)
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
-    for count in (n // shard, shard):
+    # Devices that share all slices; with copies, groups of these of which each shares a copy.
+    groups = (n // shard, shard // secondary) if secondary else (n // shard,)
+    for count in (*groups, secondary or shard):
         op_trans(graph, graph.forward_ops, Split("batch", count, axis=axis))
     frozen = [t.name for t in graph.model.parameters() if t.name not in graph.updates and graph.model.uses[t.name]]
-    held = [0] * shard
+    held, inside = [0] * shard, readers(graph) if secondary else {}
     for weight in (*graph.updates, *(frozen if stage == 3 else ())):
         whole = graph.follow(weight)
         if whole.op.is_whole:
             owner = held.index(min(held))
             held[owner] += prod(index.size for index in whole.op.indices)
             parts = op_trans(graph, whole, Replicate(n // shard, axis=axis, at=tuple(range(owner, n, shard))))
+        elif secondary:
+            parts = op_trans(graph, whole, Replicate(n // shard, axis=axis))
+            parts = slice_nearby(graph, parts, inside.get(weight, ()), groups, axis, secondary)
         else:
             parts = op_trans(graph, op_trans(graph, whole, Replicate(n // shard, axis=axis)), Shard(shard, axis))
         if stage > 1 and microbatches > 1 and weight in graph.updates:

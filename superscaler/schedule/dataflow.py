@@ -161,6 +161,17 @@ class Dataflow:
         """Return whether a tensor with a gradient is a weight, or made of weights alone (a cast of one)."""
         return tensor not in self.producers or self.producers[tensor][0].from_weights
 
+    def is_gathered_again(self, tensor: str) -> bool:
+        """Return whether a tensor rests between steps, or is a copy of one that does, and is gathered again for ops
+        that are recomputed or regathered.
+        """
+        weight = self.model.origin(tensor) if self.is_copy(tensor) else tensor
+        return weight in self.homes and weight not in self.graph.gathered_once
+
+    def is_copy(self, tensor: str) -> bool:
+        """Return whether a tensor is a copy of another one."""
+        return tensor in self.producers and self.producers[tensor][0].is_copy
+
     def is_free(self, made: Port, read: Port) -> bool:
         """Return whether any replica may serve an input: not if parts share it out, or if mirrors follow their
         readers.

@@ -299,6 +299,7 @@ class DependencyGraph:
             if node.is_run and not segments[node.number].ops[0].from_data and node.number not in self.copies:
                 runs.setdefault(node.device, []).append(at)
         found, gathers = False, (node for node in position if node.kind == "C" and node.number in late)
+        together: dict[int, list[Node]] = {}
         for node in dict.fromkeys(node for gather in gathers for node in (gather, *late[gather.number])):
             readers = sorted((position[reader], reader.device) for reader in self._followers(node))
             tensor = self.schedule.transfers[node.number].tensor if node.kind == "C" else ""
@@ -310,7 +311,21 @@ class DependencyGraph:
                 if before >= 0 and own[before] < readers[0][0]:
                     self._edge(order[own[before]], node)
                     found = True
+                together.setdefault(own[before] if before >= 0 else -1 - device, []).append(node)
+        for nodes in together.values():
+            self._gather_together(nodes)
         return found
+
+    def _gather_together(self, nodes: Sequence[Node]) -> None:
+        """Let gathers of copies of weights wait for all these copies that are made at one time, so that they share
+        buckets.
+        """
+        homes, origin, segments = self.schedule.edges.homes, self.graph.model.origin, self.schedule.segments
+        made = [n for n in nodes if n.kind == "F" and origin(segments[n.number].outputs[0].tensor) in homes]
+        for node in (n for n in nodes if n.kind == "C" and made):
+            if not set(made).isdisjoint(self._copiers(self.schedule.transfers[node.number])):
+                for copy in made:
+                    self._edge(copy, node)
 
     def _followers(self, node: Node) -> Iterator[Node]:
         """Yield the work that waits for a node, looking through communication, orders and copies."""

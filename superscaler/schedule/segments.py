@@ -231,7 +231,7 @@ def _segment(edges: Dataflow, number: int, position: int, level: int, ops: tuple
         segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)
     segment.aliases = _aliases(edges, segment)
     if ops[0].regather and segment.has_mirror:
-        comes = (alias.tensor in edges.homes or _is_gathered(edges, alias) for alias in segment.aliases)
+        comes = (edges.is_gathered_again(a.tensor) or _is_gathered(edges, a) for a in segment.aliases)
         segment.regathered = tuple(n for n, is_regathered in enumerate(comes) if is_regathered)
     return segment
 

@@ -125,15 +125,16 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
         is_read = tensor not in edges.unread
         made = [_side(edges, outputs, edges.makers[tensor][0])] if is_read else []
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
-        is_late = tensor in edges.homes or edges.makers[tensor][0][0].is_copy
-        each = tensor in edges.homes and edges.graph.gathers_each
+        is_again = edges.is_gathered_again(tensor)
+        is_late = is_again or (edges.is_copy(tensor) and edges.model.origin(tensor) not in edges.homes)
+        each = is_again and edges.graph.gathers_each
         own = reads.get(tensor, []) if is_read else []
         for readers, microbatch in _by_region(own, is_late, each):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, made, taken, joins) if taken else []
             taken = []
         for read in (read for read in own if read[1] in read[0].regathered):
-            found += _regather(edges, made[0], read, joins, is_once=tensor in edges.homes and not each)
+            found += _regather(edges, made[0], read, joins, is_once=is_again and not each)
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]

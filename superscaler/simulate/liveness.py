@@ -386,6 +386,7 @@ _RUN: Mapping[type, Callable[..., None]] = {
 
 
 def _parameters(program: Program) -> set[str]:
+    """Return the names of weights and buffers, and of copies of these."""
     tensors = program.model.tensors
-    names = unique_identifiers(tensors)
-    return {names[t] for t, tensor in tensors.items() if tensor.kind in ("parameter", "buffer", "next")}
+    names, kinds = unique_identifiers(tensors), ("parameter", "buffer", "next")
+    return {names[t] for t, tensor in tensors.items() if tensors[tensor.origin or t].kind in kinds}

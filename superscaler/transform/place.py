@@ -45,7 +45,8 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
     places: dict[str, tuple[int, Ints]] = {}
     for axis, at in _above(graph, parts):
         count, place = places.get(axis.name, (1, np.array(0)))
-        width = sizes.get(axis.name, 1) if axis.at else len(axis.sizes)
+        # Places `at` are among those that the cuts above leave.
+        width = max(sizes.get(axis.name, 1) // count, 1) if axis.at else len(axis.sizes)
         places[axis.name] = count * width, place * width + (np.array(axis.at)[at] if axis.at else at)
     for name, size in sizes.items():
         count, place = places[name]

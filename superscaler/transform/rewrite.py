@@ -130,42 +130,53 @@ class SplitBackward:
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """Let ops read copies of activations, which a plan can place elsewhere.
+    """Let ops read copies of activations or weights, which a plan can place elsewhere.
 
     z = g(y); d(y) += d.g(d(z))  ->  y.c = identity(y); z = g(y.c); d(y) += d.g(d(z))
 
-    `tensor`: the activation to copy; by default all that the ops of one `op_trans` read from outside, except those made
-    of data alone. All of these ops read one copy; the gradient bypasses it. An uncut, unplaced copy has the portions
-    and the devices of its first reader. A copy is sent to a reader on another device as late as possible.
+    `tensor`: the activation, or the weight, to copy; by default all activations that the ops of one `op_trans` read
+    from outside, except those made of data alone. All of these ops read one copy; the gradient bypasses it. An uncut,
+    unplaced copy has the portions and the devices of its first reader. A copy is sent to a reader on another device as
+    late as possible. That of a weight is made once a step, and gathered as a weight is.
     """
 
     tensor: str = ""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        makers, readers = model.producers, {op.name for op in ops if op.is_forward}
+        makers, weights = model.producers, {self.tensor} & {tensor.name for tensor in model.parameters()}
+        names = {op.name for op in ops if op.is_forward}
+        # Recomputed ops read the copy of a weight, too.
+        readers = names | {op.name for op in model.ops if weights and op.origin in names}
         inside = {o.tensor for op in ops for o in op.outputs}
         read = dict.fromkeys(o.tensor for op in ops if op.name in readers for o in op.inputs)
         free = (t for t in read if t in makers and t not in inside and not makers[t][0].from_data)
-        wanted = [t for t in read if t == self.tensor and t in makers] if self.tensor else list(free)
+        wanted = [t for t in read if t == self.tensor and (t in makers or t in weights)] if self.tensor else list(free)
         if not wanted and not self.tensor:
             raise TransformError("Insert needs ops that read activations from outside; none of these do.")
         if not wanted:
             raise TransformError(
-                f"Insert needs ops that read the activation '{self.tensor}'; none of these do. Weights are where their "
-                "updates are placed, and inputs everywhere."
+                f"Insert needs ops that read the activation or the weight '{self.tensor}'; none of these do. Inputs "
+                "are everywhere."
             )
         taken = {*model.tensors, *(op.name for op in model.ops)}
-        copies = {t: replace(model.tensors[t], name=unique(f"{t}.c", taken), origin=model.origin(t)) for t in wanted}
-        after: dict[str, list[Op]] = {}
+        copies = {
+            t: replace(model.tensors[t], name=unique(f"{t}.c", taken), origin=model.origin(t), kind="activation")
+            for t in wanted
+        }
+        before, after = dict[str, list[Op]](), dict[str, list[Op]]()
         for tensor, copied in copies.items():
-            maker, _ = makers[tensor]
-            after.setdefault(maker.name, []).append(copy_op(tensor, copied, maker))
+            first = next(op for op in model.ops if op.name in readers and any(o.tensor == tensor for o in op.inputs))
+            maker = first if tensor in weights else makers[tensor][0]
+            made = replace(copy_op(tensor, copied, maker), from_weights=tensor in weights or maker.from_weights)
+            (before if tensor in weights else after).setdefault(maker.name, []).append(made)
 
         def reading(op: Op) -> Op:
             inputs = (replace(o, tensor=copies[o.tensor].name) if o.tensor in copies else o for o in op.inputs)
             return replace(op, inputs=tuple(inputs)) if op.name in readers else op
 
-        changed = tuple(other for op in model.ops for other in (reading(op), *after.get(op.name, ())))
+        changed = tuple(
+            other for op in model.ops for other in (*before.get(op.name, ()), reading(op), *after.get(op.name, ()))
+        )
         return replace(model, tensors={**model.tensors, **{t.name: t for t in copies.values()}}, ops=changed)
 
 

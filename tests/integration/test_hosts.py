@@ -162,8 +162,8 @@ REFUSED: list[tuple[Callable[[ss.Graph], object], str]] = [
     (lambda g: ss.op_assign(g, g.forward_ops[3], "hosts"), "needs devices of the cluster or 'host', not 'hosts'"),
     (lambda g: ss.op_assign(g, g.parts(g.forward_ops[3])[0], "host"), "to whole ops, not to 1 of the 2 parts of"),
     (lambda g: ss.op_assign(g, g.ops[-1], HOSTS[5]), "to device 5, but local:2 has"),
-    (lambda g: ss.op_trans(g, g.forward_ops[:5], ss.Insert("transformer.wte.weight")),
-     "Insert needs ops that read the activation 'transformer.wte.weight'; none of these do. Weights are where"),
+    (lambda g: ss.op_trans(g, g.forward_ops[:5], ss.Insert("input_ids")),
+     "Insert needs ops that read the activation or the weight 'input_ids'; none of these do. Inputs are everywhere"),
 ]  # fmt: skip
 
 

@@ -136,6 +136,7 @@ MEMORY: list[Row] = [
     (SWIN, "co_shard:parts=2", 2),
     (LLAMA, "swap:what=optimizer", 2),
     ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
+    (LLAMA, "zero:4,stage=3,secondary=2 x tensor_parallel:2", 8),
     ("mixtral:size=tiny", "zero:stage=3", 4),
     (MBART, "zero:stage=1,shard=2", 8),
     (ALPHAFOLD, "zero:stage=3", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 import pytest
 from chains import chain
@@ -13,7 +14,10 @@ from superscaler.ir.parts import block_of
 from superscaler.ir.program import Backward, Forward
 from superscaler.plan import Plan
 from superscaler.plans import resolve
+from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
+from tests.simulate.counted import counted
+from tests.sweeps import slow
 
 
 def compiled(spec: str, plan: str, devices: int) -> Plan:
@@ -64,6 +68,31 @@ def test_careless_options_are_told_in_one_line(plan: str, devices: int, told: st
 def test_a_model_without_attention_has_none_to_compute_again() -> None:
     with pytest.raises(PlanError, match="recompute:what=attention: the model has nothing of this kind"):
         ss.compile(chain(), resolve("recompute:what=attention"), "local:1")
+
+
+# Of a layer's weights, how much a layer more takes: the slice that rests, the gathered weights, the gradients.
+LAYERS = [
+    ("zero:4,stage=1,microbatches=2 x recompute", 2, 1 / 4 + 1 + 1), *slow(
+        ("zero:4,stage=1 x recompute", 4, 1 / 4 + 1), ("zero:4,stage=3", 4, 1 / 4 + 1 / 4),
+        ("hybrid:dp=4,zero=1,microbatches=2,recompute=full", 2, 1 / 4 + 1 + 1),
+        ("zero:4,stage=3,secondary=2", 4, 1 / 4 + 1 / 4 + 1 / 2),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "layers", "share"), LAYERS)
+def test_the_first_stage_of_zero_keeps_weights_whole_and_the_third_in_slices(
+    plan: str, layers: int, share: float
+) -> None:
+    """Gradients of one microbatch become slices while gathered weights end. What is less than a layer does not grow."""
+    peaks = list[int]()
+    for count in (layers, layers + 2):
+        graph = graph_of(f"gpt2:size=tiny,hidden=512,layers={count}", "SGD")
+        made = ss.compile(graph, plan, "local:4")
+        peaks.append(memories(made.compiled.program)[0].peak)
+        assert peaks[-1] == pytest.approx(counted(made, 0), rel=0.01)
+    layer = 4 * sum(prod(tensor.shape) for tensor in graph.model.parameters() if ".h.0." in tensor.name)
+    assert (peaks[1] - peaks[0]) / 2 / layer == pytest.approx(share, rel=0.01)
 
 
 def regions(plan: Plan) -> dict[str, set[str]]:

@@ -9,7 +9,8 @@ Ulysses                           2 b s (h + k) (P - 1) / P   all_to_all of quer
 ring                              2 b s k (P - 1)       keys and values, from neighbour to neighbour
 
 And of weights, in bytes: gradients of Psi bf16 weights to their slices 4 Psi (P - 1), in halves 2 Psi (P - 1); to all
-8 Psi (P - 1), in halves 4 Psi (P - 1).
+8 Psi (P - 1), in halves 4 Psi (P - 1). ZeRO-1 gathers and scatters 2 Psi (P - 1), whatever is recomputed and however
+many microbatches m there are; ZeRO-2 scatters the gradients of each, (1 + m) Psi (P - 1).
 
 Those of Ulysses are 4 b s h (P - 1) / P where h = k. A ring that keeps nothing sends keys and values again for the
 backward; their gradients go straight to the devices that made them: as many elements, but to others than neighbours.
@@ -193,6 +194,83 @@ def test_a_breadth_first_pipeline_gathers_the_weights_of_a_chunk_once(options: s
     assert found == {"all_gather": gathers * inside, "reduce_scatter": inside}
     # Those of a block, and of the next one, which are on their way.
     assert blocks_at_once(ran.program) == 2
+
+
+MIXTRAL, MEGATRON = "mixtral:size=tiny", "hybrid:dp=4,zero=1,recompute=full,microbatches="
+# Psi (P - 1) elements so many times; beside them the number of labels, both ways, and the tokens of each expert.
+ONCE = [
+    (GPT, MEGATRON + "2", 2, 2), (MIXTRAL, "zero:4,stage=1,microbatches=2 x recompute", 2, 98),
+    *slow((GPT, MEGATRON + "1", 2, 2), (GPT, MEGATRON + "4", 2, 2), (LLAMA, MEGATRON + "2", 2, 2)),
+    (LLAMA, "zero:4,stage=2,microbatches=2 x recompute", 3, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "plan", "times", "left"), ONCE)
+def test_the_first_stages_of_zero_gather_weights_once_a_step(model: str, plan: str, times: int, left: int) -> None:
+    """Ops that are recomputed read the same copy as all microbatches."""
+    graph = graph_of(f"{model},batch=16")
+    ran = equal(graph, plan, 4)
+    psi = sum(prod(tensor.shape) for tensor in ran.graph.model.parameters())
+    assert ran.found["bytes_moved"] == 8 * 3 * (times * psi + left)
+    if model == GPT:
+        # In float32, whose speeds are known; the count of labels has 8 bytes.
+        sent = ss.compile(graph, plan, "a100:1x4").simulate().links
+        assert sum(sent.values()) == 4 * 3 * times * psi + 8 * 3 * left
+
+
+def of_weights(program: Program, inside: str, server: int) -> Counter[tuple[str, str]]:
+    """Return how many elements of weights in some modules, and of their gradients, collectives put on links, by kind
+    and by what they cross: servers of so many devices, or not.
+    """
+    found = Counter[tuple[str, str]]()
+    for i in (i for device in program.devices for i in device.instructions if isinstance(i, Collective)):
+        where = "between" if len({rank // server for rank in i.group}) > 1 else "inside"
+        for note, way in zip(i.notes, i.ways, strict=True):
+            tensor = program.model.tensors[note.tensor]
+            if program.model.tensors[tensor.origin or note.tensor].kind == "parameter" and inside in note.tensor:
+                found[i.kind, where] += prod(way.view) * links(i.kind, len(i.group)) // len(i.group)
+    return found
+
+
+NEARBY = [
+    (GPT, "fsdp:secondary=2", 1), (LLAMA, "zero:stage=3,secondary=2,microbatches=2", 2),
+    *slow((GPT, "zero:stage=3,keep=1,secondary=2,microbatches=4", 4), ("mixtral:size=tiny", "fsdp:secondary=2", 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "plan", "microbatches"), NEARBY)
+def test_copies_of_weights_in_a_server_are_made_once_and_gathered_inside(
+    model: str, plan: str, microbatches: int
+) -> None:
+    """Of two servers of two devices (hpZ): psi elements cross to the other server once a step, in each direction half.
+    Each microbatch gathers in each server, for the forward and for the backward; its gradients cross.
+    """
+    graph = graph_of(f"{model},batch=16")
+    ran = equal(graph, plan, 4)
+    block = graph.blocks[0].path.rpartition(".")[0] + "."
+    psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
+    layers = sum(prod(tensor.shape) for tensor in graph.model.parameters() if block in tensor.name)
+    assert of_weights(ran.program, block, 2) == {
+        ("all_gather", "between"): layers,
+        ("all_gather", "inside"): microbatches * 2 * 2 * layers,
+        ("reduce_scatter", "between"): microbatches * 3 * layers,
+    }
+    gathered = layers + microbatches * 4 * layers + 3 * (psi - layers)
+    # What is left are counts of labels and of the tokens of experts.
+    assert 0 <= ran.found["bytes_moved"] // 8 - gathered - microbatches * 3 * psi < 3 * 100
+    for device in ran.program.devices:
+        assert sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.trained) == psi // 4
+
+
+def test_simulate_counts_what_copies_of_weights_spare_the_network() -> None:
+    """A ring over four devices crosses servers twice with 3 / 4 of the weights."""
+    graph = graph_of(GPT)
+    layers = sum(prod(tensor.shape) for tensor in graph.model.parameters() if ".h." in tensor.name)
+    flat, nearby = (
+        ss.compile(graph, f"zero:stage=3{options}", "v100:2x2").simulate().links["network"]
+        for options in ("", ",secondary=2")
+    )
+    assert flat - nearby == 4 * layers * (2 * 2 * 3 / 4 - 1)
 
 
 # Devices; channels; of a sequence the tokens that are looked up, that have a label, that stages hand on.

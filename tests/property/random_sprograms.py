@@ -273,6 +273,17 @@ class Author:
         if any(op.has_mirror and not op.from_data for op in chosen):
             ss.op_trans(self.graph, chosen, ss.Regather())
 
+    def kept(self) -> None:
+        """Keep some gathered weights until their last reader."""
+        self.graph.keep_gathered([name for name in self.graph.updates if self.draw.random() < 0.6])
+
+    def nearby(self) -> None:
+        """Let the readers of some weights read copies of them, placed anywhere."""
+        for weight in [name for name in self.graph.updates if self.draw.random() < 0.4]:
+            readers = [op for op in self.graph.forward_ops if any(o.tensor == weight for o in op.inputs)]
+            for copies in ss.op_trans(self.graph, readers, ss.Insert(weight)) if readers else ():
+                self.cut(copies.op, depth=self.draw.choice([0, 1, 2]))
+
     def early(self) -> None:
         """Update a weight before the backward of an op that comes before all that read it."""
         trained = [op for op in self.graph.forward_ops if self.graph.twins.get(op.name, op).has_mirror]

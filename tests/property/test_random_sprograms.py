@@ -25,6 +25,8 @@ SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
     (range(10, 11), None, ("split",)),
     (range(20, 21), 0.4, REWRITES),
     (range(21, 22), None, REGATHERED),
+    (range(2, 3), 0.4, ("nearby", "kept", "copies")),
+    (range(3, 4), None, ("nearby", "regather", "early")),
 ]
 
 

@@ -54,6 +54,13 @@ def test_several_cuts_along_one_axis_count_as_one() -> None:
     assert all(found[a, d, b] == (a * 3 + b) * 3 + d for a, d, b in np.ndindex(2, 3, 3))
 
 
+def test_places_of_a_cut_are_among_those_that_the_cuts_above_leave() -> None:
+    graph, runs = chain(), Split("hidden", 3, axis="dp", at=(0, 1, 2))
+    cut(graph, Replicate(2, axis="dp"), runs, Split("hidden", 2, axis="dp", at=(0, 3)))
+    op_assign(graph, graph.op("mul0"), Cluster.local(12).mesh(dp=12))
+    assert devices(graph, "mul0") == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
 def test_parts_that_are_cut_apart_are_placed_by_the_cuts_above_them() -> None:
     graph, mesh = chain(), Cluster.local(6).mesh(dp=2, tp=3)
     first, second = op_trans(graph, graph.op("mul0"), BATCH)

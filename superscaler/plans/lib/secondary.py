@@ -1,0 +1,75 @@
+"""Copies of weights nearer to their readers than the slices in which the weights rest (hpZ of ZeRO++)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from superscaler.errors import divisors
+from superscaler.plans.lib.shared import layers
+from superscaler.verbs import Graph, InputError, Insert, Op, Parts, Replicate, Shard, Split, op_trans
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Cut as `Shard(shard)` does, but into `secondary` runs of slices: one on each of so many neighbours."""
+
+    shard: int
+    secondary: int
+    axis: str
+
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Any:
+        slices = Shard(self.shard, self.axis).cut(op, sizes)
+        if slices.index is None or len(set(slices.sizes)) > 1:
+            return slices
+        run = slices.sizes[0] * (self.shard // self.secondary)
+        return replace(slices, sizes=(run,) * self.secondary, at=tuple(range(self.secondary)))
+
+
+def check_secondary(stage: int, shard: int, secondary: int) -> None:
+    """Raise InputError for copies over a number of devices that makes no groups of those that share all slices."""
+    if secondary and (stage < 3 or shard % secondary or secondary in (1, shard)):
+        raise InputError(
+            f"zero:stage={stage},secondary={secondary}: copies in slices need stage 3, and more than 1 and fewer than "
+            f"the {shard} devices of all slices, a divisor of {shard}; choose from {divisors(shard)}."
+        )
+
+
+def readers(graph: Graph) -> Mapping[str, Sequence[str]]:
+    """Return the names of the ops of layers that read each weight."""
+    found = dict[str, list[str]]()
+    for op in (op for layer in layers(graph) for op in layer.ops):
+        for weight in dict.fromkeys(o.tensor for o in op.inputs if o.tensor in graph.model.weights):
+            found.setdefault(weight, []).append(op.name)
+    return found
+
+
+def slice_nearby(
+    graph: Graph, parts: Parts, ops: Sequence[str], groups: Sequence[int], axis: str, secondary: int
+) -> Parts:
+    """Cut a weight at rest into slices, and let ops read copies of it, each in slices over neighbours along an axis.
+
+    `groups`: of devices that share all slices, and inside one of those that share a copy. The slices of a neighbour's
+    piece of the copy are on the same neighbour of each group. A weight that is not cut evenly has no copy.
+    """
+    runs = op_trans(graph, parts, Runs(groups[1] * secondary, secondary, axis))
+    cut = runs.grid.axes[-1]
+    if not cut.at:
+        return runs
+    if ops:
+        (copies,) = op_trans(graph, [graph.op(name) for name in ops], Insert(runs.op.inputs[0].tensor))
+        pieces = graph.follow(copies.op)
+        for count in groups:
+            pieces = op_trans(graph, pieces, Replicate(count, axis=axis))
+        slot = runs.op.inputs[0].slots.index(cut.index)
+        op_trans(graph, pieces, Split(_named(copies.op, copies.op.inputs[0].slots[slot]), secondary, axis=axis))
+    at = tuple(range(0, groups[1] * secondary, secondary))
+    return op_trans(graph, runs, Split(_named(runs.op, cut.index), groups[1], axis=axis, at=at))
+
+
+def _named(op: Op, index: int | None) -> str:
+    """Return an index of an op as its factor, and which of the op's indices with that factor it is."""
+    factors = [own.factor for own in op.indices]
+    assert index is not None
+    return f"{factors[index]}@{factors[:index].count(factors[index])}"
