@@ -352,7 +352,7 @@ def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[li
 
 def cuts_of(graph: Any, count: int) -> Iterator[tuple[int, int, bool]]:
     """Yield what each of our stages has of the model."""
-    from superscaler.plans.lib.shared import stages
+    from superscaler.plans.lib.stages import stages
 
     last = {block.ops[-1].name for block in graph.blocks}
     first = 0
