@@ -1,4 +1,4 @@
-"""Functions of emitted code that torch lacks: normalized losses, and random numbers that are equal under all plans."""
+"""Functions of emitted code that torch lacks, and random numbers that are equal under all plans."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +15,13 @@ from superscaler.runtime.attention_blocks import attention_gradient as attention
 from superscaler.runtime.attention_blocks import attention_merge as attention_merge
 from superscaler.runtime.attention_blocks import seen_by as seen_by
 from superscaler.runtime.for_backward import for_backward as for_backward
+from superscaler.runtime.losses import count_labels as count_labels
+from superscaler.runtime.losses import cross_entropy as cross_entropy
+from superscaler.runtime.losses import exp_sum
+from superscaler.runtime.losses import largest as largest
+from superscaler.runtime.losses import nll_loss as nll_loss
+from superscaler.runtime.losses import normalized as normalized
+from superscaler.runtime.losses import row_losses as row_losses
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 _GAMMA = 0x9E3779B97F4A7C15
@@ -53,40 +60,6 @@ def segment(
     return marked
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
-    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
-
-    Halves are widened to the dtype of `count`, because the sum over many labels may exceed their range.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, count.dtype))
-    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index) / count
-
-
-def nll_loss(scores: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
-    """Return the summed loss of (N, C, ...) log probabilities and (N, ...) labels over `count`, as cross_entropy."""
-    return F.nll_loss(scores, labels, reduction="sum", ignore_index=ignore_index) / count
-
-
-def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return the number of labels that are not ignored, as a scalar of the given dtype."""
-    return (labels != ignore_index).sum().to(dtype)
-
-
-def largest(scores: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the largest score along `dim`, without a gradient: it cancels in every result."""
-    return scores.detach().amax(dim).to(dtype)
-
-
-def exp_sum(scores: Tensor, largest: Tensor, dim: int) -> Tensor:
-    """Return the sum of exp(score - largest) along `dim`."""
-    return (scores.to(largest.dtype) - largest.unsqueeze(dim)).exp().sum(dim)
-
-
-def normalized(scores: Tensor, largest: Tensor, total: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return log_softmax along `dim`, given the largest score and the `exp_sum` of all."""
-    return (scores.to(total.dtype) - (largest + total.log()).unsqueeze(dim)).to(dtype)
-
-
 def picked(scores: Tensor, labels: Tensor, box: Box = (), extents: Sizes = ()) -> Tensor:
     """Return the score in (N, classes, ...) of each label, zero outside of the classes `box` of `extents`."""
     classes = scores.shape[1]
@@ -98,24 +71,6 @@ def class_sums(scores: Tensor, labels: Tensor, largest: Tensor, box: Box = (), e
     """Return `exp_sum` and `picked` of (N, classes, ...) scores; gradients are added, then narrowed."""
     wide = scores.to(largest.dtype)
     return exp_sum(wide, largest, 1), picked(wide, labels, box, extents)
-
-
-def row_losses(
-    labels: Tensor,
-    count: Tensor,
-    picked: Tensor,
-    largest: Tensor | None = None,
-    total: Tensor | None = None,
-    *,
-    ignore_index: int,
-) -> Tensor:
-    """Return the sum of -log probability over the labels that are not ignored, over `count`: a scalar, a part of the
-    mean.
-
-    `picked` has the log probabilities of the labels; with `largest` and `total` (see `exp_sum`) their scores.
-    """
-    losses = -picked if largest is None or total is None else total.log() + largest - picked
-    return losses.masked_fill(labels == ignore_index, 0.0).sum() / count
 
 
 def uniform(random: Tensor, dtype: torch.dtype) -> Tensor:

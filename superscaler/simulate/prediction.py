@@ -10,8 +10,6 @@ from superscaler.specs.sizes import duration, number, size
 
 # Parts of a step below this share are not said.
 _SMALL = 0.005
-# The loss keeps a number for each token and class, and makes two gradients like them.
-_LOSS = "cross_entropy_loss"
 # Where devices wait for the host for this share of their work, in a step of so many times its bound, the host is the
 # cause.
 _LAUNCH_BOUND, _FAR = 0.3, 10
@@ -138,10 +136,6 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield f"{size(kept)} of the activations are kept for {len(blocks)} {where}"
     if full.excess:
         yield f"the first tensor too many is {full.excess}"
-    scores = max((count for name, count in full.largest if name.startswith(_LOSS)), default=0)
-    if scores and scores == max(count for _, count in full.largest):
-        whole = scores + min(2 * scores, full.memory.get("temporary", 0))
-        yield f"{size(whole)} of the peak are scores of the loss, of which a fused loss would need {size(scores)}"
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{number(amount / p.step_seconds)} {what}/s"
     peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.peak_flops else ""

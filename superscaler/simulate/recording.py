@@ -198,7 +198,8 @@ def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
     # An operator on lists returns nothing; a fused optimizer writes gradients only to unscale them.
     written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write and a.name != "grads")
     results = _tensors(made) or _tensors([given.get(n) for n in written])
-    return Kernel(name, _metas(_tensors((args, kwargs))), _metas(results), causal)
+    read = {key: x for key, x in (kwargs or {}).items() if key != "out"}
+    return Kernel(name, _metas(_tensors((args, read))), _metas(results), causal)
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> Tensor:

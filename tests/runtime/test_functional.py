@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.live import Live
 from superscaler.runtime.functional import (
     attention_block,
     attention_dropout,
@@ -136,6 +137,31 @@ def test_parts_of_the_loss_sum_to_the_mean() -> None:
     assert count.shape == ()
     parts = sum(cross_entropy(x, y, count, -100) for x, y in zip(logits.chunk(3), labels.chunk(3), strict=True))
     assert torch.allclose(parts, F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "dtype"), [(999, 5003, "float32"), (7, 5, "float64"), (999, 5003, "bfloat16")]
+)
+def test_the_loss_has_the_bits_of_torch_and_takes_less_memory(rows: int, classes: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    logits, labels = 3 * torch.randn(rows, classes), torch.randint(0, classes, (rows,))
+    logits, labels[::5] = logits.to(getattr(torch, dtype)).requires_grad_(), -100
+    count = count_labels(labels, -100, torch.promote_types(logits.dtype, torch.float32))
+    found, peaks = [], []
+    for one in (cross_entropy, _torch_loss):
+        with Live([logits, labels, count]) as live:
+            loss = one(logits, labels, count, -100)
+            found.append((loss.detach(), *torch.autograd.grad(loss, logits, 1.7 * torch.ones_like(loss))))
+        peaks.append(live.peak)
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+    if rows > 500:
+        # Of halves: what the backward makes, and its sources in float32.
+        assert peaks[0] < (1.1 if dtype == "float32" else 3.2) * logits.nbytes < 0.55 * peaks[1]
+
+
+def _torch_loss(logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, count.dtype))
+    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index) / count
 
 
 @pytest.mark.parametrize("channels", [5, 3])

@@ -44,12 +44,6 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     small = plan.simulate(capacity=10**6)
     assert not small.fits
     assert words(small).startswith("does not fit: ")
-    # Of 4 bytes for each token and class, and two gradients like them.
-    assert "scores of the loss" not in words(found)
-    loss = replace(found.devices[0], largest=[("cross_entropy_loss of Forward", 7)], memory={"temporary": 14})
-    assert "21 B of the peak are scores of the loss, of which a fused loss would need 7 B" in words(
-        replace(found, devices=(loss,))
-    )
     # Layers of 64 numbers: the host takes longer to start kernels than the device to run them.
     assert all(0.3 < d.host / d.compute < 1 for d in found.devices)
     assert "launch-bound" in words(found)
