@@ -143,6 +143,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("an emitted loop lacks its last turn", "range({self._first}, {self._first + self._period * loop.count}",
      "range({self._first}, {self._first + self._period * (loop.count - 1)}", "emit/test_execute"),
     ("a loop over layers lacks its last turn", "self.count - (not self.tail)", "self.count - 1", "emit/test_execute"),
+    ("a family has the name of a value of a microbatch", "self._whole | {_bare(v) for v in values}", "set(self._whole)",
+     "emit/test_names"),
     ("a value is sent in its own shape", "is_cut = source is not None and way.view != way.local and",
      "is_cut = source is None and way.view != way.local and", "emit/test_steps plans/test_equal"),
     # The runtime.

@@ -128,7 +128,10 @@ class Lists:
         self.places: dict[Value, tuple[Value, int]] = {}
         self._owners: dict[Value, Value] = {}
         self.size = Counter[Value]()
-        self.taken = {str(v) for i in rows for role in VALUES for v in names(i, role)}
+        values = {v for i in rows for role in VALUES for v in names(i, role)}
+        self._whole = {str(v) for v in values}
+        # A list or a family is named without the microbatch that is written behind its name.
+        self.taken = self._whole | {_bare(v) for v in values}
         modules: dict[str, list[Value]] = {}
         for value, tensor in weights.items():
             modules.setdefault(tensor.split(".")[0], []).append(value)
@@ -146,7 +149,9 @@ class Lists:
 
     def _add(self, own: Sequence[Value]) -> None:
         if len(own) > 1:
-            name = family(_name(own, self.taken))
+            left = self.taken - ({*map(_bare, own)} - self._whole)
+            name = family(_name(own, left))
+            self.taken.add(_bare(name))
             self.places |= {family(v): (name, place) for place, v in enumerate(own)}
             self.size[name] = len(own)
 
@@ -228,6 +233,10 @@ def _groups(rows: Sequence[Instruction], weights: Collection[str]) -> list[list[
     # In all microbatches the same values share a list.
     every = {id(own): own for some in found.values() for own in some if len(some) == 1}
     return [list(own) for own in every.values() if all(len(found[v]) == 1 for v in own)]
+
+
+def _bare(value: Value) -> str:
+    return str(value._replace(microbatch=NONE))
 
 
 def _is_run(own: Sequence[Value], some: list[Value]) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import superscaler as ss
 from superscaler.errors import CaptureError
 from tests.graphs import step_of
-from tests.ran import SProgram, equal
+from tests.ran import Around, SProgram, captured, equal
 
 TAKEN = (
     "one", "rt", "segments", "_", "w", "d_w", "w_work", "w__2", "w_m0", "functional", "random", "range", "print",
@@ -71,3 +74,30 @@ def test_names_of_a_model_do_not_meet_those_of_its_code(plan: SProgram, module: 
 def test_a_parameter_that_python_cannot_name_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"has a parameter, .* whose name is a word of Python; rename it"):
         step_of(Taken(("and",)), torch.randn(4, 8), torch.randn(4, 8))
+
+
+def test_a_family_of_layers_has_a_name_that_no_value_of_a_microbatch_has() -> None:
+    """Of five norms of layers, `mean` of microbatch 0 is in no loop, and others are in a dict."""
+
+    def forward(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        h, total = m.embedding(ids), 0
+        for layer, norm in zip(m.layers, m.norms, strict=True):
+            h = h + torch.tanh(layer(norm(h)))
+            total = total + h.square().mean()
+        return F.cross_entropy(F.linear(h, m.embedding.weight).flatten(0, 1), labels.flatten()) + 0.1 * total
+
+    def halves(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            parts = ss.op_trans(graph, op, ss.Microbatch(2))
+            adds = op.target == "aten.add.Tensor"
+            ss.op_assign(graph, ss.op_trans(graph, parts, ss.Split("batch", 2)) if adds else parts, cluster.devices[0])
+
+    def make() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        layers, norms = (
+            nn.ModuleList([kind() for _ in range(5)]) for kind in (lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8))
+        )
+        module = Around(forward, embedding=nn.Embedding(12, 8), layers=layers, norms=norms)
+        return module, (torch.randint(0, 12, (4, 6)), torch.randint(0, 12, (4, 6)))
+
+    files = equal(captured(make), halves, 1).compiled.emitted.files
+    assert "for l in range(" in files["program_0.py"]
