@@ -21,6 +21,7 @@ from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.program import Collective, CollectiveArg
+from superscaler.remembered import remembered
 
 
 class Collectives:
@@ -84,16 +85,13 @@ class Collectives:
         """Return one value, concatenated from chunks along a slot."""
         if not 0 <= way.take < given[0].box.shape[1]:
             raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
-        box = given[0].box.copy()
-        sizes = way.sizes or (int(box[0, way.take, 1] - box[0, way.take, 0]),) * len(given)
+        box = given[0].box
+        sizes = way.sizes or (given[0].lengths[way.take],) * len(given)
         if len(sizes) != len(given):
             raise Refusal(f"gathers {len(given)} slices as {list(sizes)}.")
-        ends = np.cumsum([0, *sizes]) + box[:, way.take, :1]
-        for k, content in enumerate(given):
-            expected = box.copy()
-            expected[:, way.take] = ends[:, k : k + 2]
+        *chunks, box = _put_together(box, way.take, tuple(sizes))
+        for k, (content, expected) in enumerate(zip(given, chunks, strict=True)):
             must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
-        box[:, way.take, 1] = ends[:, -1]
         if all(content.addends is None for content in given):
             # Whole chunks that follow each other are a whole value.
             return Content(given[0].tensor, given[0].is_gradient, box, None, given[0].dtype)
@@ -102,3 +100,13 @@ class Collectives:
     def _arrived(self, content: Content, way: CollectiveArg) -> Content:
         check_shape(self.model, content, way.shape)
         return content
+
+
+@remembered
+def _put_together(box: Ints, slot: int, sizes: tuple[int, ...]) -> list[Ints]:
+    """Return chunks of these sizes that follow each other along a slot, from the place of a box on, and their union."""
+    ends, found = np.cumsum([0, *sizes]) + box[:, slot, :1], list[Ints]()
+    for lo, hi in (*((k, k + 1) for k in range(len(sizes))), (0, -1)):
+        found.append(box.copy())
+        found[-1][:, slot] = ends[:, [lo, hi]]
+    return found

@@ -7,14 +7,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from superscaler.certify.coverage import SEED, Addends, Boxes, Chain, Kinds, clipped, first_fault, is_tiled, joined
+from superscaler.certify.boxes import (
+    Boxes,
+    clipped,
+    first_fault,
+    is_tiled,
+    is_tiled_everywhere,
+    joined,
+    lengths_of,
+    one_each,
+    region_of,
+    taken,
+)
+from superscaler.certify.coverage import SEED, Addends, Chain, Kinds
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import Model, width
 from superscaler.ir.program import Instruction
+from superscaler.remembered import is_same, remembered
 
 
 @dataclass(eq=False, slots=True)
@@ -58,9 +70,8 @@ class Content:
         return next((memory.held for memory in self.memory if memory.held), None)
 
     @property
-    def lengths(self) -> Ints:
-        found: Ints = self.box[0, :, 1] - self.box[0, :, 0]
-        return found
+    def lengths(self) -> tuple[int, ...]:
+        return lengths_of(self.box)
 
     def but(self, box: Ints, addends: Addends | None) -> Content:
         """Return a content with another box and other addends, in the same memory."""
@@ -69,7 +80,7 @@ class Content:
     @property
     def own_addends(self) -> Addends:
         """Return the addends of a value. A whole value counts as one addend, itself."""
-        return {(): Boxes.of(self.box[:, None])} if self.addends is None else self.addends
+        return {(): one_each(self.box)} if self.addends is None else self.addends
 
 
 class Sums:
@@ -84,14 +95,11 @@ class Sums:
             return content.addends
         found = {}
         for chain in self.kinds.heads(content.tensor, content.is_gradient):
-            found[chain] = Boxes.of(self.region(content.box, chain, content.tensor)[:, None])
+            found[chain] = one_each(self.region(content.box, chain, content.tensor))
         return found
 
     def region(self, box: Ints, chain: Chain, tensor: str) -> Ints:
-        sizes = list(self.kinds.columns(chain, tensor).values())
-        rest = np.zeros((len(box), len(sizes), 2), dtype=np.int64)
-        rest[..., 1] = sizes
-        return np.concatenate([box, rest], axis=1)
+        return region_of(box, tuple(self.kinds.columns(chain, tensor).values()))
 
     def total(self, parts: Sequence[Addends]) -> Addends:
         found: dict[Chain, list[Boxes]] = {}
@@ -101,13 +109,14 @@ class Sums:
         return {chain: joined(boxes) for chain, boxes in found.items()}
 
     def sum(self, like: Content, box: Ints, parts: Sequence[Content]) -> Content:
-        if len(parts) == 1 and parts[0].addends is None and np.array_equal(box, parts[0].box):
+        if len(parts) == 1 and parts[0].addends is None and is_same(box, parts[0].box):
             return replace(parts[0])
         total = self.total([self.addends_of(part) for part in parts])
         return self.simplified(Content(like.tensor, like.is_gradient, box, total, like.dtype))
 
-    def is_tiled(self, content: Content, chain: Chain, boxes: Boxes) -> NDArray[np.bool_]:
-        return is_tiled(boxes, self.region(content.box, chain, content.tensor))
+    def is_tiled(self, content: Content, chain: Chain, boxes: Boxes) -> bool:
+        """Return whether a value has each of these addends once, on all devices."""
+        return is_tiled_everywhere(boxes, self.region(content.box, chain, content.tensor))
 
     def simplified(self, content: Content, deep: bool = False) -> Content:
         """Return the same value; without its addends if these add up to the whole value.
@@ -124,7 +133,7 @@ class Sums:
             addends is not None
             and len(heads) == len(addends)
             and all(
-                chain in addends and len(addends[chain]) == 1 and self.is_tiled(content, chain, addends[chain]).all()
+                chain in addends and len(addends[chain]) == 1 and self.is_tiled(content, chain, addends[chain])
                 for chain in heads
             )
         )
@@ -141,7 +150,7 @@ class Sums:
                 if spread is not None:
                     found.append(spread)
                     covered.add(chain)
-            if not found or not self.is_tiled(content, goal, joined(found)).all():
+            if not found or not self.is_tiled(content, goal, joined(found)):
                 return goal, joined(found) if found else None
         extra = next((chain for chain in content.addends if chain not in covered), None)
         return None if extra is None else (extra, content.addends[extra])
@@ -151,7 +160,7 @@ class Sums:
         goal, boxes = self.missing(content) or ((), None)
         if boxes is None:
             return 0
-        return int(np.argmin(self.is_tiled(content, goal, boxes)))
+        return int(np.argmin(is_tiled(boxes, self.region(content.box, goal, content.tensor))))
 
     def fault(self, content: Content) -> str:
         """Return the fault of a value, in words: missing addends, or addends in it more than once."""
@@ -190,7 +199,7 @@ def rows_of(content: Content, rows: Ints) -> Content:
     addends = content.addends
     if addends is not None:
         addends = {chain: boxes.rows(rows) for chain, boxes in addends.items()}
-    return content.but(content.box[rows], addends)
+    return content.but(taken(content.box, rows), addends)
 
 
 def cut_of(content: Content, box: Ints) -> Content:
@@ -205,15 +214,21 @@ def chunk_of(content: Content, slot: int, count: int, position: Ints, sizes: Seq
     """Return each device's chunk of a value cut along a slot, evenly or into `sizes`."""
     if not 0 <= slot < content.box.shape[1]:
         raise Refusal(f"scatters slot {slot} of {content.box.shape[1]}.")
-    size = int(content.lengths[slot])
+    size = content.lengths[slot]
     if size % count and not sizes:
         raise Refusal(f"scatters {size} elements over {count} devices.")
-    ends = np.cumsum([0, *(sizes or [size // count] * count)])
-    if len(ends) != count + 1 or ends[-1] != size:
+    sizes = tuple(sizes) or (size // count,) * count
+    if len(sizes) != count or sum(sizes) != size:
         raise Refusal(f"scatters {size} elements over {count} devices as {list(sizes)}.")
-    box = content.box.copy()
-    box[:, slot] = box[:, slot, :1] + np.stack([ends[position], ends[position + 1]], axis=-1)
-    return cut_of(content, box)
+    return cut_of(content, _chunk(content.box, slot, sizes, position))
+
+
+@remembered
+def _chunk(box: Ints, slot: int, sizes: tuple[int, ...], position: Ints) -> Ints:
+    """Return boxes cut along a slot into these sizes, on each device the chunk at its position."""
+    ends, found = np.cumsum([0, *sizes]), box.copy()
+    found[:, slot] = box[:, slot, :1] + np.stack([ends[position], ends[position + 1]], axis=-1)
+    return found
 
 
 def box_of(box: Ints) -> tuple[tuple[int, int], ...]:
@@ -229,8 +244,8 @@ def kind_of(content: Content) -> str:
 
 
 def check_view(content: Content, view: Sequence[int]) -> None:
-    if content.lengths.tolist() != list(view):
-        raise Refusal(f"views {kind_of(content)} of {content.lengths.tolist()} as {list(view)}.")
+    if content.lengths != tuple(view):
+        raise Refusal(f"views {kind_of(content)} of {list(content.lengths)} as {list(view)}.")
 
 
 def check_bytes(count: int, sizes: Sequence[int], dtype: str) -> None:
@@ -244,7 +259,7 @@ def require_same_kind(a: Content, b: Content) -> None:
 
 
 def must_equal(found: Ints, wanted: Ints, what: str, swap: bool = False) -> None:
-    if found.shape == wanted.shape and np.array_equal(found, wanted):
+    if found is wanted or is_same(found, wanted):
         return
     row = 0 if found.shape != wanted.shape else int(np.argmax((found != wanted).any(axis=(1, 2))))
     a, b = (wanted, found) if swap else (found, wanted)
@@ -257,6 +272,6 @@ def check_largest(model: Model, content: Content, largest: bool) -> None:
 
 
 def check_shape(model: Model, content: Content, shape: Sequence[int]) -> None:
-    expected = model.tensors[content.tensor].local_shape(tuple(content.lengths.tolist()))
+    expected = model.tensors[content.tensor].local_shape(content.lengths)
     if tuple(shape) != expected:
         raise Refusal(f"gives {kind_of(content)} the shape {tuple(shape)}, but it has {expected}.")

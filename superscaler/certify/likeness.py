@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from superscaler.certify.boxes import Boxes
 from superscaler.certify.content import Content, Memory
-from superscaler.certify.coverage import Boxes
 from superscaler.certify.passes import Tape, made_by
 from superscaler.certify.shift import Shift, Status, still_fields
 from superscaler.ir.interpret import Post

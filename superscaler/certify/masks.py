@@ -61,6 +61,7 @@ from superscaler.ir.program import (
     Wait,
     names,
 )  # fmt: skip
+from superscaler.remembered import remembered
 
 
 class Masks:
@@ -100,7 +101,7 @@ class Masks:
         if isinstance(i, Send | Copy):
             (source,) = read
             assert source is not None
-            check_bytes(i.bytes, [prod(source.lengths.tolist())], source.dtype)
+            check_bytes(i.bytes, [prod(source.lengths)], source.dtype)
         elif isinstance(i, Collective):
             self.collectives.check(cohort, at, i, read)
         self.memories.start(cohort.number, i, read)
@@ -146,7 +147,7 @@ class Masks:
         outside = (ranges[..., 0] < 0) | (ranges[..., 1] > size) | (ranges[..., 0] >= ranges[..., 1])
         if outside.any():
             row = int(np.argmax(outside.any(axis=1)))
-            raise Refusal(f"cuts {text_of(ranges[row])} of a value of {size.tolist()}.", row)
+            raise Refusal(f"cuts {text_of(ranges[row])} of a value of {list(size)}.", row)
         found = cut_of(source, source.box[..., :1] + ranges)
         check_shape(self.model, found, i.shape)
         return [found]
@@ -280,7 +281,7 @@ class Masks:
             raise Refusal(f"gives {kind_of(value)} as the output {i.tensor}.")
         if any(other.tensor == i.tensor for other, _ in self.memories.gives.get(cohort.number, ())):
             raise Refusal(f"gives the output {i.tensor} twice.")
-        box = cohort.data(at, "box").reshape(len(cohort), -1, 2)
+        box = _boxes(cohort.data(at, "box"), len(cohort))
         must_equal(value.box, box, f"the output {i.tensor} is given as")
         check_shape(self.model, replace(value, tensor=i.tensor), i.shape)
         value = self.sums.simplified(value, deep=True)
@@ -322,5 +323,7 @@ class Masks:
             raise Refusal(f"has {Mask(tensor.name, box_of(box[row]))} of {list(tensor.extents)} elements.", row)
 
 
+@remembered
 def _boxes(data: NDArray[Any], count: int) -> Ints:
-    return data.reshape(count, -1, 2).astype(np.int64)
+    found: Ints = data.reshape(count, -1, 2).astype(np.int64)
+    return found

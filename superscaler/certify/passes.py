@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-import numpy as np
-
+from superscaler.certify.boxes import Boxes, joined, lengths_of, one_each
 from superscaler.certify.content import Content, Memory, Sums, box_of, kind_of, must_equal
-from superscaler.certify.coverage import SEED, Addends, Boxes, Chain, joined
+from superscaler.certify.coverage import SEED, Addends, Chain
 from superscaler.certify.segment import Segment, padded
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
@@ -58,7 +57,7 @@ class Passes:
         if i.function not in self.segments:
             self.segments[i.function] = Segment(self.functions[i.function], self.kinds)
         segment = self.segments[i.function]
-        starts = padded(cohort.data(at, "at").reshape(len(cohort), -1))
+        starts = padded(cohort.data(at, "at"))
         segment.check(i, starts)
         passed: dict[str, Passed] = {}
         inputs = [self._given(segment, n, content, starts) for n, content in enumerate(read)]
@@ -77,9 +76,9 @@ class Passes:
         """Return input `n` with the box that the part reads: the whole value, or some of its addends."""
         tensor, box = segment.function.inputs[n], segment.face(n, starts)
         if content.tensor == "" and not content.is_gradient:
-            lengths, spec = (box[0, :, 1] - box[0, :, 0]).tolist(), self.model.tensors[tensor]
-            wanted = lengths, spec.local_shape(tuple(lengths)), spec.dtype
-            if (content.lengths.tolist(), content.shape, content.dtype) != wanted:
+            lengths, spec = lengths_of(box), self.model.tensors[tensor]
+            wanted = lengths, spec.local_shape(lengths), spec.dtype
+            if (content.lengths, content.shape, content.dtype) != wanted:
                 zeros = f"{content.dtype} zeros of shape {content.shape}"
                 raise Refusal(f"reads {zeros} as {spec.dtype} {Mask(tensor, box_of(box[0]))}.")
             return Content(tensor, False, box, {}, content.dtype)
@@ -93,7 +92,7 @@ class Passes:
         dtype = self.model.tensors[tensor].dtype
         if columns is None:
             return Content(tensor, False, box, None, dtype)
-        addends = {("made", op, ()): Boxes.of(np.concatenate([box, columns], axis=1)[:, None])}
+        addends = {("made", op, ()): one_each(box, columns)}
         return Content(tensor, False, box, addends, dtype)
 
     def _op_by_op(
@@ -229,7 +228,7 @@ class Passes:
         if tensor not in self.model.losses:
             raise Refusal(f"starts the gradient of {tensor} from one, which is not the loss.")
         heads = self.kinds.heads(tensor, True)
-        addends = None if heads == (SEED,) else {SEED: Boxes.of(box[:, None])}
+        addends = None if heads == (SEED,) else {SEED: one_each(box)}
         return Content(tensor, True, box, addends, self.model.tensors[tensor].dtype)
 
     def _plain_gradients(self, tape: Tape, given: Mapping[str, Content]) -> Mapping[int, Addends] | None:
@@ -251,7 +250,7 @@ class Passes:
             return set(heads) == set(self.kinds.heads(content.tensor, True))
         if set(content.addends) != set(heads):
             return False
-        return all(bool(self.sums.is_tiled(content, chain, boxes).all()) for chain, boxes in content.addends.items())
+        return all(self.sums.is_tiled(content, chain, boxes) for chain, boxes in content.addends.items())
 
     def _gradients(self, tape: Tape, given: Mapping[str, Content]) -> dict[int, Addends]:
         """Return the addends by input, op by op in reverse order."""

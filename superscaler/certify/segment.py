@@ -6,13 +6,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from superscaler.certify.coverage import Addends, Boxes, Chain, Kinds
+from superscaler.certify.boxes import Boxes
+from superscaler.certify.coverage import Addends, Chain, Kinds
 from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.model import Op, Operand
 from superscaler.ir.parts import following
 from superscaler.ir.program import Forward, Function
 from superscaler.ops.table import row_of
+from superscaler.remembered import ints, remembered
 
 T = TypeVar("T")
 
@@ -25,8 +27,8 @@ class Segment:
     def __init__(self, function: Function, kinds: Kinds) -> None:
         self.function, self.kinds, self.model = function, kinds, kinds.model
         self.number = {op.name: n for n, op in enumerate(function.ops)}
-        self.columns = [np.array(where, dtype=np.int64) for where in function.coordinates]
-        self.sizes = [np.array([hi - lo for lo, hi in box], dtype=np.int64) for box in function.boxes]
+        self.columns = [ints(*where) for where in function.coordinates]
+        self.sizes = [ints(*(hi - lo for lo, hi in box)) for box in function.boxes]
         self.maker = {o.tensor: (n, o) for n, op in enumerate(function.ops) for o in op.outputs}
         made: set[str] = set()
         for op in function.ops:
@@ -58,21 +60,19 @@ class Segment:
         # Emitted code takes the starts of a function's own part from its boxes.
         for n, box in enumerate(self.function.boxes):
             self._check_following(n, np.array([lo for lo, _ in box], dtype=np.int64)[None])
-        found = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-        return found[0], found[1], found[2]
+        return ints(*(c for c, _, _ in rows)), ints(*(size for _, size, _ in rows)), ints(*(n for *_, n in rows))
 
     def check(self, run: Forward, starts: Ints) -> None:
         """Raise Refusal unless parts with these starts are parts of the function's ops."""
         column, size, whole = self._limits
         if (given := starts.shape[1] - 1) != (count := int(column.max(initial=-1)) + 1):
             raise Refusal(f"has {given} starts for {count} coordinates.")
-        at = starts[:, column]
-        outside = (at < 0) | (at + size > whole)
-        if outside.any():
-            row, k = np.argwhere(outside)[0].tolist()
-            raise Refusal(f"runs a part that starts at {at[row, k]} of {whole[k]}, with a size of {size[k]}.", row)
-        for n, at in enumerate(self.columns):
-            self._check_following(n, starts[:, at])
+        if outside := _outside(starts, column, size, whole):
+            row, k = outside
+            at = starts[row, column[k]]
+            raise Refusal(f"runs a part that starts at {at} of {whole[k]}, with a size of {size[k]}.", row)
+        for n in self._following:
+            self._check_following(n, starts[:, self.columns[n]])
         if len(run.inputs) != len(self.function.inputs):
             raise Refusal(f"is given {len(run.inputs)} inputs of {len(self.function.inputs)}.")
         if len(run.outputs) != len(self.function.outputs):
@@ -92,6 +92,11 @@ class Segment:
         reaching = (n for n, name in enumerate(names) if self.model.tensors[name].requires_grad)
         grads = tuple(n for n in reaching if any(op.has_mirror for op, _ in uses[n]))
         return grads, tuple(n for n in grads if self.model.is_widened(names[n]))
+
+    @cached_property
+    def _following(self) -> list[int]:
+        """The ops with indices that follow others."""
+        return [n for n, op in enumerate(self.function.ops) if any(i.follows is not None for i in op.indices)]
 
     def _check_following(self, n: int, lo: Ints) -> None:
         """Raise Refusal unless each index of op `n` that follows another one starts at the place that this requires,
@@ -133,7 +138,7 @@ class Segment:
         extents = self.model.tensors[operand.tensor].extents
         columns = [-1 if i is None else int(self.columns[n][i]) for i in operand.slots]
         sizes = [e if i is None else int(self.sizes[n][i]) for i, e in zip(operand.slots, extents, strict=True)]
-        return np.array(columns, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        return ints(*columns), ints(*sizes)
 
     @cached_property
     def _cache(self) -> dict[Any, Any]:
@@ -166,7 +171,7 @@ class Segment:
             summed = op.summed(output)
             if all(self.sizes[n][i] == op.indices[i].size for i in summed):
                 return None
-            return self.columns[n][summed], self.sizes[n][summed]
+            return ints(*self.columns[n][summed].tolist()), ints(*self.sizes[n][summed].tolist())
 
         found = self._spot(("made", tensor), rest)
         return op.name, self.operand(n, output, starts), None if found is None else spans(starts, *found)
@@ -271,14 +276,10 @@ class Segment:
                 def spot(n: int = n, op: Op = op, operand: Operand = operand) -> tuple[Ints, Ints]:
                     columns, sizes = self._slots(n, operand)
                     summed = op.summed(operand)
-                    return (
-                        np.concatenate([columns, self.columns[n][summed]]),
-                        np.concatenate([sizes, self.sizes[n][summed]]),
-                    )
+                    more = self.columns[n][summed], self.sizes[n][summed]
+                    return ints(*columns.tolist(), *more[0].tolist()), ints(*sizes.tolist(), *more[1].tolist())
 
-                columns, sizes = self._spot(("use", op.name, k), spot)
-                boxes = np.stack([np.zeros_like(sizes), sizes], axis=-1)[None, None]
-                found.setdefault(number, {})[key] = Boxes(starts[:, columns], boxes)
+                found.setdefault(number, {})[key] = _uses(starts, *self._spot(("use", op.name, k), spot))
         return found
 
 
@@ -301,11 +302,28 @@ def _with_unseen(
     return np.concatenate([before, last], axis=1), {c: np.concatenate([r, r], axis=1) for c, r in rest.items()}
 
 
+@remembered
 def padded(starts: Ints) -> Ints:
     """Return starts with a last column of zeros, for whole slots."""
-    return np.concatenate([starts.astype(np.int64), np.zeros((len(starts), 1), dtype=np.int64)], axis=1)
+    found = starts.reshape(len(starts), -1).astype(np.int64)
+    return np.concatenate([found, np.zeros((len(starts), 1), dtype=np.int64)], axis=1)
 
 
+@remembered
+def _outside(starts: Ints, column: Ints, size: Ints, whole: Ints) -> tuple[int, int] | None:
+    """Return the first row and index of a part that starts or ends outside of its op; None if there is none."""
+    at = starts[:, column]
+    found = np.argwhere((at < 0) | (at + size > whole))
+    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+
+
+@remembered
+def _uses(starts: Ints, columns: Ints, sizes: Ints) -> Boxes:
+    """Return the boxes of one use in parts with these starts."""
+    return Boxes(starts[:, columns], np.stack([np.zeros_like(sizes), sizes], axis=-1)[None, None])
+
+
+@remembered
 def spans(starts: Ints, columns: Ints, sizes: Ints) -> Ints:
     lo = starts[:, columns]
     return np.stack([lo, lo + sizes], axis=-1)

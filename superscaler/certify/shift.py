@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from superscaler.certify.boxes import Boxes
 from superscaler.certify.content import Content, Memory
-from superscaler.certify.coverage import Addends, Boxes, Chain, Column, Kinds
+from superscaler.certify.coverage import Addends, Chain, Column, Kinds
 from superscaler.certify.hosts import Flight
 from superscaler.certify.passes import Tape
 from superscaler.ir.cohorts import Cohort
@@ -133,6 +134,8 @@ class Shift:
 
     def _run(self, number: int, step: tuple[int, ...]) -> None:
         """Add the steps of a function whose parts start `step` later in each round."""
+        if self.starts.get(number) == step:
+            return
         _set(self.starts, number, step)
         functions = self.program.functions
         if number not in range(len(functions)):

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.grid import Ints
-from superscaler.ir.loops import Loop, kinds_of, runs_of
+from superscaler.ir.loops import Loop, Rolled, kinds_of, runs_of
 from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Value, Weight
+from superscaler.remembered import remembered
 
 _COMMUNICATION = (Role.GROUP, Role.PEER)
 
@@ -50,12 +51,22 @@ class Cohort:
         role = ROLES[type(self.code[at])][field]
         # Of a fold, the first sample has the groups, peers and messages of all.
         is_first = self.fold is not None and role in (Role.GROUP, Role.PEER, Role.MESSAGE)
-        values = [getattr(d.instructions[at], field) for d in self.samples[: 1 if is_first else None]]
-        if self.fold is None or role is Role.MESSAGE:
-            return self._rows(values)
+        codes = [device.instructions for device in self.samples[: 1 if is_first else None]]
+        spots = [spot for code in codes if isinstance(code, Rolled) and (spot := code.spot(at))]
+        if role in (Role.EVEN, Role.MESSAGE) and len(spots) == len(codes) and len({spot[1:] for spot in spots}) == 1:
+            _, _, turn, place = spots[0]
+            one = self._data(role, field, tuple([getattr(loop.first[place], field) for loop, *_ in spots]))
+            two = self._data(role, field, tuple([getattr(loop.second[place], field) for loop, *_ in spots]))
+            if one.shape == two.shape and one.dtype == two.dtype == np.int64:
+                return one if one is two else _later(one, two, turn)
+        return self._data(role, field, tuple([getattr(code[at], field) for code in codes]))
+
+    def _data(self, role: Role | None, field: str, values: tuple[Any, ...]) -> NDArray[Any]:
+        if self.places is None or role is Role.MESSAGE:
+            return _rows(field, len(self), values)
         if role is Role.GROUP:
             return self._moved(values[0])
-        return self._moved((values[0],))[:, 0] if role is Role.PEER else self._even(values)
+        return self._moved((values[0],))[:, 0] if role is Role.PEER else _even(field, self.places, values)
 
     @cached_property
     def at_rest(self) -> dict[Value, tuple[Weight, Ints]]:
@@ -66,32 +77,10 @@ class Cohort:
     def of_weights(self, field: str) -> list[NDArray[Any]]:
         """Return a field of each weight: arrays with a row per device."""
         sides = zip(*(device.weights for device in self.samples), strict=True)
-        even = self._rows if self.places is None else self._even
-        return [even([getattr(w, field) for w in side]) for side in sides]
-
-    def _rows(self, values: Sequence[Any]) -> NDArray[Any]:
-        if len(values) == 1 or all(value == values[0] for value in values[1:]):
-            first = _array(values[0])
-            return np.broadcast_to(first, (len(self), *first.shape))
-        return _array(values)
-
-    def _even(self, values: Sequence[Any]) -> NDArray[Any]:
-        assert self.places is not None
-        if all(value == values[0] for value in values[1:]):
-            return self._rows(values[:1])
-        first, *others = map(_array, values)
-        if any(other.shape != first.shape for other in others):
-            raise ValueError(f"at the places of a fold it has {', '.join(map(str, values))}")
-        if first.dtype == bool:
-            found = np.broadcast_to(first, (len(self), *first.shape)).copy()
-            for axis, other in enumerate(others):
-                found[self.places[:, axis] > 0] &= other
-            return found
-        found = np.broadcast_to(first, (len(self), *first.shape)).copy()
-        for axis, other in enumerate(others):
-            if not np.array_equal(other, first):
-                found += self.places[:, axis].reshape(-1, *[1] * first.ndim) * (other - first)
-        return found
+        values = (tuple([getattr(w, field) for w in side]) for side in sides)
+        if self.places is None:
+            return [_rows(field, len(self), own) for own in values]
+        return [_even(field, self.places, own) for own in values]
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], Ints]:
@@ -115,6 +104,41 @@ class Cohort:
     @cached_property
     def row_of(self) -> dict[int, int]:
         return {device: row for row, device in enumerate(self.devices.tolist())}
+
+
+@remembered
+def _rows(field: str, count: int, values: tuple[Any, ...]) -> NDArray[Any]:
+    """Return the values of `count` devices, or the only one for all, as an array with a row per device.
+
+    Fields of one name have one type, so that flags are no numbers here: True equals 1.
+    """
+    if len(values) == 1 or all(value == values[0] for value in values[1:]):
+        first = _array(values[0])
+        return np.broadcast_to(first, (count, *first.shape))
+    return _array(values)
+
+
+@remembered
+def _even(field: str, places: Ints, values: tuple[Any, ...]) -> NDArray[Any]:
+    """Return the values of devices at places, from those of the samples, as an array with a row per device."""
+    if all(value == values[0] for value in values[1:]):
+        return _rows(field, len(places), values[:1])
+    first, *others = map(_array, values)
+    if any(other.shape != first.shape for other in others):
+        raise ValueError(f"at the places of a fold it has {', '.join(map(str, values))}")
+    found = np.broadcast_to(first, (len(places), *first.shape)).copy()
+    for axis, other in enumerate(others):
+        if first.dtype == bool:
+            found[places[:, axis] > 0] &= other
+        elif not np.array_equal(other, first):
+            found += places[:, axis].reshape(-1, *[1] * first.ndim) * (other - first)
+    return found
+
+
+@remembered
+def _later(one: Ints, two: Ints, turn: int) -> Ints:
+    """Return numbers of a later repetition of a loop, from those of its first two."""
+    return one + turn * (two - one)
 
 
 def cohorts(program: Program) -> list[Cohort]:

@@ -17,6 +17,7 @@ from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
+from superscaler.remembered import interned
 
 V = TypeVar("V")
 
@@ -309,11 +310,11 @@ class Interpreter(Generic[V]):
         distinct, inverse = np.unique(peers, axis=0, return_inverse=True)
         ends = []
         for devices in distinct.T:
-            ends.append((self.runs[self.cohort_of[devices[0]]], self.row_of[devices]))
+            ends.append((self.runs[self.cohort_of[devices[0]]], interned(self.row_of[devices])))
             if (self.cohort_of[devices] != self.cohort_of[devices[0]]).any():
                 raise Refusal("is over devices that run other programs.")
         position = np.argmax(peers == run.cohort.devices[:, None], axis=1)
-        return _Group(distinct, inverse.reshape(-1), position, ends, [[] for _ in ends])
+        return _Group(distinct, interned(inverse.reshape(-1)), interned(position), ends, [[] for _ in ends])
 
     @staticmethod
     def _posts(other: Run[V], distinct: Ints, rows: Ints) -> list[Post[V]]:

@@ -118,10 +118,16 @@ class Rolled(Sequence[Instruction]):
         run, place = self.runs[number], at - self.starts[number]
         if not isinstance(run, Loop):
             return run[place]
-        spot = number, place // len(run.first)
-        if spot not in self._made:
-            self._made[spot] = tuple(run.repetition(spot[1]))
-        return self._made[spot][place % len(run.first)]
+        turn, place = divmod(place, len(run.first))
+        if (number, turn) not in self._made:
+            self._made[number, turn] = tuple(run.repetition(turn))
+        return self._made[number, turn][place]
+
+    def spot(self, at: int) -> tuple[Loop, int, int, int] | None:
+        """Return the loop of an instruction, the number of that run, the repetition, and the place in it."""
+        number = bisect_right(self.starts, at) - 1
+        run = self.runs[number]
+        return (run, number, *divmod(at - self.starts[number], len(run.first))) if isinstance(run, Loop) else None
 
     @cached_property
     def starts(self) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superscaler.certify.coverage import Boxes, clipped, first_fault, is_tiled, joined
+from superscaler.certify.boxes import Boxes, clipped, first_fault, is_tiled, joined
 from superscaler.ir.grid import Ints
 
 Points = Counter[tuple[int, ...]]
