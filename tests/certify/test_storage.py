@@ -84,7 +84,7 @@ def added_to_a_collective_over_one_device(code: Code) -> None:
 
 
 MUTANTS: list[tuple[Callable[[Code], None], int, str]] = [
-    (updated_before_the_backward, 1, r"Backward s\d+ needs detach .* memory Update of e_weight, \w+ has changed"),
+    (updated_before_the_backward, 1, r"Backward s\d+ needs detach .* Update of e_weight, \w+ has changed its memory"),
     (updated_before_the_forward, 1, r"Forward s\d+_p7 \(matmul..\w+\) reads detach, whose memory Update of e_weight"),
     (waited_for_twice, 2, r"Wait of d_\w+__9 waits for d_\w+_work, which is waited for already"),
     (added_to_a_collective_over_one_device, 2, r"changes \w+ in place, which Backward s\d+ holds"),
