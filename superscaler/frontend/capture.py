@@ -194,7 +194,10 @@ def _read(
     normalize(trace)
     _copy_given(trace)
     segments = cut_segments(trace, [name for name in training.groups if training.kind(name) in WHOLE])
-    values = {x.name: x.meta["value"].contiguous() for x in trace.leaves() if x.meta.get("value") is not None}
+    # A model without data never runs, so that a mask of its whole batch stays one row.
+    is_shown = any(parameter.is_meta for parameter in module.parameters())
+    known = {x.name: x.meta["value"] for x in trace.leaves() if x.meta.get("value") is not None}
+    values = known if is_shown else {name: value.contiguous() for name, value in known.items()}
     training = training.of_pieces(segments)
     if training.losses:
         separate(trace, training.loss_of)

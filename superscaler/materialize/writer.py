@@ -17,7 +17,8 @@ from superscaler.materialize.steps import Context, Cut, Join, Lowered, Message, 
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
-# The most reduce-scatters of gradients in flight per group: one is sent while the next one is made.
+# The most reduce-scatters of gradients in flight per group: one is sent while the next one is made. Those that another
+# round follows are in flight until the next backward has ended, since a wait between two of them would hold up that.
 FLYING = 2
 
 
@@ -39,6 +40,9 @@ class Writer:
         # then.
         self.on_arrival: Callable[[int], None] = lambda number: None
         self._in_flight: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
+        # The number of forwards and backwards so far, and the number at the start of a transfer with rounds left.
+        self._works_so_far = 0
+        self._begun: dict[int, int] = {}
         # Transfers with rounds left, and the number of finished rounds. Rounds follow at the first read, so that
         # nothing is waited for earlier; but the next round of reduce-scatters starts once they have arrived.
         self._left: set[int] = set()
@@ -117,6 +121,7 @@ class Writer:
         """Release the gradients of other microbatches when devices turn to this one, and wait for the reduce-scatters
         that started first.
         """
+        self._works_so_far += 1
         if self.buckets.close(devices, microbatch):
             self.flush(frozenset())
         for group, flying in self._in_flight.items():
@@ -294,9 +299,14 @@ class Writer:
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._in_flight.setdefault(how.group, [])
             flying.append(bucket)
-            # A transfer with further rounds arrives as soon as the next one is made.
-            if len(flying) > (1 if bucket[0].number in self._left else FLYING):
+            self._begun[bucket[0].number] = self._works_so_far
+            while self._is_over(flying):
                 self._arrive(flying)
+
+    def _is_over(self, flying: Sequence[Sequence[Entry]]) -> bool:
+        """Return whether the first bucket in flight has to arrive."""
+        first = flying[0][0].number
+        return self._begun[first] < self._works_so_far if first in self._left else len(flying) > FLYING
 
     def _arrive(self, flying: list[Sequence[Entry]]) -> None:
         """Wait for the first bucket in flight, and start the next rounds of its transfers."""

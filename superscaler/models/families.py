@@ -152,13 +152,19 @@ FAMILIES: Mapping[str, Family] = {
         "15b": {"layers": 48, "hidden": 5120, **_LONG},
         "175b": {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048, **_GPT3},
     }, _gpt3, _GPT2_NAMES),
-    # The next token: the shape of Llama 3.2 1B (1.24 billion parameters), those of Llama 3.1 for 8b and 70b.
+    # The next token: the shape of Llama 3.2 1B (1.24 billion parameters), those of Llama 3.1 for 8b, 70b and 405b, and
+    # those of Llama 2 for 7b and 13b.
     "llama": from_library("LlamaConfig", "LlamaForCausalLM", "1b", {
         "tiny": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "mlp": 256, "tied": False,
                  "seq": 32, "batch": 8, "vocab": 512, "attention": "sdpa"},
         "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "tied": True, **_LLAMA},
+        "7b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "tied": False, **_LLAMA,
+               "vocab": 32000},
         "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "tied": False, **_LLAMA},
+        "13b": {"layers": 40, "hidden": 5120, "heads": 40, "kv_heads": 40, "mlp": 13824, "tied": False, **_LLAMA,
+                "vocab": 32000},
         "70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "tied": False, **_LLAMA},
+        "405b": {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "mlp": 53248, "tied": False, **_LLAMA},
     }, _llama),
     # Liu et al. 2020, translation; sizes as in the paper's table. Half of the layers are in the encoder, half in the
     # decoder.

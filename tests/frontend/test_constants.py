@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.frontend.rewrites import constants
+from superscaler.models import build
 from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
 
@@ -39,6 +40,14 @@ def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tens
     assert counts[0] == counts[1] > 10
     assert any(x.shape == (8, 1, 16, 16) for x in evaluated)
     assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) == 16 * 16
+
+
+def test_a_mask_of_a_model_without_data_is_one_row_for_the_whole_batch() -> None:
+    model = build("gpt3:size=tiny,seq=16,batch=64,attention=eager,device=meta")
+    values = capture(model.module, model.args, model.kwargs, check=False).values
+    masks = [x for x in values.values() if x.shape == (64, 1, 16, 16)]
+    assert masks
+    assert all(x.untyped_storage().nbytes() == 16 * 16 * x.element_size() for x in masks)
 
 
 class Masked(nn.Linear):

@@ -69,11 +69,14 @@ def test_batches_are_those_of_their_steps_and_halves_count_different_numbers_of_
 @pytest.mark.parametrize(
     ("spec", "parameters"),
     [
-        # Published sizes: 124M and 1558M (Radford et al. 2019, tied head counted once), Llama 3.2 1B, Llama 3.1 8B.
+        # Published sizes: 124M and 1558M (Radford et al. 2019, tied head counted once), Llama 3.2 1B, Llama 3.1 8B,
+        # Llama 2 7B and 13B.
         ("gpt2:device=meta", 124_439_808),
         ("gpt2:size=xl,device=meta", 1_557_611_200),
         ("llama:device=meta", 1_235_814_400),
         ("llama:size=8b,device=meta", 8_030_261_248),
+        ("llama:size=7b,device=meta", 6_738_415_616),
+        ("llama:size=13b,device=meta", 13_015_864_320),
         # BERT, T5, ViT and Mixtral as published with these configs (T5: tied once; ViT: 1000 classes).
         ("bert:device=meta", 109_514_298),
         ("bert:size=large,device=meta", 335_174_458),

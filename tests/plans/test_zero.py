@@ -14,7 +14,8 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.parts import block_of
-from superscaler.ir.program import Collective, Free, Update
+from superscaler.ir.program import Backward, Collective, Free, Update, Wait
+from superscaler.models import build
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 from tests.ran import Around, captured, equal
@@ -76,6 +77,25 @@ def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) ->
     group, others = tuple(range(shard)), tuple(range(0, len(plan.compiled.program.devices), shard))
     assert many == [("all_gather", group), ("reduce_scatter", group), ("all_reduce", others)]
     assert plan.compiled.fold is not None
+
+
+def test_sums_over_servers_hold_up_no_backward() -> None:
+    """The slices of a block arrive, and go on to the other servers, once the next backward has ended."""
+    model = build("gpt3:layers=4,hidden=1024,heads=16,seq=64,vocabulary=512,batch=8,device=meta")
+    optimizer = torch.optim.AdamW(model.module.parameters())
+    graph = ss.capture(model.module, model.args, model.kwargs, optimizer, check=False)
+    code = ss.compile(graph, "fsdp:shard=4", "v100:2x4").compiled.program.devices[0].instructions[:]
+    begun, waits, backwards = dict[object, int](), list[tuple[int, int]](), 0
+    for i in code:
+        if isinstance(i, Backward):
+            backwards += 1
+        elif isinstance(i, Collective) and i.kind == "reduce_scatter" and len(i.group) == 4:
+            begun |= dict.fromkeys(i.works, backwards)
+        elif isinstance(i, Wait) and i.work in begun:
+            waits.append((begun[i.work], backwards))
+    early = [(start, end) for start, end in waits if start < backwards]
+    assert len({start for start, _ in early}) >= 3
+    assert all(start < end for start, end in early)
 
 
 def test_options_that_do_not_hold_are_refused() -> None:
