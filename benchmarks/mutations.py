@@ -57,8 +57,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("an iteration updates its own weights", "else (k + 1) % count", "else k % count", "integration/test_unroll"),
     ("a nested cut is numbered by columns", "cell * width + k", "cell + k * width",
      "transform/test_cut transform/test_place property/test_random_plans"),
-    ("data of all places move along an axis", "found[self.places[:, axis] > 0] &= other",
-     "found[self.places[:, axis] >= 0] &= other", "property/test_spmd emit/test_steps"),
+    ("data of all places move along an axis", "found[places[:, axis] > 0] &= other",
+     "found[places[:, axis] >= 0] &= other", "property/test_spmd emit/test_steps"),
     # Seconds of kernels.
     ("a wave of tiles is not counted", "waves = ceil(batch * ceil(m / rows)", "waves = int(batch * ceil(m / rows)",
      "simulate/test_rates"),
