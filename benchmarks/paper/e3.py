@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from families import found_of, most, shown, varied
+from families import found_of, gains, shown
 from points import Rows
-from report import POINTS, VERDICTS, point_rows, table, verdict
+from report import POINTS, VERDICTS, point_rows, table
 
 
 def run(rows: Rows) -> str:
@@ -12,10 +12,7 @@ def run(rows: Rows) -> str:
     other = found_of(Rows(keep=True), "gpt3, softmax in float16")
     return "\n".join([
         *shown("e3", "E3. GPT-3 end to end, sequence 16384", found),
-        table(VERDICTS, [
-            verdict(f"most over {name}", paper, most(found, "co-shard", name), varied(rows, "gpt3", "co-shard", name))
-            for name, paper in (("Megatron-LM, Alpa", 3.3), ("DeepSpeed", 1.5))
-        ]),
+        table(VERDICTS, gains(rows, "gpt3", found, "co-shard", {"Megatron-LM, Alpa": 3.3, "DeepSpeed": 1.5})),
         "With the softmax in float32 Megatron-LM's 8-way tensor parallelism does not fit 15B, as the paper says.\n",
         "The same where the softmax is in float16, so that scores take half of the memory:\n",
         table(POINTS, (line for gpus, row in other.items() for line in point_rows(f"{gpus} GPUs", row))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from families import found_of, most, shown, varied
+from families import found_of, gains, most, shown
 from points import Rows
 from report import VERDICTS, table, verdict
 
@@ -13,10 +13,8 @@ def run(rows: Rows) -> str:
     few = {gpus: row for gpus, row in found.items() if gpus <= 8}
     return "\n".join([
         *shown("e4", "E4. mBART end to end", found),
-        "Rows of the interlaced plan are of a later simulator than those of its peers (`rows.jsonl`).\n",
         table(VERDICTS, [
             verdict("over Megatron-LM at 4 and 8 GPUs", 1.0, most(few, ours, "Megatron-LM")),
-            *(verdict(f"most over {name}", paper, most(found, ours, name), varied(rows, "mbart", ours, name))
-              for name, paper in (("Megatron-LM", 2.8), ("DeepSpeed", 4.9))),
+            *gains(rows, "mbart", found, ours, {"Megatron-LM": 2.8, "DeepSpeed": 4.9}),
         ]),
     ])  # fmt: skip

@@ -5,7 +5,7 @@ equal under all plans, in some ten kernels of integers, where the paper's torch 
 scores out (gpt3.py): the V100 has no FlashAttention, which came after the paper's PyTorch 1.11. Its softmax is in
 float32, as Megatron-LM's above 4,096 tokens; float16 is shown as another assumption. The vocabulary is padded to
 51,200, as Megatron-LM does. Layers of Swin are spread over its four stages as in the sizes of its authors, most in the
-third; its 1,000 classes are padded to 1,024, which all numbers of GPUs divide.
+third. DeepSpeed pads weights that its devices do not divide, so that Swin has 1,024 classes there and 1,000 elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GPT3_SIZES = "1.3b 2.6b 6.7b 15b"
 
 # family -> the model of each number of GPUs.
 MODELS: Mapping[str, Mapping[int, str]] = {
-    "swin": _sizes("swin", "1.8b 6.6b 13b 30b", ",classes=1024,drop_path=0.0"),
+    "swin": _sizes("swin", "1.8b 6.6b 13b 30b"),
     "gpt3": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float32"),
     "gpt3, softmax in float16": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float16"),
     "gpt3, no scores": {32: "gpt3:size=15b,seq=16384,vocab=51200,dropout=0.0"},
@@ -34,18 +34,26 @@ MODELS: Mapping[str, Mapping[int, str]] = {
     "alphafold2": _sizes("alphafold2", "87m 930m 2.4b 3.2b", ",dropout=0.0,pair_dropout=0.0"),
 }
 
-# The layers of AlphaFold2 by size. Those that are simulated: a point of more layers is on the line through both, as 22
-# thousand operations take two minutes to capture and 60 thousand six. 2.4b and 3.2b differ in layers alone.
+# The layers of AlphaFold2 by size, and those that are simulated: a point of more layers is on the line through both, as
+# 22 thousand operations take two minutes to capture and 60 thousand six. 2.4b and 3.2b differ in layers alone.
 ALPHAFOLD2 = {"87m": 48, "930m": 64, "2.4b": 96, "3.2b": 128}
-DEPTHS = (8, 12)
+ALPHAFOLD2_DEPTHS = (8, 12)
+# Of the four stages of Swin the layers of the third and of the fourth, and those of the third that are simulated. Where
+# a pipeline cuts layers apart there is no line, and the model is whole.
+SWIN = {"1.8b": (26, 2), "6.6b": (40, 4), "13b": (48, 4), "30b": (58, 2)}
+SWIN_DEPTHS = (6, 10)
 
 
-def shallow(model: str) -> tuple[int, list[str]]:
-    """Return the layers of a model, and the models of DEPTHS in its place; none for a model that is simulated whole."""
-    size = next((s for s in ALPHAFOLD2 if model.startswith(f"alphafold2:size={s},")), "")
-    if not size or "layers=" in model:
-        return 0, []
-    return ALPHAFOLD2[size], [f"{model.replace('3.2b', '2.4b')},layers={n}" for n in DEPTHS]
+def shallow(model: str, stages: int) -> tuple[int, dict[int, str]]:
+    """Return the layers of a model, and models in its place by their layers; none for what is simulated whole."""
+    family, _, options = model.partition(":size=")
+    size = options.partition(",")[0]
+    if family == "alphafold2" and "layers=" not in options:
+        return ALPHAFOLD2[size], {n: f"{model.replace('3.2b', '2.4b')},layers={n}" for n in ALPHAFOLD2_DEPTHS}
+    if family == "swin" and stages == 1 and "depths=" not in options:
+        third, fourth = SWIN[size]
+        return third, {n: f"{model},depths=2-2-{n}-{fourth}" for n in SWIN_DEPTHS}
+    return 0, {}
 
 
 # E6: Swin of 32 layers, by millions of parameters. The paper names 907 and 1,300, and a ratio of 3.7, which is 351.

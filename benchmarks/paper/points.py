@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from models import DEPTHS, shallow
+from models import shallow
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "benchmarks/results/paper/rows.jsonl"
@@ -33,6 +33,7 @@ BYTES = 2 + 4 + 12
 # Programs of a cluster are simulated on these, too: half of the NIC (a V100 server without GPUDirect) where they fit,
 # and H100s for E13.
 HALF = "half of the NIC"
+NIC, SLOW_NIC = 12.5, 6.0
 _SLOW = "{{name: half, preset: v100, servers: {}, devices_per_server: 8, links: {{network: {{bandwidth: 6.0e9}}}}}}"
 OTHERS: dict[str, dict[str, str]] = {f"v100:{n}x8": {HALF: _SLOW.format(n)} for n in (2, 4)}
 OTHERS["v100:4x8"]["H100"] = "h100:4x8"
@@ -97,10 +98,10 @@ class Rows:
 
     def get(self, point: Point) -> Row | None:
         """Return the row of a point, simulated now if it is not known; None where it was to be known."""
-        layers, models = shallow(point.model)
+        layers, models = shallow(point.model, point.stages)
         if point.key not in self.known and models:
-            rows = [self.get(replace(point, model=model)) for model in models]
-            return on_line(layers, *rows) if all(rows) else None  # type: ignore[arg-type]
+            rows = {n: row for n, model in models.items() if (row := self.get(replace(point, model=model)))}
+            return on_line(layers, rows) if len(rows) == len(models) else None
         if point.key not in self.known and point.cluster in self.clusters:
             for row in self._simulated(point):
                 self.known[row["key"]] = row
@@ -113,17 +114,17 @@ class Rows:
                 file.write(json.dumps(row) + "\n")
         print(said(row), flush=True)
 
-    def best(self, ladders: Iterable[Iterable[Point]], lean: bool = False) -> Row | None:
+    def best(self, ladders: Iterable[Iterable[Point]], as_if: Callable[[Row], Row] | None = None) -> Row | None:
         """Return the row of the fastest plan that fits, of each ladder the first; else of the one that needs least.
 
-        `lean`: a parameter takes 12 bytes, see `leaner`.
+        `as_if`: what rows are under another assumption.
         """
         found: list[Row] = []
         for ladder in ladders:
             for point in ladder:
                 row = self.get(point)
                 if row:
-                    found.append(leaner(row) if lean and "error" not in row else row)
+                    found.append(as_if(row) if as_if and "error" not in row else row)
                     if found[-1].get("fits"):
                         break
         fitting = [row for row in found if row.get("fits")]
@@ -204,12 +205,12 @@ def least(model: Any, point: Point) -> tuple[float, float]:
     return states, scores
 
 
-def on_line(layers: int, first: Row, second: Row) -> Row:
-    """Return the row of a model of so many layers, from those of DEPTHS."""
+def on_line(layers: int, rows: Mapping[int, Row]) -> Row:
+    """Return the row of a model of so many layers, from two of few layers."""
+    (one, first), (two, second) = rows.items()
     for row in (first, second):
         if "error" in row:
             return row
-    one, two = DEPTHS
     share = (layers - one) / (two - one)
 
     def line(a: Any, b: Any) -> Any:
@@ -222,16 +223,14 @@ def on_line(layers: int, first: Row, second: Row) -> Row:
     memory = line({k: float(v) for k, v in first["memory"].items()}, {k: float(v) for k, v in second["memory"].items()})
     work = line(*(row["tflops"] * row["seconds"] for row in (first, second)))
     fits = peak <= (CAPACITY_H100 if second["cluster"].startswith("h100") else CAPACITY)
-    return {**made, "peak": peak, "memory": memory, "fits": fits, "tflops": work / made["seconds"], "layers": layers}
-
-
-def leaner(row: Row) -> Row:
-    """Return a row as if weights and gradients were float16, and Adam's two states float32 without a copy: 12 bytes a
-    parameter in the place of 18.
-    """
-    states = row["memory"]
-    peak = row["peak"] - states.get("gradients", 0) / 2 - states.get("optimizer", 0) / 3
-    return {**row, "peak": peak, "fits": row["fits"] or peak <= CAPACITY}
+    return {
+        **made,
+        "peak": peak,
+        "memory": memory,
+        "fits": fits,
+        "tflops": work / made["seconds"],
+        "depths": [one, two],
+    }
 
 
 def captured(spec: str) -> Any:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from models import DEPTHS
 from points import ROOT, Row
 
 FIGURES = ROOT / "docs/evaluation"
@@ -31,6 +30,26 @@ def verdict(what: str, paper: float, ours: float | None, cause: str = "") -> lis
     return [what, f"{paper:g}", said, "hit" if is_hit else "miss", "" if is_hit else cause]
 
 
+def summary(parts: Mapping[str, str]) -> str:
+    """Return the tables of what comes out and of what does not, from the verdicts of all experiments."""
+    lines: dict[str, list[list[str]]] = {"hit": [], "miss": [], "": []}
+    for name, text in parts.items():
+        for line in text.splitlines():
+            cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            if len(cells) == len(VERDICTS) and cells[3] in lines and cells != [*VERDICTS] and "---" not in cells:
+                lines[cells[3]].append([name.upper(), *cells[:3], *cells[4:]])
+    count = sum(map(len, lines.values()))
+    names = "experiment", *VERDICTS[:3]
+    return "\n".join([
+        f"**What comes out**: {len(lines['hit'])} of {count} numbers within 20 %.\n",
+        table(names, (line[:4] for line in lines["hit"])),
+        f"**What does not**: {len(lines['miss'])}, and what another assumption makes of each.\n",
+        table((*names, VERDICTS[4]), lines["miss"]),
+        f"**What has no number**: {len(lines[''])}.\n",
+        table(names, (line[:4] for line in lines[""])),
+    ])  # fmt: skip
+
+
 VERDICTS = ("claim", "paper", "ours", "", "what decides")
 POINTS = ("", "system", "plan", "step s", "TFLOPS", "GB", "computation", "communication", "bubble", "largest tensors")
 
@@ -51,8 +70,8 @@ def point_rows(label: str, found: Mapping[str, Row | None]) -> list[list[str]]:
         peak = f"{row['peak'] / 1e9:.1f}" + ("" if row["fits"] else " **out of memory**")
         shares = (f"{share(row, part):.0%}" for part in ("compute", "communication", "bubble"))
         held = "; ".join(f"{size / 1e9:.1f} GB {name}" for name, size in row["largest"][:2])
-        if "layers" in row:
-            plan += " by {} and {} layers".format(*DEPTHS)
+        if "depths" in row:
+            plan += " by {} and {} layers".format(*row["depths"])
         rows.append([label, system, plan, f"{row['seconds']:.1f}", f"{row['tflops']:.0f}", peak, *shares, held])
     return rows
 

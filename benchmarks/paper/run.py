@@ -25,6 +25,7 @@ EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e13", "e1
 
 
 def main() -> None:
+    import e13
     import quick
     import report
     from points import ROOT, Rows
@@ -50,8 +51,9 @@ def main() -> None:
         return
     simulators = sorted({row["simulator"] for row in rows.known.values()})
     head = (HERE / "head.md").read_text().replace("SIMULATOR", ", ".join(simulators))
-    ordered = sorted(parts, key=lambda name: int(name[1:]))
-    (ROOT / "docs/evaluation.md").write_text("\n".join([head, *(parts[name] for name in ordered)]))
+    ordered = {name: parts[name] for name in sorted(parts, key=lambda name: int(name[1:]))}
+    head = head.replace("SUMMARY", f"{report.summary(ordered)}\n{e13.advice(rows)}")
+    (ROOT / "docs/evaluation.md").write_text("\n".join([head, *ordered.values()]))
 
 
 if __name__ == "__main__":

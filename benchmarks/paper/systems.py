@@ -11,6 +11,7 @@ Alpa's stages may have settings of their own; GPT-3's are equal, so that its spa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from models import MODELS
 from points import Point
@@ -164,8 +165,10 @@ def deepspeed(place: Place, config: str) -> Point:
     plans = [f"zero:{dp},stage=3,microbatches={{m}}"]
     plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
     plans += ["swap:1,what=optimizer"] if offload else []
-    # The states are on the host.
-    return place(" x ".join(plans), dp=dp, spread=0 if offload else dp * tp, cut=tp)
+    # With offload, the states are on the host.
+    point = place(" x ".join(plans), dp=dp, spread=0 if offload else dp * tp, cut=tp)
+    # It pads what its devices do not divide: here the classes of Swin.
+    return replace(point, model=f"{point.model},classes=1024") if point.model.startswith("swin:size=") else point
 
 
 def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
