@@ -11,5 +11,8 @@ def run(rows: Rows) -> str:
     found = found_of(rows, "swin")
     return "\n".join([
         *shown("e2", "E2. Swin end to end", found),
+        "In the first of four stages the largest activations are outputs of the embedding and inputs of layers, each",
+        "for every microbatch on its way. Tensor parallelism and co-shard do not cut them, and recomputation of",
+        "layers does not free them.\n",
         table(VERDICTS, gains(rows, "swin", found, "co-shard, first 4", {"Megatron-LM": 6.6, "DeepSpeed": 3.5})),
     ])  # fmt: skip

@@ -70,10 +70,22 @@ def gains(rows: Rows, family: str, found: Found, ours: str, others: Mapping[str,
     """Return a verdict on the paper's gain over each other system; its cause is what another assumption makes of it."""
     half, lines = found_of(rows, family, HALF), []
     for other, paper in others.items():
-        needed = bandwidth(found, half, ours, other, paper)
-        cause = "; ".join(filter(None, [varied(rows, family, ours, other), needed]))
-        lines.append(verdict(f"most over {other}", paper, most(found, ours, other), cause))
+        pair = {name: found[GPUS[-1]].get(name) for name in (ours, other)}
+        short = _short(pair)
+        causes = [*short, varied(rows, family, ours, other), bandwidth(found, half, ours, other, paper)]
+        gain = most(found, ours, other)
+        absent = "out of memory" if any(row and not row.get("fits", True) for row in pair.values()) else "not run"
+        lines.append(verdict(f"most over {other}", paper, gain, "; ".join(filter(None, causes)), absent))
     return lines
+
+
+def _short(pair: Mapping[str, Row | None]) -> list[str]:
+    """Return what each of two systems needs, and how much faster the first were, where one does not fit."""
+    a, b = pair.values()
+    if not a or not b or "peak" not in a or "peak" not in b or (a["fits"] and b["fits"]):
+        return []
+    needs = (f"{name} needs {row['peak'] / 1e9:.1f} GB" for name, row in zip(pair, (a, b), strict=True))
+    return [*needs, f"{b['seconds'] / a['seconds']:.2g} if both fitted"]
 
 
 def unfit(systems: Mapping[str, Row | None]) -> str:
@@ -90,7 +102,7 @@ def bandwidth(found: Found, half: Found, ours: str, other: str, paper: float) ->
     """
     whole, slow = found[GPUS[-1]], half.get(GPUS[-1], {})
     pairs = [(whole.get(name), slow.get(name)) for name in (ours, other)]
-    if not all(a and b and a.get("fits") and b.get("fits") and a["plan"] == b["plan"] for a, b in pairs):
+    if not all(a and b and "peak" in a and "peak" in b and a["plan"] == b["plan"] for a, b in pairs):
         return ""
     parts = []
     for a, b in pairs:

@@ -21,10 +21,13 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def verdict(what: str, paper: float, ours: float | None, cause: str = "") -> list[str]:
-    """Return a row of the table of hits: a claim, the paper's number, ours, hit or miss, the cause of a miss."""
+def verdict(what: str, paper: float, ours: float | None, cause: str = "", absent: str = "not run") -> list[str]:
+    """Return a row of the table of hits: a claim, the paper's number, ours, hit or miss, the cause of a miss.
+
+    `absent`: what is said where there is no number.
+    """
     if ours is None:
-        return [what, f"{paper:g}", "not run, or a side does not fit", "", cause]
+        return [what, f"{paper:g}", absent, "", cause]
     is_hit = abs(ours / paper - 1) <= HIT
     said = f"{ours:.0f}" if ours >= 100 else f"{ours:.2g}"
     return [what, f"{paper:g}", said, "hit" if is_hit else "miss", "" if is_hit else cause]
@@ -45,8 +48,8 @@ def summary(parts: Mapping[str, str]) -> str:
         table(names, (line[:4] for line in lines["hit"])),
         f"**What does not**: {len(lines['miss'])}, and what another assumption makes of each.\n",
         table((*names, VERDICTS[4]), lines["miss"]),
-        f"**What has no number**: {len(lines[''])}.\n",
-        table(names, (line[:4] for line in lines[""])),
+        f"**What has no verdict**: {len(lines[''])}.\n",
+        table((*names, "why"), lines[""]),
     ])  # fmt: skip
 
 

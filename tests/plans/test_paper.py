@@ -21,7 +21,8 @@ PAPER = Path(__file__).parents[2] / "benchmarks/paper"
 sys.path[:0] = [str(PAPER), str(PAPER.parent)]
 
 import quick  # noqa: E402
-from points import Point, captured, least, of_batch, predicted  # noqa: E402
+from families import bandwidth  # noqa: E402
+from points import NIC, SLOW_NIC, Point, captured, least, of_batch, predicted  # noqa: E402
 from systems import BEYOND, MAKERS, SPACES  # noqa: E402
 
 ROWS = [
@@ -91,6 +92,16 @@ def test_later_plan_is_equal_to_the_model(family: str, plan: str) -> None:
     model = {"gpt3": TINY_GPT3, "gpt3, no scores": "gpt3:size=tiny"}.get(family, f"{family}:size=tiny")
     small = re.sub(r"(?<=[:=])[48](?=[ ,]|$)", "2", plan).replace("{m}", "4")
     equal(graph_of(model), small, 8 if "ring" in plan else 4)
+
+
+def test_bandwidth_that_would_make_the_papers_number_is_found_from_two_bandwidths() -> None:
+    def found(network: float) -> dict[int, dict[str, dict[str, object]]]:
+        seconds = {"ours": 100.0, "other": 100.0 + 1200 / network}
+        return {32: {name: {"seconds": s, "plan": name, "peak": 1.0} for name, s in seconds.items()}}
+
+    full, half = found(NIC), found(SLOW_NIC)
+    assert bandwidth(full, half, "ours", "other", 3.0) == "6 GB/s between servers would make 3"
+    assert bandwidth(full, half, "other", "ours", 3.0) == "no bandwidth between servers makes it"
 
 
 @pytest.mark.slow
