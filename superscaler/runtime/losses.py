@@ -16,11 +16,15 @@ _PARTS, _BYTES = 16, 1 << 20
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
-    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
+    """Return the summed cross entropy of (N, C, ...) logits and (N, ...) labels over `count`: a scalar, a part of the
+    mean.
 
     Halves are widened to the dtype of `count`, because the sum over many labels may exceed their range.
     """
-    total: Tensor = _SummedLoss.apply(logits, labels, torch.promote_types(logits.dtype, count.dtype), ignore_index)
+    dtype = torch.promote_types(logits.dtype, count.dtype)
+    if logits.ndim != 2:
+        return F.cross_entropy(logits.to(dtype), labels, reduction="sum", ignore_index=ignore_index) / count
+    total: Tensor = _SummedLoss.apply(logits, labels, dtype, ignore_index)
     return total / count
 
 
