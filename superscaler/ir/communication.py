@@ -111,7 +111,9 @@ def check_rendezvous(program: p.Program) -> None:
     _check_members(left, len(devices))
     if isinstance(devices, Folded):
         groups = {group for meets in left for batch in meets for group, _ in batch.values()}
-        bases = {group: frozenset(map(devices.fold.base, group)) for group in groups}
+        # Devices without any part are one more base: they take part in the last update.
+        base = {rank: n for n, (ranks, _) in enumerate(devices.groups) for rank in ranks}
+        bases = {group: frozenset(base[rank] for rank in group) for group in groups}
         left = [[{m: (bases[group], i) for m, (group, i) in batch.items()} for batch in meets] for meets in left]
     at = [0] * len(left)
 

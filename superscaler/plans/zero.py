@@ -19,13 +19,11 @@ elements. `halves`: gradients of bf16 and fp16 weights are sent to their slices 
 
 from __future__ import annotations
 
-from math import prod
-
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.secondary import check_secondary, readers, slice_nearby
 from superscaler.plans.lib.shared import batch_of, layers
 from superscaler.plans.lib.sizes import check_shards
-from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
+from superscaler.plans.lib.slices import Slices, check_stage
+from superscaler.verbs import Graph, Microbatch, Recompute, Regather, Split, op_trans
 
 
 @along_axis(last=True)
@@ -34,36 +32,20 @@ def zero(
     halves: bool = False, secondary: int = 0,
 ) -> None:  # fmt: skip
     shard = shard or n
-    if stage not in (1, 2, 3) or keep < 0 or microbatches < 1:
-        raise InputError(
-            f"zero:stage={stage},keep={keep},microbatches={microbatches}: choose stage 1, 2 or 3, keep at least 0 "
-            "blocks, and at least 1 microbatch."
-        )
+    check_stage(stage, shard, microbatches, keep, secondary)
     check_shards({"batch": batch_of(graph)}, n, shard, microbatches)
-    check_secondary(stage, shard, secondary)
     if halves:
         graph.send_halves()
     if stage < 3:
         graph.keep_gathered(graph.updates)
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
-    # Devices that share all slices; with copies, groups of these of which each shares a copy.
-    groups = (n // shard, shard // secondary) if secondary else (n // shard,)
-    for count in (*groups, secondary or shard):
+    slices = Slices(graph, n, shard, secondary, axis)
+    for count in (*slices.groups, secondary or shard):
         op_trans(graph, graph.forward_ops, Split("batch", count, axis=axis))
     frozen = [t.name for t in graph.model.parameters() if t.name not in graph.updates and graph.model.uses[t.name]]
-    held, inside = [0] * shard, readers(graph) if secondary else {}
     for weight in (*graph.updates, *(frozen if stage == 3 else ())):
-        whole = graph.follow(weight)
-        if whole.op.is_whole:
-            owner = held.index(min(held))
-            held[owner] += prod(index.size for index in whole.op.indices)
-            parts = op_trans(graph, whole, Replicate(n // shard, axis=axis, at=tuple(range(owner, n, shard))))
-        elif secondary:
-            parts = op_trans(graph, whole, Replicate(n // shard, axis=axis))
-            parts = slice_nearby(graph, parts, inside.get(weight, ()), groups, axis, secondary)
-        else:
-            parts = op_trans(graph, op_trans(graph, whole, Replicate(n // shard, axis=axis)), Shard(shard, axis))
+        parts = slices.rest(weight)
         if stage > 1 and microbatches > 1 and weight in graph.updates:
             op_trans(graph, parts, Microbatch(microbatches))
     regions = layers(graph) if stage == 3 else []

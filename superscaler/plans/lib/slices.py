@@ -1,9 +1,11 @@
-"""Copies of weights nearer to their readers than the slices in which the weights rest (hpZ of ZeRO++)."""
+"""Weights that rest in slices, and copies of them nearer to their readers (hpZ of ZeRO++)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import Any
 
 from superscaler.errors import divisors
@@ -27,13 +29,59 @@ class Runs:
         return replace(slices, sizes=(run,) * self.secondary, at=tuple(range(self.secondary)))
 
 
-def check_secondary(stage: int, shard: int, secondary: int) -> None:
-    """Raise InputError for copies over a number of devices that makes no groups of those that share all slices."""
+def check_stage(stage: int, shard: int, microbatches: int, keep: int, secondary: int) -> None:
+    """Raise InputError for options of ZeRO that no model has. Copies need groups of devices that share all slices."""
+    if stage not in (1, 2, 3) or keep < 0 or microbatches < 1:
+        raise InputError(
+            f"zero:stage={stage},keep={keep},microbatches={microbatches}: choose stage 1, 2 or 3, keep at least 0 "
+            "blocks, and at least 1 microbatch."
+        )
     if secondary and (stage < 3 or shard % secondary or secondary in (1, shard)):
         raise InputError(
             f"zero:stage={stage},secondary={secondary}: copies in slices need stage 3, and more than 1 and fewer than "
             f"the {shard} devices of all slices, a divisor of {shard}; choose from {divisors(shard)}."
         )
+
+
+@dataclass
+class Slices:
+    """Weights at rest in slices over `shard` of `n` devices along an axis, with copies over `secondary` of them (0:
+    none).
+    """
+
+    graph: Graph
+    n: int
+    shard: int
+    secondary: int
+    axis: str
+    # The elements of whole matrices on each device of a group.
+    _held: list[int] = field(default_factory=list)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Return the groups of devices that share all slices; with copies also those inside one that share a copy."""
+        return (self.n // self.shard, *((self.shard // self.secondary,) if self.secondary else ()))
+
+    @cached_property
+    def _readers(self) -> Mapping[str, Sequence[str]]:
+        return readers(self.graph)
+
+    def rest(self, weight: str) -> Parts:
+        """Cut a weight, and return its parts. One whose optimizer needs it whole is on the device with the fewest
+        elements.
+        """
+        whole, copies = self.graph.follow(weight), self.n // self.shard
+        if whole.op.is_whole:
+            self._held = self._held or [0] * self.shard
+            owner = self._held.index(min(self._held))
+            self._held[owner] += prod(index.size for index in whole.op.indices)
+            at = tuple(range(owner, self.n, self.shard))
+            return op_trans(self.graph, whole, Replicate(copies, axis=self.axis, at=at))
+        parts = op_trans(self.graph, whole, Replicate(copies, axis=self.axis))
+        if not self.secondary:
+            return op_trans(self.graph, parts, Shard(self.shard, self.axis))
+        ops = self._readers.get(weight, ())
+        return slice_nearby(self.graph, parts, ops, self.groups, self.axis, self.secondary)
 
 
 def readers(graph: Graph) -> Mapping[str, Sequence[str]]:
