@@ -216,7 +216,7 @@ def test_bad_arguments_start_nothing(tmp_path: Path) -> None:
         ({"world": 0, "steps": 3}, "not on 0"),
         ({"world": 2, "steps": 0}, "0 steps"),
         ({"world": 2, "steps": 3, "data": tmp_path / "none"}, "does not exist"),
-        ({"world": 2, "steps": 3, "clip": 0.0}, "norm of 0"),
+        ({"world": 2, "steps": 3, "clip": 0.0}, "clip is 0.0, but a norm"),
     ):
         with pytest.raises(InputError, match=message):
             train(tmp_path, **arguments)  # type: ignore[arg-type]
