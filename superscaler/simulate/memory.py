@@ -189,10 +189,13 @@ class _Summary:
         overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
         overhead += round(overheads.fragmentation * peak)
         alive = [s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at)]
-        held = nlargest(largest, (h for s in alive for h in self._held(s)), key=lambda h: h.bytes)
-        kept: dict[str, int] = {}
-        for h in (h for s in alive if s.tape is not None for h in self._held(s)):
-            kept[block_of(h.made_by)] = kept.get(block_of(h.made_by), 0) + h.bytes
+        every, kept = list[Held](), dict[str, int]()
+        for storage in alive:
+            own = list(self._held(storage))
+            every += own
+            for h in own if storage.tape is not None else ():
+                kept[block_of(h.made_by)] = kept.get(block_of(h.made_by), 0) + h.bytes
+        held = nlargest(largest, every, key=lambda h: h.bytes)
         return DeviceMemory(
             rank,
             count,
