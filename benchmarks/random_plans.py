@@ -3,9 +3,10 @@
     python benchmarks/random_plans.py [--graphs 700] [--sprograms 200] [--numbers 0.1] [--first 50000] [--minutes 60]
 
 Of each kind so many plans, from seeds that follow `--first`. `regular` and `nested` are random graphs under random
-grids and trees of parts (tests/property/random_graphs.py); `free`, `layered` and `rewritten` are random sPrograms on
-small models, the last with recomputation, split backwards, copies, tapes on hosts, stale weights and early updates
-(tests/property/random_sprograms.py). `refused`: their own orders cannot hold, or a copy changes nothing, so that there
+grids and trees of parts (tests/property/random_graphs.py); `free`, `layered`, `rewritten` and `unrolled` are random
+sPrograms on small models (tests/property/random_sprograms.py). `rewritten` ones have recomputation, split backwards,
+copies, tapes on hosts, stale weights and early updates; `unrolled` ones have two iterations in the place of stale
+weights. `refused`: their own orders cannot hold, or a copy changes nothing, so that there
 is no plan. `alarm`: a check refuses a plan. Of a share `--numbers` of the plans, and of all alarms, a step is compared
 with the model's: `equal`, `WRONG`. An alarm whose numbers are equal is a false one. `CPU ms` is that of both checks,
 for a plan.
@@ -34,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 # How many plans of a kind follow each other.
 BLOCK = 10
 COUNTS = ("plans", "refused", "alarm", "compared", "equal", "WRONG")
-REWRITES = ("split", "copies", "tapes", "stale", "early")
+REWRITES = ("split", "copies", "tapes", "early")
+MORE = {"rewritten": (*REWRITES, "stale"), "unrolled": (*REWRITES, "unroll")}
 # A program, and what tells whether its numbers are the model's.
 Drawn = tuple[Program, Callable[[], bool]] | None
 
@@ -43,7 +45,7 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     kinds = {"regular": options.graphs, "nested": options.graphs}
-    kinds |= dict.fromkeys(("free", "layered", "rewritten"), options.sprograms)
+    kinds |= dict.fromkeys(("free", "layered", *MORE), options.sprograms)
     found, seconds = {kind: Counter[str]() for kind in kinds}, Counter[str]()
     end = time.monotonic() + 60 * options.minutes
     for block in range(0, max(kinds.values()), BLOCK):
@@ -114,8 +116,10 @@ def _sprograms(kind: str, seeds: range) -> Iterator[Drawn]:
     from random_sprograms import MODELS, random_sprogram
 
     graphs = _captured(tuple(MODELS))
-    given: dict[str, Any] = {"kind": "free", "apart": 0.4, "more": REWRITES} if kind == "rewritten" else {"kind": kind}
     for seed in seeds:
+        given: dict[str, Any] = {"kind": kind}
+        if kind in MORE:
+            given = {"kind": ("free", "layered")[seed // 2 % 2], "apart": 0.4, "more": MORE[kind]}
         try:
             plan = ss.compile(
                 graphs[seed % len(graphs)], random_sprogram(seed, **given), ss.Cluster.local(1 + seed % 4)

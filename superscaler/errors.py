@@ -25,6 +25,10 @@ class TransformError(InputError):
     """An `op_trans` that cannot be applied."""
 
 
+class NoneOfThese(TransformError):
+    """An `op_trans` whose algorithm has nothing to do with any of its ops."""
+
+
 class ScheduleError(PlanError):
     """The schedule cannot run: a cycle, something unassigned, something missing."""
 

@@ -50,7 +50,8 @@ def on_host(program: Program, device: Device) -> set[Value]:
             raise ScheduleError(f"device {device.rank}, instruction {at}: {describe(program, i)} {why}")
         if isinstance(i, Load | Copy):
             is_there = i.out in hosted if isinstance(i, Load) else i.to_host
-        found.update(writes(i) if is_there else ())
+        # An update of several weights leaves each where it is.
+        found.update(writes(i) if is_there and not isinstance(i, Update) else ())
     return found
 
 

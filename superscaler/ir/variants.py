@@ -121,7 +121,8 @@ def once(model: Model) -> Model:
         return model
     own = (op for op in model.ops if not op.iteration)
     ops = tuple(op if op.is_forward else replace(op, outputs=op.inputs[:1]) for op in own)
-    tensors = {name: t for name, t in model.tensors.items() if first(name) == name}
+    made = {o.tensor for op in model.forward_ops if op.iteration for o in op.outputs}
+    tensors = {name: t for name, t in model.tensors.items() if first(name) == name and name not in made}
     inputs = tuple(name for name in model.inputs if name in tensors)
     return replace(model, tensors=tensors, ops=ops, inputs=inputs, iterations=1)
 

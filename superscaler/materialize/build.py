@@ -298,6 +298,7 @@ class _Builder:
                 self.code.write(rank, Update((), (), *_sides(versions)))
             goes_on = tuple(name for name, _ in (*weights, *buffers) if name in kept)
             self.code.write(rank, Update(*_sides(weights), *_sides(buffers), goes_on=goes_on))
+            self.code.changed(rank, goes_on)
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of losses that add up to their values: one replica of each addend."""

@@ -79,7 +79,8 @@ class Code:
         self.of: list[list[Instruction]] = [[] for _ in range(world)]
         self._names = [Names() for _ in range(world)]
         self._sums: set[tuple[int, Value]] = set()
-        self._cuts: dict[tuple[int, Value, Box], Value] = {}
+        # Slices by the process that makes them and the value, then by box.
+        self._cuts: dict[tuple[int, Value], dict[Box, Value]] = {}
 
     def write(self, rank: int, instruction: Instruction) -> None:
         """Append an instruction to the code of a device. A host's instructions go to its device, whose process works
@@ -102,11 +103,17 @@ class Code:
     def cut(self, rank: int, name: Value, tensor: str, have: Box, want: Box) -> Value:
         if have == want:
             return name
-        if (rank, name, want) not in self._cuts:
-            out = self._cuts[rank, name, want] = self.fresh(rank, name)
+        cuts = self._cuts.setdefault((rank % HOSTS, name), {})
+        if want not in cuts:
+            out = cuts[want] = self.fresh(rank, name)
             shape = self.tensors[tensor].local_shape(extents(want))
             self.write(rank, Slice(out, name, extents(have), inside(want, have), shape))
-        return self._cuts[rank, name, want]
+        return cuts[want]
+
+    def changed(self, rank: int, names: Iterable[Value]) -> None:
+        """Forget the slices of weights that an update has changed: readers of the next iteration take slices anew."""
+        for name in names:
+            self._cuts.pop((rank % HOSTS, name), None)
 
     def wait(self, rank: int, work: Value, tensor: str, box: Box) -> Value:
         out = self.fresh(rank, work._replace(is_handle=False))

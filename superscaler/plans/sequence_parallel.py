@@ -27,5 +27,5 @@ def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False, v
             op_trans(graph, op, cut)
     # What is recomputed is gathered for that anyway.
     kept = [op for name in splits if not (op := graph.op(name)).region]
-    if regather and kept:
+    if regather and kept and n > 1:
         op_trans(graph, kept, Regather())

@@ -13,7 +13,7 @@ from superscaler.schedule.cycle import explain, shortest_cycle
 from superscaler.schedule.dataflow import Dataflow
 from superscaler.schedule.dependencies import DependencyGraph, Node, Relaxation, Schedule
 from superscaler.schedule.replicas import find_turns
-from superscaler.schedule.segments import Segment, find_segments
+from superscaler.schedule.segments import Segment, check_regathers, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
 
 # Constraints that may be given up where no order exists, the cheapest for a step first.
@@ -36,6 +36,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
             raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
         attempt = relaxed
     schedule, order = attempt.nodes.schedule, attempt.order
+    check_regathers(attempt.edges, schedule.segments)
     late = sort(attempt.nodes, attempt.orbits) if attempt.nodes.delay_gathers(order) else order
     order = late if len(late) == len(order) else order
     schedule.order = [n for n in order if n.kind != "O"]

@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from superscaler.errors import ScheduleError
+from superscaler.errors import some as listed
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Op, common_module, width
+from superscaler.ir.model import Op, common_module, first, width
 from superscaler.ir.parts import Rows, block_of, rows_under
 from superscaler.schedule.dataflow import Dataflow, Key, Labels
 from superscaler.schedule.joins import Turn
@@ -156,13 +158,32 @@ def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[
     for op in edges.running:
         members.setdefault(root(parent, op.name), []).append(op)
     position = {op.name: at for at, op in enumerate(ops)}
-    first = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
+    groups = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
     segments = [
         _segment(edges, number, position[name], levels[group[0].name], group)
-        for number, (name, group) in enumerate(first)
+        for number, (name, group) in enumerate(groups)
     ]
     _find_outputs(edges, segments)
     return segments
+
+
+def check_regathers(edges: Dataflow, segments: Sequence[Segment]) -> None:
+    """Raise ScheduleError for a `Regather` that changes nothing, because `keep_gathered` keeps what its ops read."""
+    regions: dict[str, list[Segment]] = {}
+    for segment in (s for s in segments if edges.graph.gathered_once and s.ops[0].regather):
+        regions.setdefault(segment.ops[0].regather, []).append(segment)
+    for region, some in regions.items():
+        read = {edges.model.origin(alias.tensor) for segment in some for alias in segment.aliases}
+        kept = sorted(read & edges.graph.gathered_once)
+        if kept and not any(segment.regathered for segment in some):
+            entries = edges.graph.journal
+            asked = next(e for e in entries if e.detail == "Regather()" and e.op in (region, first(region)))
+            keeping = next(e for e in reversed(entries) if e.verb == "keep_gathered")
+            raise ScheduleError(
+                f"op_trans at {asked.where}: Regather gathers nothing again for the backward of {region}, since "
+                f"keep_gathered at {keeping.where} keeps {listed(kept, 3)} until the last reader, so it changes "
+                "nothing; leave one of the two out."
+            )
 
 
 def _stretches(edges: Dataflow) -> dict[str, int]:
@@ -264,8 +285,8 @@ def _aliases(edges: Dataflow, segment: Segment) -> tuple[Alias, ...]:
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
             own = operand.tensor, (), lo, hi, labels, rows, at, shares, edges.is_weight(operand.tensor)
             # Another op may list the same parts in another order: rows and keys_at stay those of the first use.
-            first = found.setdefault(status, Alias(*own))
-            found[status] = replace(first, uses=(*first.uses, (op, k)))
+            known = found.setdefault(status, Alias(*own))
+            found[status] = replace(known, uses=(*known.uses, (op, k)))
     # Weights with a gradient come last, one after the other.
     return tuple(sorted(found.values(), key=lambda alias: alias.labels is not None and alias.is_weight))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from superscaler.errors import TransformError
+from superscaler.errors import NoneOfThese, TransformError
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.model_text import unique
@@ -34,7 +34,7 @@ class Recompute:
         names = {op.origin or op.name for op in ops if self.copies or not op.is_copy}
         chosen = _needed(model, [op for op in model.ops if op.name in names])
         if not chosen:
-            raise TransformError("Recompute needs ops that have a backward; none of these do.")
+            raise NoneOfThese("Recompute needs ops that have a backward; none of these do.")
         return with_twins(model, chosen)
 
 
@@ -51,7 +51,7 @@ class Save:
         if recomputed is not None:
             raise TransformError(f"Save of {recomputed.name} comes after its Recompute; leave it out of one of them.")
         if not any(op.checkpoint for op in ops):
-            raise TransformError("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
+            raise NoneOfThese("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
         names = {op.name for op in ops}
         kept = (replace(op, checkpoint="") if op.name in names else op for op in model.ops)
         return replace(model, ops=tuple(kept))

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from superscaler.errors import TransformError, some
+from superscaler.errors import NoneOfThese, TransformError, some
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Grid
-from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
+from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref, first
 from superscaler.ir.model_text import unique
 from superscaler.ir.orders import Group
 from superscaler.ir.parts import Parts
@@ -102,7 +102,7 @@ class Regather:
             state = "recomputed" if wrong.region else "split" if wrong.split else "regathered"
             raise TransformError(f"Regather of {wrong.name}, which is {state} already; leave it out of one of them.")
         if not any(op.has_mirror for op in chosen):
-            raise TransformError("Regather needs ops that have a backward; none of these do.")
+            raise NoneOfThese("Regather needs ops that have a backward; none of these do.")
         marked = {op.name: replace(op, regather=chosen[0].name) for op in chosen}
         return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
 
@@ -123,7 +123,7 @@ class SplitBackward:
         names = {op.name for op in ops if op.is_forward}
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
         if not any(op.has_mirror for op in chosen):
-            raise TransformError("SplitBackward needs ops that have a backward; none of these do.")
+            raise NoneOfThese("SplitBackward needs ops that have a backward; none of these do.")
         marked = {op.name: replace(op, split=chosen[0].name) for op in chosen}
         return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
 
@@ -143,7 +143,8 @@ class Insert:
     tensor: str = ""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        makers, weights = model.producers, {self.tensor} & {tensor.name for tensor in model.parameters()}
+        makers = model.producers
+        weights = {self.tensor} if first(self.tensor) in {tensor.name for tensor in model.parameters()} else set()
         names = {op.name for op in ops if op.is_forward}
         # Recomputed ops read the copy of a weight, too.
         readers = names | {op.name for op in model.ops if weights and op.origin in names}
@@ -152,9 +153,9 @@ class Insert:
         free = (t for t in read if t in makers and t not in inside and not makers[t][0].from_data)
         wanted = [t for t in read if t == self.tensor and (t in makers or t in weights)] if self.tensor else list(free)
         if not wanted and not self.tensor:
-            raise TransformError("Insert needs ops that read activations from outside; none of these do.")
+            raise NoneOfThese("Insert needs ops that read activations from outside; none of these do.")
         if not wanted:
-            raise TransformError(
+            raise NoneOfThese(
                 f"Insert needs ops that read the activation or the weight '{self.tensor}'; none of these do. Inputs "
                 "are everywhere."
             )
@@ -165,8 +166,8 @@ class Insert:
         }
         before, after = dict[str, list[Op]](), dict[str, list[Op]]()
         for tensor, copied in copies.items():
-            first = next(op for op in model.ops if op.name in readers and any(o.tensor == tensor for o in op.inputs))
-            maker = first if tensor in weights else makers[tensor][0]
+            reader = next(op for op in model.ops if op.name in readers and any(o.tensor == tensor for o in op.inputs))
+            maker = reader if tensor in weights else makers[tensor][0]
             made = replace(copy_op(tensor, copied, maker), from_weights=tensor in weights or maker.from_weights)
             (before if tensor in weights else after).setdefault(maker.name, []).append(made)
 
@@ -185,7 +186,7 @@ def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
     indices = tuple(Index(size, f, "spatial") for size, f in zip(copied.extents, copied.factors, strict=True))
     read, made = (Operand(name, tuple(range(len(indices)))) for name in (tensor, copied.name))
     op = Op(copied.name, "ss.identity", (Ref(0),), (), (read,), (made,), indices, module=maker.module)
-    return replace(op, from_data=maker.from_data, from_weights=maker.from_weights)
+    return replace(op, from_data=maker.from_data, from_weights=maker.from_weights, iteration=maker.iteration)
 
 
 def check_once(algorithm: str, taken: Sequence[Op]) -> None:
@@ -203,9 +204,7 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     before = graph.model
     names = {op.name for op in ops}
     try:
-        after = before
-        for turn in sorted({op.iteration for op in ops}):
-            after = algorithm.rewrite(after, tuple(o for o in after.ops if o.name in names and o.iteration == turn))
+        after = _in_turns(before, algorithm, ops)
     except TransformError as error:
         raise TransformError(f"op_trans at {where}: {error}") from None
     wrong = _wrong(before, after)
@@ -224,6 +223,22 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     graph.rewrite(after)
     graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in sorted(names)]
     return [graph.parts(op) for op in made]
+
+
+def _in_turns(model: Model, algorithm: Rewrite, ops: Sequence[Op]) -> Model:
+    """Return the model with ops replaced, those of each iteration by themselves. Raises NoneOfThese if there is nothing
+    to do in any of the iterations.
+    """
+    names, turns = {op.name for op in ops}, sorted({op.iteration for op in ops})
+    idle = list[NoneOfThese]()
+    for turn in turns:
+        try:
+            model = algorithm.rewrite(model, tuple(o for o in model.ops if o.name in names and o.iteration == turn))
+        except NoneOfThese as error:
+            idle.append(error)
+    if len(idle) == len(turns) > 0:
+        raise idle[0]
+    return model
 
 
 def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:

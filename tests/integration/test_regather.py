@@ -15,7 +15,7 @@ from superscaler.ir.program import Backward, Collective, Forward, Program
 from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 from tests.ran import equal, exact
-from tests.rewrites import regathered
+from tests.rewrites import on_top, regathered, sharded
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,34 @@ def test_what_is_computed_again_or_split_is_not_regathered_too() -> None:
         ss.op_trans(graph, graph.forward_ops, one())
         with pytest.raises(TransformError, match=r"test_regather.py:\d+: .* leave it out of one of them"):
             ss.op_trans(graph, graph.forward_ops, other())
+
+
+def test_weights_that_are_all_kept_are_not_regathered_too() -> None:
+    def keep(graph: ss.Graph) -> None:
+        graph.keep_gathered(graph.updates)
+
+    graph = graph_of("gpt2:size=tiny")
+    told = r"op_trans at .*rewrites.py:\d+: Regather gathers nothing again for the backward of layer_norm, since "
+    told += r"keep_gathered at .*{}.py:\d+ keeps .*h.0.* and 9 more until the last reader"
+    for plan, where in (("zero:stage=1", "zero"), (on_top("data_parallel", keep), "test_regather")):
+        with pytest.raises(ScheduleError, match=told.format(where)):
+            exact(graph, regathered(plan))
+    with pytest.raises(ScheduleError, match=told.format("test_regather")):
+        exact(graph, on_top(regathered("data_parallel"), keep))
+
+
+def test_a_weight_that_is_kept_is_gathered_once_among_regathered_ones() -> None:
+    def keep(graph: ss.Graph) -> None:
+        graph.keep_gathered([weight])
+
+    graph = graph_of("gpt2:size=tiny")
+    weight = next(name for name in graph.updates if ".h.1." in name and len(graph.model.tensors[name].shape) == 2)
+    plain, kept = (equal(graph, plan).program for plan in (regathered(sharded), on_top(regathered(sharded), keep)))
+    assert plain.bytes_moved == kept.bytes_moved + 8 * prod(graph.model.tensors[weight].shape)
+
+
+def test_activations_are_regathered_where_weights_are_kept() -> None:
+    graph = graph_of("gpt2:size=tiny")
+    plans = (f"zero:2,stage=1 x sequence_parallel:2,regather={again}" for again in ("false", "true"))
+    once, again = (exact(graph, plan, 4).program.bytes_moved for plan in plans)
+    assert again > once

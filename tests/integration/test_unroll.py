@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import InputError, ScheduleError, TransformError
 from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.program import Copy, Slice, Update
 from superscaler.plan import Plan
 from superscaler.runtime.step import Step
 from superscaler.train.loop import _turns
 from tests.graphs import graph_of
 from tests.ran import captured, equal, on_ranks
-from tests.rewrites import on_top, unrolled
+from tests.rewrites import on_top, swapped, unrolled
 
 Batch = Mapping[str, Tensor]
 
@@ -178,6 +180,52 @@ def test_a_loss_scale_is_refused() -> None:
     graph = captured(lambda: (Normed(), (torch.randn(6, 8), torch.randint(0, 4, (6,)))), scaler=scaler)
     with pytest.raises(TransformError, match="a GradScaler looks at the gradients of all weights"):
         graph.unroll(2)
+
+
+def in_halves(graph: ss.Graph) -> None:
+    """Let the parts of an op read halves of a weight that rests whole beside them."""
+    (weight,) = (op for op in graph.ops if op.is_update and op.inputs[0].tensor == "head.weight")
+    (reader,) = (op for op, _ in graph.model.uses["head.weight"])
+    ss.op_assign(graph, ss.op_trans(graph, reader, ss.Split(weight.indices[0].factor, 2)), 0)
+    ss.op_assign(graph, weight, 0)
+
+
+def test_an_iteration_takes_its_own_slices_of_weights() -> None:
+    code = equal(graph_of("mlp"), unrolled(on_top("single", in_halves)), 1).code()
+    assert sum(isinstance(i, Slice) and str(i.source) == "head_weight" for i in code) == 4
+
+
+def test_weights_on_the_host_and_on_the_device_go_on_where_they_are() -> None:
+    def hosted(graph: ss.Graph) -> None:
+        ss.op_assign(graph, graph.updates["head.weight"], "host")
+
+    code = equal(graph_of("mlp"), unrolled(on_top("single", hosted)), 1).code()
+    (first, _) = (i for i in code if isinstance(i, Update))
+    assert {str(name) for name in first.goes_on} > {"head_weight"}
+
+
+def test_rewrites_before_and_after_unrolling_make_one_program() -> None:
+    graph, swap = graph_of("gpt2:size=tiny"), swapped("single")
+    codes = [equal(graph, plan, 1).code() for plan in (unrolled(swap), swapped(unrolled("single")))]
+    before, after = (Counter(type(i).__name__ for i in code) for code in codes)
+    assert before == after
+    assert before["Copy"] > 0
+
+
+def test_what_only_one_iteration_has_is_rewritten_there() -> None:
+    def copied(graph: ss.Graph) -> None:
+        graph.unroll(2)
+        for tensor in ("head.weight+1", "gelu+1"):
+            (copy,) = ss.op_trans(graph, graph.forward_ops, ss.Insert(tensor))
+            assert copy.op.iteration == 1
+            ss.op_assign(graph, copy, "host")
+
+    code = equal(graph_of("mlp"), on_top("single", copied), 1).code()
+    assert sum(isinstance(i, Copy) for i in code) == 4
+    graph = graph_of("mlp").copy()
+    graph.unroll(2)
+    with pytest.raises(TransformError, match="the activation or the weight 'nothing'; none of these do"):
+        ss.op_trans(graph, graph.forward_ops, ss.Insert("nothing"))
 
 
 def test_updates_of_one_weight_stay_where_the_first_is() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import superscaler as ss
 from superscaler.ir.grid import UNASSIGNED
-from superscaler.ir.model import Op
+from superscaler.ir.model import Op, first
 from superscaler.transform.cut import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
@@ -88,6 +88,21 @@ class Auxiliary(nn.Module):
         return loss
 
 
+class Layers(nn.Module):
+    """Five equal layers with a skip each, and an embedding that is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norms = nn.Embedding(12, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            h = h + torch.tanh(layer(norm(h)))
+        return F.cross_entropy(F.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten())
+
+
 def _tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 12, (4, 6)), torch.randint(0, 12, (4, 6))
 
@@ -98,6 +113,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "towers": lambda: (Towers(), (torch.randn(8, 6), torch.randn(8, 10))),
     "attention": lambda: (Attention(), (torch.randn(4, 6, 8), torch.randn(4, 6, 8))),
     "auxiliary": lambda: (Auxiliary(), _tokens()),
+    "layers": lambda: (Layers(), _tokens()),
 }
 
 
@@ -228,7 +244,9 @@ class Author:
             if any(self.graph.twins.get(op.name, op).has_mirror for op in ops[start:end]):
                 ss.op_trans(self.graph, ops[start:end], ss.SplitBackward())
         if self.draw.random() < 0.7:
-            ss.op_order(self.graph, self.graph.select(kind="I"), self.graph.select(kind="W"))
+            for turn in range(self.graph.model.iterations):
+                own = [op for op in self.graph.forward_ops if op.iteration == turn]
+                ss.op_order(self.graph, *(self.graph.select(ops=own, kind=kind) for kind in "IW"))
 
     def copies(self) -> None:
         """Let some ops read copies, placed on hosts or anywhere, and let some updates run on hosts."""
@@ -242,9 +260,11 @@ class Author:
                 # A copy that is only where it is read changes nothing.
                 if self.draw.random() < 0.5 or not self.moves(parts.op):
                     ss.op_assign(self.graph, parts.op, "host")
-        updates = [op for op in self.graph.ops if not op.is_forward and self.draw.random() < 0.3]
-        if updates:
-            ss.op_assign(self.graph, updates, "host")
+        # All updates of a weight are in one place.
+        updates = [op for op in self.graph.ops if not op.is_forward]
+        chosen = {first(op.name) for op in updates if not op.iteration and self.draw.random() < 0.3}
+        if chosen:
+            ss.op_assign(self.graph, [op for op in updates if first(op.name) in chosen], "host")
 
     def moves(self, copy: Op) -> bool:
         """Return whether a copy is not only where it is read. One that is not placed is where its first reader is."""
@@ -284,6 +304,10 @@ class Author:
             for copies in ss.op_trans(self.graph, readers, ss.Insert(weight)) if readers else ():
                 self.cut(copies.op, depth=self.draw.choice([0, 1, 2]))
 
+    def unroll(self) -> None:
+        """Let a step have two iterations."""
+        self.graph.unroll(2)
+
     def early(self) -> None:
         """Update a weight before the backward of an op that comes before all that read it."""
         trained = [op for op in self.graph.forward_ops if self.graph.twins.get(op.name, op).has_mirror]
@@ -291,6 +315,7 @@ class Author:
         for update in self.draw.sample(updates, self.draw.choice([0, 1])):
             reads = [op for op in trained if any(o.tensor == update.inputs[0].tensor for o in op.inputs)]
             before = trained[: trained.index(reads[0])] if reads else []
+            before = [op for op in before if op.iteration == update.iteration]
             if before:
                 ss.op_order(self.graph, update, self.graph.select(ops=[self.draw.choice(before)], kind="B"))
 
