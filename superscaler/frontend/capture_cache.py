@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from superscaler.frontend.oracle import pieces
+from superscaler.frontend.rewrites.constants import compact
 from superscaler.frontend.trace import shorten
 from superscaler.ir.model import Model
 from superscaler.ir.model_text import parse_model, print_model
@@ -115,7 +116,9 @@ def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
 
 
 def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs, checked: str) -> None:
-    """Store a capture of a module, without the module's own values, and the result of its check."""
+    """Store a capture of a module, without the module's own values, and the result of its check. Of a constant that
+    repeats along a dim (a mask of a whole batch) one row is stored.
+    """
     own = values_of(module, model)
     head = {
         "model": print_model(model),
@@ -125,7 +128,7 @@ def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor]
     }
     # safetensors has no name for a few dtypes, as complex128: a model with such constants is captured each time.
     with suppress(KeyError):
-        constants = save_tensors({n: v.detach().clone() for n, v in values.items() if n not in own})
+        constants = save_tensors({n: compact(v.detach()).clone() for n, v in values.items() if n not in own})
         cache.write(key, json.dumps(head).encode() + b"\n" + constants)
 
 
@@ -139,7 +142,8 @@ def load(key: str, module: nn.Module, check: bool) -> tuple[Model, dict[str, Ten
     if check and not head["checked"]:
         return None
     model = parse_model(head["model"])
-    values = {**load_tensors(constants), **values_of(module, model)}
+    stored = {n: x.expand(model.tensors[n].shape) for n, x in load_tensors(constants).items()}
+    values = {**stored, **values_of(module, model)}
     return (
         model,
         {n: values[n].to(device) for n, device in head["values"].items()},

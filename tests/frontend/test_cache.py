@@ -116,6 +116,19 @@ def test_an_unchanged_model_hits_with_its_own_weights(tmp_path: Path, exports: l
     assert not torch.equal(first.values["first.weight"], second.values["first.weight"])
 
 
+def test_an_entry_has_one_row_of_a_mask_of_a_whole_batch(folder: Path, exports: list[nn.Module]) -> None:
+    model = build("gpt3:size=tiny,seq=32,batch=64,attention=eager,device=meta")
+    first, second = (capture(model.module, model.args, model.kwargs, check=False, cache="masks") for _ in range(2))
+    assert len(exports) == 1
+    masks = {n: x for n, x in first.values.items() if x.shape == (64, 1, 32, 32)}
+    assert masks
+    for name, mask in masks.items():
+        assert torch.equal(second.values[name], mask)
+        assert second.values[name].untyped_storage().nbytes() == 32 * 32 * mask.element_size()
+    (entry,) = folder.iterdir()
+    assert entry.stat().st_size < 32 * 32 * 64
+
+
 # What changes -> a text of a file, or what is done to the module.
 CHANGES: dict[str, tuple[str, str, str] | Callable[[Any], Any]] = {
     "a comment": ("SCALE =", "# a line more\nSCALE =", "model.py"),

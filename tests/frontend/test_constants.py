@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
@@ -42,12 +45,36 @@ def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tens
     assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) == 16 * 16
 
 
-def test_a_mask_of_a_model_without_data_is_one_row_for_the_whole_batch() -> None:
+class _Made(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = (x for x in tree_leaves(made) if isinstance(x, Tensor))
+        self.most = max(self.most, *(x.untyped_storage().nbytes() // x.element_size() for x in tensors), 0)
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_a_model_without_data_is_one_row_for_the_whole_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, made = constants._evaluate, _Made()
+
+    def evaluated(*args: Any) -> list[Tensor]:
+        with made:
+            return evaluate(*args)
+
+    monkeypatch.setattr(constants, "_evaluate", evaluated)
     model = build("gpt3:size=tiny,seq=16,batch=64,attention=eager,device=meta")
-    values = capture(model.module, model.args, model.kwargs, check=False).values
+    values = capture(model.module.to(dtype), model.args, model.kwargs, check=False).values
     masks = [x for x in values.values() if x.shape == (64, 1, 16, 16)]
     assert masks
     assert all(x.untyped_storage().nbytes() == 16 * 16 * x.element_size() for x in masks)
+    # Nor is the whole one made on the way, only numbers of tokens.
+    assert made.most == 64 * 17
 
 
 class Masked(nn.Linear):

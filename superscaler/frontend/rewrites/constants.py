@@ -25,6 +25,8 @@ _LARGE = 1 << 24
 # Comparisons of positions, and whether those of the keys come first.
 _COMPARED: Mapping[str, bool] = {**aten(True, "le.Tensor"), **aten(False, "ge.Tensor")}
 _PASS_ON = aten(True, "__and__.Tensor bitwise_and.Tensor logical_and expand")
+# Operators by element that torch does not tag, beside those that are named after Python's.
+_BY_ELEMENT = aten(True, "where.self where.ScalarOther where.ScalarSelf _to_copy clone")
 
 _ATEN = torch.ops.aten
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -107,8 +109,8 @@ def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
         number = _FILLS[name]
         fill: Any = node.args[-1] if number is None else number
         return [torch.full((), fill, dtype=dtype_of(node), device=device).expand(shape_of(node))]
-    # Elements that repeat are computed once. torch does not tag the operators that are named after Python's.
-    is_pointwise = torch.Tag.pointwise in function.tags or name.startswith("aten.__")
+    # Elements that repeat are computed once.
+    is_pointwise = torch.Tag.pointwise in function.tags or name in _BY_ELEMENT or name.startswith("aten.__")
 
     def value(node: Node) -> Tensor:
         if _is_known(node):
