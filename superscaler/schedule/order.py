@@ -161,10 +161,10 @@ def _sort(nodes: DependencyGraph, groups: Sequence[int]) -> list[Node]:
 
 
 def _orbits(nodes: DependencyGraph) -> list[int]:
-    """Return, for each node, the first node that does the same on a corresponding device: in a ring on any."""
+    """Return, for each node, the first node that does the same on a corresponding device: in a ring, or without a
+    fold, on any.
+    """
     fold, first = nodes.schedule.edges.fold, dict[Hashable, int]()
-    if fold is None and not nodes.passed_on:
-        return list(range(len(nodes.names)))
 
     def base(place: Place | Node, is_run: bool = False) -> Hashable:
         device = fold.places[place.key[0]][0] if fold and not (is_run and nodes.passed_on) else 0

@@ -16,6 +16,7 @@ from tests.sweeps import slow
 
 # Activations dominate.
 GPT2, LLAMA = "gpt2:size=tiny,layers=4,seq=128", "llama:size=tiny,layers=4,seq=128"
+ZERO_3 = "zero:stage=3,microbatches=2"
 MIXTRAL, SWIN = "mixtral:size=tiny,seq=64", "swin:size=tiny"
 PLANS = [
     ("single", 1),
@@ -87,6 +88,20 @@ def test_halves_count_with_their_casts_and_copies(plan: str, precision: str) -> 
     compiled = ss.compile(graph, plan, f"local:{1 if plan == 'single' else 2}")
     for found in memories(compiled.compiled.program):
         assert found.peak == pytest.approx(counted(compiled, found.rank), rel=0.01)
+
+
+def test_a_small_weight_that_devices_share_unevenly_takes_no_more_than_an_even_one() -> None:
+    """No two of these devices do the same, but a gradient leaves each of them as soon as all have made it."""
+    even, uneven = (
+        memories(
+            ss.compile(
+                graph_of(f"mlp:layers=6,hidden=2048,classes={n},device=meta"), ZERO_3, "local:4"
+            ).compiled.program
+        )
+        for n in (12, 10)
+    )
+    assert (len(even), len(uneven)) == (1, 4)
+    assert all(found.peak == pytest.approx(even[0].peak, rel=0.001) for found in uneven)
 
 
 def test_scaled_gradients_are_a_copy_of_all() -> None:
