@@ -80,8 +80,28 @@ class Slices:
         parts = op_trans(self.graph, whole, Replicate(copies, axis=self.axis))
         if not self.secondary:
             return op_trans(self.graph, parts, Shard(self.shard, self.axis))
-        ops = self._readers.get(weight, ())
-        return slice_nearby(self.graph, parts, ops, self.groups, self.axis, self.secondary)
+        return self._nearby(parts, self._readers.get(weight, ()))
+
+    def _nearby(self, parts: Parts, ops: Sequence[str]) -> Parts:
+        """Cut a weight into slices, and let ops read copies of it, each in slices over `secondary` neighbours.
+
+        The slices of a neighbour's piece of the copy are on the same neighbour of each group. A weight that is not cut
+        evenly has no copy.
+        """
+        graph, axis, count = self.graph, self.axis, self.secondary
+        runs = op_trans(graph, parts, Runs(self.shard, count, axis))
+        cut = runs.grid.axes[-1]
+        if not cut.at:
+            return runs
+        if ops:
+            (copies,) = op_trans(graph, [graph.op(name) for name in ops], Insert(runs.op.inputs[0].tensor))
+            pieces = graph.follow(copies.op)
+            for group in self.groups:
+                pieces = op_trans(graph, pieces, Replicate(group, axis=axis))
+            slot = runs.op.inputs[0].slots.index(cut.index)
+            op_trans(graph, pieces, Split(_named(copies.op, copies.op.inputs[0].slots[slot]), count, axis=axis))
+        at = tuple(range(0, self.shard, count))
+        return op_trans(graph, runs, Split(_named(runs.op, cut.index), self.shard // count, axis=axis, at=at))
 
 
 def readers(graph: Graph) -> Mapping[str, Sequence[str]]:
@@ -91,29 +111,6 @@ def readers(graph: Graph) -> Mapping[str, Sequence[str]]:
         for weight in dict.fromkeys(o.tensor for o in op.inputs if o.tensor in graph.model.weights):
             found.setdefault(weight, []).append(op.name)
     return found
-
-
-def slice_nearby(
-    graph: Graph, parts: Parts, ops: Sequence[str], groups: Sequence[int], axis: str, secondary: int
-) -> Parts:
-    """Cut a weight at rest into slices, and let ops read copies of it, each in slices over neighbours along an axis.
-
-    `groups`: of devices that share all slices, and inside one of those that share a copy. The slices of a neighbour's
-    piece of the copy are on the same neighbour of each group. A weight that is not cut evenly has no copy.
-    """
-    runs = op_trans(graph, parts, Runs(groups[1] * secondary, secondary, axis))
-    cut = runs.grid.axes[-1]
-    if not cut.at:
-        return runs
-    if ops:
-        (copies,) = op_trans(graph, [graph.op(name) for name in ops], Insert(runs.op.inputs[0].tensor))
-        pieces = graph.follow(copies.op)
-        for count in groups:
-            pieces = op_trans(graph, pieces, Replicate(count, axis=axis))
-        slot = runs.op.inputs[0].slots.index(cut.index)
-        op_trans(graph, pieces, Split(_named(copies.op, copies.op.inputs[0].slots[slot]), secondary, axis=axis))
-    at = tuple(range(0, groups[1] * secondary, secondary))
-    return op_trans(graph, runs, Split(_named(runs.op, cut.index), groups[1], axis=axis, at=at))
 
 
 def _named(op: Op, index: int | None) -> str:
