@@ -9,7 +9,8 @@ from torch._C import DispatchKey
 from torch._export import utils
 from torch._ops import OperatorBase
 from torch.export import exported_program
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 
 def quick_exports() -> None:
@@ -38,6 +39,11 @@ def quick_exports() -> None:
 
         return keep
 
+    def lazy(cls: type[GraphModule], *args: Any, **kwargs: Any) -> GraphModule:
+        return make(_LazyGraphModule if cls is GraphModule else cls, *args, **kwargs)
+
+    make = GraphModule.__new__
+    GraphModule.__new__ = lazy  # type: ignore[method-assign, assignment]
     exported_program._collect_all_valid_cia_ops = collect_once
     OperatorBase.py_impl = py_impl  # type: ignore[method-assign]
     _use_lazy_graph_module(True).__enter__()

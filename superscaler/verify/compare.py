@@ -84,7 +84,8 @@ class Comparison:
         self.errors = Errors()
         self.steps = 0
         self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if op.is_update}
-        self.trained = [self._trained_slices(device.weights) for device in exact.program.devices]
+        self.weights = [exact.program.weights(rank) for rank in range(exact.program.world)]
+        self.trained = [self._trained_slices(weights) for weights in self.weights]
 
     def _trained_slices(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:
         """Return slices of a device's trained weights, or their float32 copies, and torch's optimizer over them."""
@@ -120,23 +121,25 @@ class Comparison:
             put(self.known[weight.tensor], slots_of(self.model, weight.tensor), weight.box, piece)
 
     def _each(self) -> Iterator[tuple[int, Weight]]:
-        for rank, device in enumerate(self.exact.program.devices):
-            for weight in device.weights:
+        for rank, weights in enumerate(self.weights):
+            for weight in weights:
                 yield rank, weight
 
     def _gradients(self, results: Sequence[Result], expected: Reference, here: str, noise: float) -> None:
         # The segments of a packed weight are known, not the weight itself.
         whole = {n: dense(g, self.known[n] if g is None else g) for n, g in expected.gradients.items()}
-        floor = max(floor_of(whole.values()), noise)
+        sizes = {n: largest(g) for n, g in whole.items()}
+        floor = max(FLOOR * max(sizes.values(), default=1.0), noise, 1e-300)
         for rank, weight in self._each():
             if weight.tensor in whole:
                 want = self._slice(whole, weight)
                 have = dense(results[rank].gradients.get(str(weight.name)), want)
-                error = relative_error(have, want, whole[weight.tensor], floor)
+                error = largest_gap(have, want) / max(sizes[weight.tensor], floor)
                 self._found("gradient_error", error, weight, rank, "the gradient of ", here)
 
     def _outputs(self, results: Sequence[Result], expected: Reference, here: str) -> None:
-        for rank, device in enumerate(self.exact.program.devices):
+        gives = any(op.is_output for op in self.model.ops)
+        for rank, device in enumerate(self.exact.program.devices if gives else ()):
             for i in (i for i in device.instructions if isinstance(i, Give)):
                 whole = expected.outputs[i.tensor]
                 want = take(whole, slots_of(self.model, i.tensor), i.box)
@@ -153,7 +156,7 @@ class Comparison:
             near[home] = max(near[home], FLOOR * largest(value))
         placed = set()
         for rank, (slices, optimizer) in enumerate(self.trained):
-            for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
+            for name, weight in ((str(w.name), w) for w in self.weights[rank]):
                 if name in slices:
                     if slices[name].dtype == self.known[weight.tensor].dtype:
                         slices[name].data = self._slice(self.known, weight).clone()
@@ -162,7 +165,7 @@ class Comparison:
                     slices[name].grad = None if given is None else given.to(slices[name].dtype)
             if optimizer is not None:
                 optimizer.step()
-            for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
+            for name, weight in ((str(w.name), w) for w in self.weights[rank]):
                 placed.add(weight.tensor)
                 state = dict(results[rank].state.get(name, {}))
                 if name in slices:
@@ -250,8 +253,9 @@ class _Kept:
     def now(self, name: str) -> Kept:
         weight, optimizer = self.rank.weights[name], self.rank.optimizer
         state = optimizer.state.get(weight, {}) if optimizer is not None else {}
-        tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
-        return copy.deepcopy((self.rank.gradients.get(name), weight.detach(), tensors))
+        tensors = {key: x.detach().clone() for key, x in state.items() if isinstance(x, Tensor)}
+        gradient = self.rank.gradients.get(name)
+        return None if gradient is None else gradient.detach().clone(), weight.detach().clone(), tensors
 
     def keeping(self, change: Callable[..., None]) -> Callable[..., None]:
         """Return a function that calls `change` and then copies the changed weights."""

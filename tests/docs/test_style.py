@@ -14,7 +14,7 @@ RIDDLES = re.compile(r"\b(told|tells?|whom|of which)\b|\bReturn (what|which|how|
 
 def test_docstrings_are_plain_sentences() -> None:
     found = []
-    for file in FILES:
+    for file in (file for file in FILES if RIDDLES.search(file.read_text())):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
                 found += [f"{file}: {riddle[0]} in {text[:60]!r}" for riddle in RIDDLES.finditer(text)]

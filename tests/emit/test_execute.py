@@ -28,7 +28,7 @@ from tests.graphs import graph_of
 from tests.sweeps import few
 
 GPT = "gpt2:size=tiny"
-DEEP = "gpt2:size=tiny,layers=6,batch=16"
+DEEP = "gpt2:size=tiny,layers=4,batch=16"
 MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
 PLANS = [
     (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
@@ -50,10 +50,10 @@ PLANS = [
     (DEEP, "sequence_parallel", 2),
     (DEEP, "zero:stage=3", 2),
     (DEEP, "recompute", 1),
-    # Loops over layers in one over microbatches.
-    (DEEP, "pipeline_1f1b:microbatches=16", 2),
+    # Loops over the layers of a stage in one over microbatches.
+    ("gpt2:size=tiny,layers=6,batch=16", "pipeline_1f1b:microbatches=16", 2),
     # Loops over blocks inside a segment.
-    (f"{DEEP},dropout=0.1", "data_parallel", 2),
+    ("gpt2:size=tiny,layers=4,dropout=0.1", "data_parallel", 2),
 ]
 
 

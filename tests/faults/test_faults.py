@@ -8,7 +8,7 @@ from mutations import DP, GRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, repo
 from superscaler.artifact import initial_values
 from superscaler.verify import certify
 from superscaler.verify.locate import first_difference
-from tests.sweeps import few
+from tests.sweeps import slow
 
 
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.name.replace(" ", "_"))
@@ -31,7 +31,7 @@ def test_no_instruction_can_be_left_out(spec: str) -> None:
 
 
 PLANS = [("mlp", spec) for spec in (DP, TP, PIPE, GRID)]
-PLANS += few([("gpt2:size=tiny", spec) for spec in (DP, TP, PIPE, GRID)], 3)
+PLANS += slow(*(("gpt2:size=tiny", spec) for spec in (DP, TP, PIPE, GRID)))
 
 
 @pytest.mark.parametrize(("model", "spec"), [*PLANS, ("noise", DP)])

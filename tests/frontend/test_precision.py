@@ -122,7 +122,7 @@ def test_plans_are_exact_in_float64_and_as_close_to_the_truth_as_eager_autocast(
     largest = max(float(g.norm()) for g in exact.values())
     telling = {n for n, g in exact.items() if g.norm() > 1e-3 * largest}
     bound = 1.5 * max(distance(gradients[n], exact[n]) for n in telling)
-    for plan, world in PLANS:
+    for plan, world in PLANS[1:]:
         assert_equal(graph, plan, world)
         compiled = compile(graph, plan, Cluster.local(world))
         results = one_step(compiled)
@@ -259,7 +259,7 @@ def test_microbatches_add_their_gradients_in_float32(is_whole: bool, plan: Any, 
 @pytest.mark.filterwarnings("ignore:.*float16 gradients")
 @pytest.mark.parametrize(
     ("spec", "dtype", "plans"),
-    [*slow(("gpt2:size=tiny", torch.float16, PLANS[3:])), ("llama:size=tiny", torch.bfloat16, PLANS[1:3])],
+    [*slow(("gpt2:size=tiny", torch.float16, PLANS[3:])), ("llama:size=tiny", torch.bfloat16, PLANS[2:3])],
 )
 def test_whole_modules_in_halves(spec: str, dtype: torch.dtype, plans: list[tuple[str, int]]) -> None:
     built = build(spec)

@@ -17,7 +17,7 @@ from tests.ran import captured, equal
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,

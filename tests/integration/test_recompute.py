@@ -22,7 +22,6 @@ from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Collective, Program, Value, Wait, ended
 from superscaler.models import build
-from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
 from superscaler.simulate.kernels import Works
 from superscaler.simulate.predict import flops_of
@@ -70,15 +69,6 @@ def test_recompute_changes_no_number(spec: str, inside: str) -> None:
         name = plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan
         found = equal(graph, recomputed(name, inside), 1 if plan == "single" else 2)
         assert "recomputed in the backward" in ss.Plan(found.compiled).explain()
-
-
-def test_recompute_under_a_folded_plan_is_equal_at_a_small_shape() -> None:
-    many = recomputed("hybrid:dp=4,tp=2,pp=2,microbatches=2")
-    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), many, "v100:2x8")
-    assert plan.compiled.fold is not None
-    found = plan.verify(shapes="small")
-    assert found["equal"], found
-    assert "0F0 0F1 0R0 0B0 0R1 0B1" in summary(plan.compiled)
 
 
 def test_dropout_is_drawn_again_alike() -> None:
@@ -207,8 +197,7 @@ def test_blocks_that_the_model_checkpoints_are_computed_again() -> None:
     assert str(asked.compiled.graph.journal[-1]).startswith("the model's own checkpoint: op_trans")
     assert {op.module.split(".")[1] for op in asked.compiled.graph.forward_ops if op.region} == {"h"}
     reentrant = checkpointed(gradient_checkpointing_kwargs={"use_reentrant": True})
-    for plan in PLANS[1:]:
-        assert equal(reentrant, plan).found["reference"] == "eager"
+    assert equal(reentrant, PLANS[-1]).found["reference"] == "eager"
 
 
 def test_a_plan_saves_what_the_model_checkpoints_or_computes_other_regions_again() -> None:

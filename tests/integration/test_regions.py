@@ -105,7 +105,7 @@ def test_two_mirrors_of_an_op_are_refused() -> None:
 
 def measured(layers: int, *plans: str) -> list[float]:
     """Return the peaks of some plans, in inputs of a block. Those of more blocks are larger, as are their gradients."""
-    sizes = "seq=256" if layers < 16 else "hidden=32,seq=512"
+    sizes = "seq=128" if layers < 16 else "hidden=32,seq=512"
     graph = graph_of(f"gpt2:size=tiny,layers={layers},{sizes},vocab=32,dropout=0", "SGD")
     edge = 4 * prod(graph.model.tensors[graph.blocks[1].ops[0].inputs[0].tensor].shape)
     rest = 2 * sum(tensor.nbytes for tensor in graph.model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -23,14 +24,22 @@ def two(width: int) -> nn.Module:
     return Around(lambda m, x: m.second(m.first(x)).square().sum(), first=first, second=second)
 
 
-GRAPH = captured(lambda: (two(8).double(), torch.randn(8, 8, dtype=torch.float64)))
-with torch.device("meta"):
-    LARGE = captured(lambda: (two(8192), torch.randn(8192, 8)))
+@cache
+def small() -> ss.Graph:
+    return captured(lambda: (two(8).double(), torch.randn(8, 8, dtype=torch.float64)))
+
+
+@cache
+def large() -> ss.Graph:
+    with torch.device("meta"):
+        return captured(lambda: (two(8192), torch.randn(8192, 8)))
+
+
 CUTS = ("batch", "inner", "outer", "copies")
 
 
-def plan_of(made: str, read: str, before: list[int], after: list[int], graph: ss.Graph = GRAPH) -> Plan:
-    return ss.compile(graph, written(made, read, before, after), "v100:2x4")
+def plan_of(made: str, read: str, before: list[int], after: list[int], graph: ss.Graph | None = None) -> Plan:
+    return ss.compile(graph or small(), written(made, read, before, after), "v100:2x4")
 
 
 def written(made: str, read: str, before: list[int], after: list[int]) -> SProgram:
@@ -58,16 +67,16 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), few(ORDERS, 1, 3, 4), ids=str)
+@pytest.mark.parametrize(("before", "after"), few(ORDERS, 1, 4), ids=str)
 def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> None:
     for made, read in itertools.product(CUTS, ("batch", "inner", "copies")):
-        equal(GRAPH, written(made, read, before, after), "v100:2x4")
+        equal(small(), written(made, read, before, after), "v100:2x4")
 
 
 @pytest.mark.parametrize("before", [[0, 1, 2, 3], [0, 1]], ids=str)
 def test_value_parts_cross_servers_once(before: list[int]) -> None:
     """Value parts to 4 copies on another server: summed in slices, each of which crosses once, and joined there."""
-    plan = plan_of("inner", "copies", before, [4, 5, 6, 7], LARGE)
+    plan = plan_of("inner", "copies", before, [4, 5, 6, 7], large())
     tensor = next(m.tensor for m in plan.compiled.moves if "cheapest path" in m.reason)
     moves = [m for m in plan.compiled.moves if m.tensor == tensor and not m.is_backward]
     assert {m.kind for m in moves} == {"reduce_scatter", "send", "all_gather"}
@@ -77,7 +86,7 @@ def test_value_parts_cross_servers_once(before: list[int]) -> None:
 
 def test_messages_of_one_point_start_together() -> None:
     """Rows on some devices become columns on the same ones in another order, forward and backward."""
-    emitted = equal(GRAPH, written("batch", "outer", [0, 1, 2, 3], [1, 0, 3, 2]), "v100:2x4").compiled.emitted
+    emitted = equal(small(), written("batch", "outer", [0, 1, 2, 3], [1, 0, 3, 2]), "v100:2x4").compiled.emitted
     for program in emitted.programs[:4]:
         code = emitted.files[f"{program}.py"]
         blocks = re.findall(r"    with rt.together\(\):\n((?:        .*\n)+)", code)
@@ -94,7 +103,7 @@ def test_stages_of_copies_share_out_what_they_send(dp: int, spec: str, monkeypat
     monkeypatch.setattr(route, "START", 0.0)
     free = "{intra: {alpha: 1e-12}, network: {alpha: 1e-12}}"
     servers = f"{{name: lab, preset: v100, servers: 2, devices_per_server: {4 * dp}, links: {free}}}"
-    plan = equal(graph_of("gpt2:size=tiny,heads=4,batch=12,vocab=64"), spec, servers).compiled
+    plan = equal(graph_of("gpt2:size=tiny" + ",batch=12" * (dp == 3)), spec, servers).compiled
     moves = [m for m in plan.moves if "cheapest path" in m.reason]
     assert {m.kind for m in moves} == {"send", "all_gather"}
     assert {m.is_backward for m in moves} == {False, True}

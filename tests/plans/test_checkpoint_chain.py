@@ -24,6 +24,8 @@ from superscaler.runtime.step import Step
 from tests.graphs import graph_of
 from tests.ran import equal, on_ranks
 
+DROPPED = "gpt2:size=tiny,layers=4,dropout=0.1"
+
 
 def cost(units: list[Unit], runs: list[Run]) -> tuple[float, int]:
     """Return the time that runs add and the most bytes at once, by walking the backward."""
@@ -107,7 +109,7 @@ def peak(plan: Plan) -> int:
 @pytest.mark.parametrize(
     "spec",
     [
-        "gpt2:size=tiny,layers=6,seq=64,dropout=0.1",
+        DROPPED,
         pytest.param("llama:size=tiny,layers=6", marks=pytest.mark.slow),
         pytest.param("swin:size=tiny", marks=pytest.mark.slow),
     ],
@@ -127,7 +129,7 @@ def test_a_step_is_never_over_its_limit(spec: str) -> None:
 
 def test_the_largest_microbatch_counts() -> None:
     """Of a batch of 8 in 5 microbatches, with 2 rows, as in 4."""
-    graph, found = graph_of("gpt2:size=tiny,layers=6,seq=64,dropout=0.1", "SGD"), set[str]()
+    graph, found = graph_of(DROPPED, "SGD"), set[str]()
     for count in (4, 5):
         with pytest.raises(InputError, match="cannot be met") as error:
             ss.compile(graph, f"chain_recompute:microbatches={count},limit=1", "local:1")
@@ -145,7 +147,7 @@ def recomputed(graph: ss.Graph) -> list[list[str]]:
 
 
 def test_runs_of_the_square_root_or_a_number_of_blocks() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4", "SGD")
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16", "SGD")
     for every, runs in (("sqrt", ["01", "23"]), ("3", ["012", "3"]), ("9", ["0123"])):
         plan = f"chain_recompute:every={every}"
         made = (equal(graph, plan) if every == "sqrt" else ss.compile(graph, plan, "local:2").compiled).graph
@@ -153,7 +155,7 @@ def test_runs_of_the_square_root_or_a_number_of_blocks() -> None:
 
 
 def test_measured_times_say_which_blocks_are_cheap(tmp_path: Path) -> None:
-    graph, file = graph_of("gpt2:size=tiny,layers=4", "SGD"), tmp_path / "times.json"
+    graph, file = graph_of("gpt2:size=tiny,layers=4,batch=16", "SGD"), tmp_path / "times.json"
     seconds: dict[str, Any] = {block.path: 1.0 for block in graph.blocks}
     file.write_text(json.dumps(seconds | {graph.blocks[1].path: 0.1}))
     # The first block to be computed again, as the limit falls.

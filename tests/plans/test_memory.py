@@ -86,13 +86,13 @@ def test_the_first_stage_of_zero_keeps_weights_whole_and_the_third_in_slices(
 ) -> None:
     """Gradients of one microbatch become slices while gathered weights end. What is less than a layer does not grow."""
     peaks = list[int]()
-    for count in (layers, layers + 2):
-        graph = graph_of(f"gpt2:size=tiny,hidden=512,layers={count}", "SGD")
+    for count in (layers, layers + 1):
+        graph = graph_of(f"gpt2:size=tiny,hidden=256,layers={count}", "SGD")
         made = ss.compile(graph, plan, "local:4")
         peaks.append(memories(made.compiled.program)[0].peak)
-        assert peaks[-1] == pytest.approx(counted(made, 0), rel=0.01)
+    assert peaks[-1] == pytest.approx(counted(made, 0), rel=0.01)
     layer = 4 * sum(prod(tensor.shape) for tensor in graph.model.parameters() if ".h.0." in tensor.name)
-    assert (peaks[1] - peaks[0]) / 2 / layer == pytest.approx(share, rel=0.01)
+    assert (peaks[1] - peaks[0]) / layer == pytest.approx(share, rel=0.01)
 
 
 def regions(plan: Plan) -> dict[str, set[str]]:

@@ -208,7 +208,7 @@ ONCE = [
 @pytest.mark.parametrize(("model", "plan", "times", "left"), ONCE)
 def test_the_first_stages_of_zero_gather_weights_once_a_step(model: str, plan: str, times: int, left: int) -> None:
     """Ops that are recomputed read the same copy as all microbatches."""
-    graph = graph_of(f"{model},batch=16")
+    graph = graph_of(model + ",batch=16" * plan.endswith("microbatches=4"))
     ran = equal(graph, plan, 4)
     psi = sum(prod(tensor.shape) for tensor in ran.graph.model.parameters())
     assert ran.found["bytes_moved"] == 8 * 3 * (times * psi + left)
@@ -245,7 +245,7 @@ def test_copies_of_weights_in_a_server_are_made_once_and_gathered_inside(
     """Of two servers of two devices (hpZ): psi elements cross to the other server once a step, in each direction half.
     Each microbatch gathers in each server, for the forward and for the backward; its gradients cross.
     """
-    graph = graph_of(f"{model},batch=16")
+    graph = graph_of(model + ",batch=16" * (microbatches == 4))
     ran = equal(graph, plan, 4)
     block = graph.blocks[0].path.rpartition(".")[0] + "."
     psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
@@ -299,12 +299,17 @@ def test_an_interlaced_pipeline_sums_rows_and_gradients_where_one_stage_reads_th
         assert held == prod(vocabulary.shape) // devices
 
 
+@cache
+def halves() -> ss.Graph:
+    built = build(f"{GPT},layers=1")
+    adam = torch.optim.AdamW(built.module.parameters())
+    return ss.capture(built.module, built.args, built.kwargs, adam, precision="bf16", check=False)
+
+
 @pytest.mark.parametrize("devices", [*slow(2), 4])
 def test_sums_of_halves_for_all_devices_travel_in_halves_both_ways(devices: int) -> None:
     """Two numbers travel in float32: the count of labels, and the loss."""
-    built = build(f"{GPT},layers=1")
-    adam = torch.optim.AdamW(built.module.parameters())
-    graph = ss.capture(built.module, built.args, built.kwargs, adam, precision="bf16", check=False)
+    graph = halves()
     plan = ss.compile(graph, "data_parallel:halves=true", f"local:{devices}")
     psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     each = 2 * psi * (devices - 1)
@@ -347,9 +352,7 @@ def test_each_addend_is_rounded_and_so_is_the_sum_of_all() -> None:
 
 def test_gradients_of_halves_travel_in_halves_and_are_added_in_float32() -> None:
     """A microbatch's gradient is made in bf16, so that nothing is rounded; the plan predicts what it needs."""
-    built = build(f"{GPT},layers=1")
-    adam = torch.optim.AdamW(built.module.parameters())
-    graph = ss.capture(built.module, built.args, built.kwargs, adam, precision="bf16", check=False)
+    graph = halves()
     psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     plans = {each: ss.compile(graph, f"zero:halves={each == 2}", "local:2") for each in (4, 2)}
     for each, plan in plans.items():

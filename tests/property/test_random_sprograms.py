@@ -61,11 +61,13 @@ def ask(graph: Graph, sprogram: SProgram, world: int, is_trained: bool) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-def test_random_sprograms_are_equal_or_refused(model: str) -> None:
+@pytest.mark.parametrize(("number", "model"), list(enumerate(MODELS)))
+def test_random_sprograms_are_equal_or_refused(number: int, model: str) -> None:
+    """Every model takes every other sort of plan."""
     graph = captured(model)
     # Plans of five layers cost most.
-    found = sum((check(graph, *sort) for sort in SORTS[-1 if model == "layers" else 0 :]), Counter[str]())
+    sorts = SORTS[-1:] if model == "layers" else SORTS[number % 2 :: 2]
+    found = sum((check(graph, *sort) for sort in sorts), Counter[str]())
     assert found["equal"] > found["refused"]
     check_again(graph, range(1))
 

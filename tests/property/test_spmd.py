@@ -206,7 +206,7 @@ def random_graph(seed: int) -> tuple[Graph, Any]:
 
 
 def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random(range(8), random_graph, monkeypatch)
+    found = check_random(range(4), random_graph, monkeypatch)
     assert found["folded"] >= 1
 
 
@@ -217,7 +217,7 @@ BROKEN = {"attention": (5097, 1444, 1062)}
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random([*range(3), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
+    found = check_random([*range(2), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
 
 
@@ -274,14 +274,10 @@ LINE = np.arange(4).reshape(4, 1)
 MESH = np.arange(12).reshape(2, 3, 2)
 SHUFFLED = np.array([[[9, 1], [7, 4], [0, 11]], [[10, 8], [3, 2], [5, 6]]])
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
-    "even": (True, {"mesh": LINE}),
     "devices in any order, two idle": (True, {"mesh": np.array([[4], [0], [5], [2]])}),
-    "two axes": (True, {"mesh": MESH[0]}),
-    "two stages": (True, {"mesh": MESH[0], "tail": MESH[1]}),
     "a head cut on its vocabulary": (True, {"mesh": MESH[0], "tail": MESH[1], "vocabulary": True}),
     "the same, devices in any order": (True, {"mesh": SHUFFLED[0], "tail": SHUFFLED[1], "vocabulary": True}),
     "microbatches outside": (True, {"mesh": LINE[:3], "microbatches": (2, False)}),
-    "microbatches inside": (True, {"mesh": LINE[:3], "microbatches": (2, True)}),
     "parts in order": (True, {"mesh": LINE[:3], "microbatches": (2, True), "ordered": slice(None)}),
     "parts of one device in order": (False, {"mesh": LINE[:3], "microbatches": (2, True), "ordered": 1}),
     "microbatches of stages": (True, {"mesh": MESH[0], "tail": MESH[1], "microbatches": (2, False)}),

@@ -353,13 +353,13 @@ def is_early(node: Node, after: Node) -> bool:
 
 
 def test_verdicts_equal_brute_force() -> None:
-    check(range(30))
+    check(range(15))
 
 
 def test_verdicts_on_orders_of_updates_equal_brute_force() -> None:
-    found = check(range(60), lambda seed: with_updates_ordered(random_placed(seed)[0], seed))
-    assert found["early"] > 5
-    assert found["ring of updates"] > 5
+    found = check(range(25), lambda seed: with_updates_ordered(random_placed(seed)[0], seed))
+    assert found["early"] > 2
+    assert found["ring of updates"] > 2
 
 
 @pytest.mark.slow

@@ -25,8 +25,7 @@ def plan_of(spec: str, plan: object, devices: int) -> Plan:
 @pytest.mark.parametrize(
     ("spec", "plan", "devices"),
     [
-        ("t5:size=tiny", "tensor_parallel", 4),
-        *slow(("swin:size=tiny", "tensor_parallel", 4)),
+        *slow(("t5:size=tiny", "tensor_parallel", 4), ("swin:size=tiny", "tensor_parallel", 4)),
         ("vit:size=tiny", "data_parallel", 8),
         ("llama:size=tiny,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2),
     ],
