@@ -42,6 +42,8 @@ class Dataflow:
         self._rows: dict[Hashable, Rows] = {}
         self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
         self._joins: dict[Hashable, list[list[int]]] = {}
+        # By the identity of a join and of the devices of its ends.
+        self._here: dict[tuple[int, int, int], bool] = {}
         self._labels: dict[Hashable, Labels] = {}
         self._served: dict[str, list[frozenset[Hashable]]] = {}
         self._interned: dict[Labels, Labels] = {}
@@ -199,6 +201,16 @@ class Dataflow:
             places = [rows.share(row, k) for row in range(len(rows))]
             self._joins[key] = share_out(self.held(maker, j), self.wanted(reader, k), places)
         return self._joins[key]
+
+    def is_here(self, made: Port, read: Port) -> bool:
+        """Return whether each part of a reader takes its input from one part, on its own device."""
+        joined, (maker, _), (reader, _) = self.join(made, read), made, read
+        device, here = self.rows[maker.name].device, self.rows[reader.name].device
+        key = id(joined), id(device), id(here)
+        if key not in self._here:
+            is_one = all(len(sources) == 1 for sources in joined)
+            self._here[key] = is_one and np.array_equal(device[[source for (source,) in joined]], here)
+        return self._here[key]
 
     def meetings(self, one: Port, other: Port) -> list[tuple[Key, Key]]:
         """Return the pairs of parts of two ops on one device whose inputs share elements."""

@@ -125,11 +125,14 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
         is_read = tensor not in edges.unread
         made = [_side(edges, outputs, edges.makers[tensor][0])] if is_read else []
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
-        is_again = edges.is_gathered_again(tensor)
-        is_late = is_again or (edges.is_copy(tensor) and edges.model.origin(tensor) not in edges.homes)
-        each = is_again and edges.graph.gathers_each
         own = reads.get(tensor, []) if is_read else []
-        for readers, microbatch in _by_region(own, is_late, each):
+        # What rests where it is read is not gathered.
+        is_here = tensor in edges.homes and not taken
+        is_here = is_here and all(edges.is_here(made[0].port, alias.uses[0]) for *_, alias in own)
+        is_again, is_copy = edges.is_gathered_again(tensor), edges.is_copy(tensor)
+        is_late = is_again or (is_copy and edges.model.origin(tensor) not in edges.homes)
+        each = is_again and edges.graph.gathers_each and not is_here
+        for readers, microbatch in _by_region(own, is_late and not is_here, each):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, made, taken, joins) if taken else []
             taken = []
