@@ -15,7 +15,7 @@ import numpy as np
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of, read_by
 from superscaler.ir.model import Factor, Model, Op, first, later
-from superscaler.ir.orders import Group, Order
+from superscaler.ir.orders import Group, Order, changed
 from superscaler.ir.parts import Block, Parts, Rows, block_of, expand
 from superscaler.ir.variants import renamed, unrolled, with_rest
 from superscaler.specs.arguments import checked
@@ -265,7 +265,7 @@ class Graph:
             return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
 
         if self.twins:
-            self.orders = [replace(o, before=of_twins(o.before), after=of_twins(o.after)) for o in self.orders]
+            self.orders = changed(self.orders, of_twins)
 
     def _check_orders(self) -> None:
         """Raise InputError for an order of an op that no longer exists."""

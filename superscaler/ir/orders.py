@@ -5,7 +5,7 @@ picture of a stuck schedule.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from superscaler.errors import InputError
@@ -102,6 +102,21 @@ class Order:
     def later(self, iteration: int) -> Order:
         """Return the same order in another iteration of a step."""
         return Order(self.before.later(iteration), self.after.later(iteration), self.where)
+
+
+def changed(orders: Iterable[Order], change: Callable[[Group], Group]) -> list[Order]:
+    """Return orders with other members (and kinds) of their groups. Groups that share members, those of other
+    microbatches, share the changed ones.
+    """
+    known: dict[tuple[int, str], Group] = {}
+
+    def made(group: Group) -> Group:
+        key = id(group.members), group.kind
+        if key not in known:
+            known[key] = change(group)
+        return replace(group, kind=known[key].kind, members=known[key].members)
+
+    return [replace(order, before=made(order.before), after=made(order.after)) for order in orders]
 
 
 WIDTH, ROWS, FIRST = 100, 8, 2

@@ -130,20 +130,31 @@ class _Builder:
             parts = self.loss_parts[rank]
             turns = tuple(turn for *_, turn in parts) if self.model.iterations > 1 else ()
             code.append(Loss(tuple(name for name, *_ in parts), tuple(counted for _, counted, _ in parts), turns))
-        key = None if self.context.steady else str
+        weights = (tuple(own.values()) for own in self.residents.weights)
         devices: Sequence[Device] = tuple(
-            Device(
-                rank,
-                tuple(self.residents.weights[rank].values()),
-                tuple(self._offloaded(rank, _with_frees(_sends_first(code), key))),
-            )
-            for rank, code in enumerate(self.code.of)
+            Device(rank, own, tuple(self._offloaded(rank, code)))
+            for rank, (own, code) in enumerate(zip(weights, self._freed(), strict=True))
         )
         if self.context.fold is not None:
             devices = fold_devices(devices, self.context.fold)
         mesh = self.schedule.edges.graph.mesh
         mesh = mesh if prod(mesh.values()) == len(devices) else {}
         return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
+
+    def _freed(self) -> list[list[Instruction]]:
+        """Return the code of each device, with a Free after the last use of each name."""
+        fold, found = self.context.fold, [_sends_first(code) for code in self.code.of]
+        key = None if self.context.steady else str
+        firsts = {d: fold.samples(fold.base(d))[0] for d in fold.sampled} if fold is not None else {}
+        done = {rank: _with_frees(code, key) for rank, code in enumerate(found) if firsts.get(rank, rank) == rank}
+        for rank, first in firsts.items():
+            if rank != first:
+                # The sampled devices of a base use the same names, or else they do not fold.
+                frees = [(n, i) for n, i in enumerate(done[first]) if isinstance(i, Free)]
+                done[rank] = found[rank]
+                for n, i in frees:
+                    done[rank].insert(n, i)
+        return [done[rank] for rank in range(len(found))]
 
     def _offloaded(self, rank: int, code: list[Instruction]) -> list[Instruction]:
         keep, weights = self.schedule.edges.graph.kept_tapes, {w.name for w in self.residents.weights[rank].values()}

@@ -14,8 +14,7 @@ def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
     compiled: dict[int, Device] = {}
     for base in range(len(fold.devices)):
         first, *others = (devices[d] for d in fold.samples(base))
-        for i in first.instructions:
-            _check_peers(i, first.rank, fold)
+        _check_peers(first, fold)
         for axis, other in enumerate(others):
             if not _is_alike(first, other) or not _meet(first, other, fold):
                 raise Unfoldable(axis)
@@ -25,32 +24,42 @@ def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
     return Folded(fold, compiled, idle, len(devices))
 
 
-def _check_peers(i: Instruction, rank: int, fold: Fold) -> None:
-    """Check that sends stay at their place, and that the group of a collective stays at its place or is a whole
+def _check_peers(device: Device, fold: Fold) -> None:
+    """Check that messages stay at their place, and that the group of each collective stays at its place or is a whole
     line.
     """
-    if isinstance(i, Send | Recv) and (spanned := fold.spanned([rank, i.peer])):
-        raise Unfoldable(spanned[0])
-    if isinstance(i, Collective):
-        for axis in fold.spanned(i.group):
+    groups: dict[tuple[tuple[int, ...], bool], None] = {}
+    for i in device.instructions:
+        if isinstance(i, Send | Recv):
+            groups[(device.rank, i.peer), True] = None
+        elif isinstance(i, Collective):
+            groups[i.group, False] = None
+    for group, is_message in groups:
+        for axis in fold.spanned(group):
             lines: dict[tuple[int, ...], set[int]] = {}
-            for device in i.group:
-                base, *place = fold.places[device]
+            for member in group:
+                base, *place = fold.places[member]
                 lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
-            if any(len(line) != fold.widths[axis] for line in lines.values()):
+            if is_message or any(len(line) != fold.widths[axis] for line in lines.values()):
                 raise Unfoldable(axis)
 
 
 def _meet(first: Device, other: Device, fold: Fold) -> bool:
     """Return whether two devices with the same program communicate with the peers that correspond to their places."""
-    at = fold.place(other.rank)
+    at, known = fold.place(other.rank), dict[tuple[int, ...], tuple[int, ...]]()
+
+    def moved(devices: tuple[int, ...]) -> tuple[int, ...]:
+        if devices not in known:
+            known[devices] = fold.move(devices, at)
+        return known[devices]
+
     for a, b in zip(first.instructions, other.instructions, strict=True):
-        if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and fold.move([a.peer], at) != (b.peer,):
+        if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and moved((a.peer,)) != (b.peer,):
             return False
         if isinstance(a, Collective) and isinstance(b, Collective):
             # A group is in chunk order. Without chunks only the source of a broadcast has a fixed place, the first.
             ordered = {"all_reduce": 0, "broadcast": 1}.get(a.kind, len(a.group))
-            one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (fold.move(a.group, at), b.group))
+            one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (moved(a.group), b.group))
             if one != two:
                 return False
     return True

@@ -18,7 +18,8 @@ def ring_attention(graph: Graph, n: int, axis: str, zigzag: bool = False, recomp
     count = len(places)
     blocks = AttentionBlocks(count, again=recompute)
     made = [parts.op for parts in op_trans(graph, attentions(graph, "ring_attention"), blocks)]
-    factors = [f for op in made for i in op.indices if i.follows for f in (op.indices[i.follows[0]].factor, i.factor)]
+    followed = [(op.indices[i.follows[0]], i) for op in made for i in op.indices if i.follows]
+    factors = dict.fromkeys(index.factor for pair in followed for index in pair)
     steps: dict[str, int] = {}
     for op in graph.forward_ops:
         first = next((o.tensor for o in op.inputs), "")

@@ -26,7 +26,7 @@ def shortest_cycle(nodes: DependencyGraph, sorted_nodes: Sequence[Node]) -> list
             break
         if path := _cycle_from(nodes, start, done, limit):
             best, limit = path, sum(map(nodes.is_work, path))
-    return [nodes.names[n] for n in best]
+    return [nodes.names[n] for n in best if nodes.names[n].kind != "E"]
 
 
 def _cycle_from(nodes: DependencyGraph, start: int, done: np.ndarray, limit: int) -> list[int]:

@@ -21,6 +21,10 @@ from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 # A weight is gathered this many segments before its first reader, unless a plan says otherwise: while one segment is
 # computed, the weights of the next one arrive.
 AHEAD = 1
+# Kinds of nodes that are no work.
+PASSED = "COE"
+# The identity of a group's members, its kind and microbatch.
+GroupKey = tuple[int, str, int | None]
 
 
 class Node(NamedTuple):
@@ -28,7 +32,7 @@ class Node(NamedTuple):
     number), or C (transfer `number`).
 
     `link` is the message of a transfer whose messages run separately; -1 is the whole transfer. O is the hub of an
-    op_order, or the hub before a turn on a device.
+    op_order, or the hub before a turn on a device. E is the end or the begin of a group that is ordered.
     """
 
     kind: str
@@ -94,6 +98,9 @@ class DependencyGraph:
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
         recomputed = self._delay()
+        self._members: dict[GroupKey, list[Node]] = {}
+        # By group, and whether it is the end.
+        self._ends: dict[tuple[GroupKey, bool], Node] = {}
         for order_number, order in enumerate(self.graph.orders):
             hub = Node("O", order_number)
             before, after = (self.members(group, order.where) for group in (order.before, order.after))
@@ -101,13 +108,12 @@ class DependencyGraph:
             if order.turns:
                 self._take_turns(hub, before, after)
                 continue
-            self._pass(before, hub, after)
-            for node in after:
-                # Recomputed work waits for all that its backward waits for.
-                for visit in recomputed.entries.get(node[:3], ()) if recomputed.entries else ():
-                    if all(visit not in recomputed.visits(other[:3]) for other in before):
-                        for work in recomputed.runs[visit]:
-                            self._edge(hub, Node(*work))
+            self._pass([self._end(order.before, before)], hub, [self._end(order.after, after, is_begin=True)])
+            # Recomputed work waits for all that its backward waits for.
+            entered = [v for node in after for v in recomputed.entries.get(node[:3], ())] if recomputed.entries else []
+            inside = {visit for node in before for visit in recomputed.visits(node[:3])} if entered else set()
+            for work in (work for visit in entered if visit not in inside for work in recomputed.runs[visit]):
+                self._edge(hub, Node(*work))
 
     @cached_property
     def early(self) -> frozenset[int]:
@@ -192,6 +198,13 @@ class DependencyGraph:
         return recomputed
 
     def members(self, group: Group, where: str) -> list[Node]:
+        """Return the work of a group, which is often in several orders."""
+        key = id(group.members), group.kind, group.microbatch
+        if key not in self._members:
+            self._members[key] = self._find_members(group, where)
+        return self._members[key]
+
+    def _find_members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
         done: set[int] = set()
         rest = []
@@ -229,7 +242,7 @@ class DependencyGraph:
         """Raise ScheduleError for an order that changes nothing."""
         if order.turns and {n.device for n in before}.isdisjoint(n.device for n in after):
             raise ScheduleError(f"op_order at {order.where}: {order}, but no device has both; leave turns=True out.")
-        moved = (n for n in (*before, *after) if n.kind != "C" or not self.schedule.transfers[n.number].is_local)
+        moved = (n for n in chain(before, after) if n.kind != "C" or not self.schedule.transfers[n.number].is_local)
         # An empty piece of a gradient has no communication, and its order no effect.
         if before and after and order.before.kind == order.after.kind == "C" and next(moved, None) is None:
             raise ScheduleError(
@@ -246,6 +259,14 @@ class DependencyGraph:
             self._edge(node, hub)
         for node in after:
             self._edge(hub, node)
+
+    def _end(self, group: Group, members: Sequence[Node], *, is_begin: bool = False) -> Node:
+        """Return a node after all work of a group, or before it. All orders of the group share it."""
+        key = (id(group.members), group.kind, group.microbatch), is_begin
+        if key not in self._ends:
+            end = self._ends[key] = Node("E", len(self._ends))
+            self._pass(*(((), end, members) if is_begin else (members, end, ())))
+        return self._ends[key]
 
     def _take_turns(self, hub: Node, first: Sequence[Node], second: Sequence[Node]) -> None:
         """Let the runs of two groups alternate on each device, with a hub between two runs."""
@@ -330,7 +351,7 @@ class DependencyGraph:
     def _followers(self, node: Node) -> Iterator[Node]:
         """Yield the work that waits for a node, looking through communication, orders and copies."""
         for after in (self.names[n] for n in self.after[self.number[node]]):
-            is_on_the_way = after.kind in "CO" or (after.kind == "F" and after.number in self.copies)
+            is_on_the_way = after.kind in PASSED or (after.kind == "F" and after.number in self.copies)
             yield from self._followers(after) if is_on_the_way else (after,)
 
     def _copiers(self, transfer: Transfer) -> list[Node]:
@@ -358,7 +379,7 @@ class DependencyGraph:
         return self.schedule.edges.by_home[number]
 
     def is_work(self, number: int) -> bool:
-        return self.names[number].kind not in "CO"
+        return self.names[number].kind not in PASSED
 
     def name(self, node: Node) -> str:
         """Return the weight of an update, or the first op of a segment."""

@@ -19,7 +19,7 @@ from superscaler.ir.fold import KEPT, Fold
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Axis, Grid, Ints
 from superscaler.ir.model import Op, Operand
-from superscaler.ir.orders import Group
+from superscaler.ir.orders import Group, changed
 from superscaler.ir.parts import Address, rows_under
 
 
@@ -207,10 +207,7 @@ def restrict(graph: Graph, fold: Fold, places: int = KEPT) -> Graph:
     """Return the graph with only the parts at the first places of each fold axis."""
     kept = {d for d, place in fold.places.items() if all(c < places for c in place[1:])}
     twin = graph.copy()
-    twin.orders = [
-        replace(o, before=_restricted_group(graph, o.before, kept), after=_restricted_group(graph, o.after, kept))
-        for o in graph.orders
-    ]
+    twin.orders = changed(graph.orders, lambda group: _restricted_group(graph, group, kept))
     done: dict[Hashable, Grid] = {}
     for name, grid in twin.grids.items():
         signature = grid.signature()

@@ -9,7 +9,7 @@ paper.
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -168,17 +168,32 @@ def _join_labels(held: Produced, wanted: Required) -> list[list[int]]:
     first = np.array([m[0] for m in members], dtype=np.int64)
     order = _Index(held.lo[first], held.hi[first])
     position = _positions(held, members)
+    by_device = [_by_device(held, rows) for rows in members]
 
-    def in_time(rows: list[int], row: int) -> list[int]:
-        if not held.turns or not wanted.turns:
-            return rows
-        return [r for r in rows if held.turns[r] < wanted.turns[row]] or rows
+    def nearest(c: int, row: int, near: tuple[int, int]) -> int:
+        rows, of = members[c], by_device[c]
+        if held.turns and wanted.turns:
+            rows = [r for r in rows if held.turns[r] < wanted.turns[row]] or rows
+            of = _by_device(held, rows)
+        return _nearest(held, rows, of, near, position)
 
-    found = []
-    for row, near in enumerate(wanted.at):
-        hits = order.overlapping(wanted.lo[row], wanted.hi[row])
-        found.append([_nearest(held, in_time(members[c], row), near, position) for c in hits])
+    # Many rows want the same box.
+    number: dict[tuple[bytes, bytes], int] = {}
+    of = [number.setdefault(wanted.corners(row), len(number)) for row in range(len(wanted))]
+    first = np.unique(np.array(of, dtype=np.int64), return_index=True)[1]
+    hits = order.overlapping(wanted.lo[first], wanted.hi[first])
+    return [[nearest(c, row, near) for c in hits[of[row]]] for row, near in enumerate(wanted.at)]
+
+
+def _by_device(held: Produced, rows: list[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(held.at[row][0], []).append(row)
     return found
+
+
+# The most pairs of boxes that are compared at once.
+MOST_PAIRS = 1 << 20
 
 
 class _Index:
@@ -191,14 +206,26 @@ class _Index:
         self.lo, self.hi = lo[self.order], hi[self.order]
         self.widest = int((self.hi - self.lo)[:, self.slot].max()) if slots and len(lo) else 0
 
-    def overlapping(self, lo: Ints, hi: Ints) -> list[int]:
-        a, b = 0, len(self.order)
+    def overlapping(self, lo: Ints, hi: Ints) -> list[list[int]]:
+        """Return, for each of some boxes [boxes, slots], the indexed ones that it meets."""
+        many = max(1, MOST_PAIRS // max(1, len(self.order)))
+        return [
+            own for at in range(0, len(lo), many) for own in self._overlapping(lo[at : at + many], hi[at : at + many])
+        ]
+
+    def _overlapping(self, lo: Ints, hi: Ints) -> list[list[int]]:
+        first, size = np.zeros(len(lo), dtype=np.int64), np.full(len(lo), len(self.order))
         if self.slot >= 0:
             starts = self.lo[:, self.slot]
-            a = int(np.searchsorted(starts, lo[self.slot] - self.widest, side="right"))
-            b = int(np.searchsorted(starts, hi[self.slot], side="left"))
-        common = (np.maximum(self.lo[a:b], lo) < np.minimum(self.hi[a:b], hi)).all(axis=1)
-        return sorted(self.order[a:b][common].tolist())
+            first = np.searchsorted(starts, lo[:, self.slot] - self.widest, side="right")
+            size = np.maximum(np.searchsorted(starts, hi[:, self.slot], side="left") - first, 0)
+        # The pairs of a box and an indexed one in its neighbourhood.
+        box = np.repeat(np.arange(len(lo)), size)
+        at = np.arange(len(box)) + np.repeat(first - (np.cumsum(size) - size), size)
+        meets = (np.maximum(self.lo[at], lo[box]) < np.minimum(self.hi[at], hi[box])).all(axis=1)
+        box, at = box[meets], self.order[at[meets]]
+        found, ends = at[np.lexsort((at, box))].tolist(), np.cumsum(np.bincount(box, minlength=len(lo))).tolist()
+        return [found[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _positions(held: Produced, members: list[list[int]]) -> dict[int, int]:
@@ -209,7 +236,9 @@ def _positions(held: Produced, members: list[list[int]]) -> dict[int, int]:
     position: dict[int, int] = {}
     fold = held.fold
     for rows in members:
-        devices = list(dict.fromkeys(held.device[rows].tolist()))
+        devices = dict.fromkeys(held.device[rows].tolist())
+        if devices.keys() <= position.keys():
+            continue
         count: dict[Coordinate, int] = {}
         for device in devices if fold is None else sorted(devices, key=fold.base):
             at = () if fold is None else fold.place(device)
@@ -218,11 +247,18 @@ def _positions(held: Produced, members: list[list[int]]) -> dict[int, int]:
     return position
 
 
-def _nearest(held: Produced, rows: list[int], near: tuple[int, int], position: dict[int, int]) -> int:
+def _nearest(
+    held: Produced,
+    rows: list[int],
+    by_device: dict[int, list[int]],
+    near: tuple[int, int],
+    position: dict[int, int],
+) -> int:
+    """Return the nearest of replicas, which are also given by their device."""
     if len(rows) == 1:
         return rows[0]
     (device, micro), fold = near, held.fold
-    here = [r for r in rows if held.at[r][0] == device] or [r for r in rows if held.at[r][0] == device ^ HOSTS] or rows
+    here = by_device.get(device) or by_device.get(device ^ HOSTS) or rows
     same = [r for r in here if held.at[r][1] == micro] or here
     owners = list(dict.fromkeys(held.at[r][0] for r in same))
     turn = max(device, 0)

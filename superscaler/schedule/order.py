@@ -39,7 +39,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
     check_regathers(attempt.edges, schedule.segments)
     late = sort(attempt.nodes, attempt.orbits) if attempt.nodes.delay_gathers(order) else order
     order = late if len(late) == len(order) else order
-    schedule.order = [n for n in order if n.kind != "O"]
+    schedule.order = [n for n in order if n.kind not in "OE"]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
     schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())
     return schedule
@@ -180,7 +180,7 @@ def _orbits(nodes: DependencyGraph) -> list[int]:
             ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
             found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
         else:
-            found.append(number if node.kind == "O" else first.setdefault(base(node, node.is_run), number))
+            found.append(number if node.kind in "OE" else first.setdefault(base(node, node.is_run), number))
     return found
 
 
@@ -189,7 +189,7 @@ def _priority(nodes: DependencyGraph, number: int) -> tuple[int, int, int, int, 
     is_early = node.kind == "F" and node.number in nodes.early
     # An update that other work waits for runs early, any other one at the end.
     is_early |= node.kind == "U" and any(nodes.names[after].kind != "U" for after in nodes.after[number])
-    rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "I": 3, "W": 3, "F": 4, "U": 5}[node.kind]
+    rank = 2 if is_early else {"O": 0, "E": 0, "C": 1, "B": 3, "I": 3, "W": 3, "F": 4, "U": 5}[node.kind]
     place = -node.number if node.kind == "U" else node.number
     if node.is_run:
         segment = nodes.schedule.segments[node.number]

@@ -9,7 +9,7 @@ from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Grid
 from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref, first
 from superscaler.ir.model_text import unique
-from superscaler.ir.orders import Group
+from superscaler.ir.orders import Group, changed
 from superscaler.ir.parts import Parts
 
 # The most older versions of a weight: more than any pipeline has stages.
@@ -255,7 +255,7 @@ def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:
         return replace(group, members=(*(m for m in group.members if m[0] not in places), *members))
 
     if places:
-        graph.orders = [replace(o, before=renamed(o.before), after=renamed(o.after)) for o in graph.orders]
+        graph.orders = changed(graph.orders, renamed)
 
 
 def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:

@@ -95,3 +95,28 @@ def test_a_weight_rests_in_the_slices_in_which_it_is_read() -> None:
     found = follow(op, tensor, uneven[:3])
     assert [axis.sizes for axis in found.axes] == [(1, 1, 1)]
     assert np.array_equal(found.devices, [0, 1, 2])
+
+
+@pytest.mark.parametrize("rests", ["where it is read", "on device 0"])
+def test_a_weight_is_gathered_for_each_microbatch_and_recomputation_unless_it_rests_where_it_is_read(
+    rests: str,
+) -> None:
+    graph = graph_of("mlp", "SGD")
+    weight = next(iter(graph.updates))
+
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_trans(graph, graph.forward_ops, ss.Microbatch(2))
+        ss.op_trans(graph, graph.forward_ops, ss.Split("batch", 2, axis="dp"))
+        ss.op_trans(graph, graph.forward_ops, ss.Recompute())
+        ss.op_assign(graph, graph.forward_ops, cluster.mesh(dp=2))
+        if rests == "on device 0":
+            ss.op_assign(graph, graph.updates[weight], cluster.devices[0])
+
+    ran = equal(graph, plan)
+    moved = [t for t in ran.compiled.schedule.transfers if t.kind == "F" and t.tensor == weight and not t.is_local]
+    # Two microbatches, for the forward and again for the backward.
+    assert len(moved) == (4 if rests == "on device 0" else 0)
+    local = [t for t in ran.compiled.schedule.transfers if t.kind == "F" and t.tensor == weight and t.is_local]
+    if rests == "where it is read":
+        # Each device reads it four times.
+        assert [len(t.readers[0].places) for t in local] == [4, 4]
