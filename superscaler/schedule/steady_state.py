@@ -155,7 +155,8 @@ def _rows(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]] | None:
     rows = []
     for name in (name for name, is_first in first.items() if is_first):
         row = [name]
-        while row[-1] in after:
+        # A chain that ends in a cycle has no end.
+        while row[-1] in after and len(row) <= len(first):
             row.append(after[row[-1]])
         rows.append(row)
     return rows if sum(map(len, rows)) == len(first) else None

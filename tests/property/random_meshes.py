@@ -216,5 +216,12 @@ class Author:
         ss.op_assign(self.graph, parts, mesh.transpose([axis for axis, _ in layout]))
 
 
-def mesh_plan(seed: int, world: int, shape: tuple[int, ...], odd: float) -> Callable[[Graph, Cluster], None]:
-    return lambda graph, cluster: Author(graph, random.Random(seed), shape, world, odd).write()
+def mesh_plan(
+    seed: int, world: int, shape: tuple[int, ...], odd: float, iterations: int = 1
+) -> Callable[[Graph, Cluster], None]:
+    def sprogram(graph: Graph, cluster: Cluster) -> None:
+        Author(graph, random.Random(seed), shape, world, odd).write()
+        if iterations > 1:
+            graph.unroll(iterations)
+
+    return sprogram

@@ -157,7 +157,8 @@ def check_counted(found: Compiled) -> None:
         for weight in device.weights:
             counts[weight.tensor] += weight.counted * prod(hi - lo for lo, hi in weight.box)
     tensors = found.graph.model.tensors
-    trained = {op.inputs[0].tensor for op in found.graph.ops if not op.is_forward and not op.is_write}
+    updates = [op for op in found.graph.ops if not op.is_forward and not op.is_write]
+    trained = {op.inputs[0].tensor for op in updates if not op.iteration}
     assert {name: counts[name] for name in trained} == {name: prod(tensors[name].shape) for name in trained}
 
 
@@ -169,14 +170,17 @@ def draw(seed: int) -> tuple[tuple[int, ...], int, float]:
 
 
 def check_random(
-    seeds: Sequence[int], graph_of: Callable[[int], tuple[Graph, Any]], patch: pytest.MonkeyPatch
+    seeds: Sequence[int],
+    graph_of: Callable[[int], tuple[Graph, Any]],
+    patch: pytest.MonkeyPatch,
+    iterations: int = 1,
 ) -> Counter[str]:
     """Compare plans folded and in full, run those that fold, and count what came of them."""
     found: Counter[str] = Counter()
     for seed in seeds:
         (graph, values), (shape, world, odd) = graph_of(seed), draw(seed)
         try:
-            plans = both(graph, mesh_plan(seed, world, shape, odd), world, patch)
+            plans = both(graph, mesh_plan(seed, world, shape, odd, iterations), world, patch)
             if plans is None:
                 found["refused"] += 1
                 continue
@@ -226,7 +230,10 @@ def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatc
 @pytest.mark.parametrize("model", ["", *MODELS])
 def test_many_more_plans_on_meshes(model: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = range(1000 + 40 * block, 1040 + 40 * block)
-    check_random(seeds, (lambda _: (captured(model), None)) if model else random_graph, monkeypatch)
+    if model:
+        check_random(seeds, lambda _: (captured(model), None), monkeypatch, iterations=1 + block % 2)
+    else:
+        check_random(seeds, random_graph, monkeypatch)
 
 
 def lay_out(
@@ -240,12 +247,14 @@ def lay_out(
     vocabulary: bool = False,
     zero: bool = False,
     ordered: slice | int | None = None,
+    iterations: int = 1,
 ) -> None:
     """Cut the batch along the first axis of a mesh, and replicate over the second.
 
     `tail` is another mesh for the later ops, `odd` one for a single op; `microbatches` are outside or inside of the
     batch axis; the last op with a vocabulary is cut on it along the second axis; the updates are cut along the first;
-    parts at some places along the first are `ordered`, inner microbatch after inner microbatch.
+    parts at some places along the first are `ordered`, inner microbatch after inner microbatch. A step may have several
+    `iterations`.
     """
     ops = graph.forward_ops
     last = [op.name for op in ops if any(i.size == 24 for i in op.indices)]
@@ -268,6 +277,8 @@ def lay_out(
         if not op.is_forward:
             made = ss.op_trans(graph, op, ss.Split(op.indices[0].factor, mesh.shape[0]))
             ss.op_assign(graph, ss.op_trans(graph, made, ss.Replicate(mesh.shape[1])), mesh)
+    if iterations > 1:
+        graph.unroll(iterations)
 
 
 LINE = np.arange(4).reshape(4, 1)
@@ -283,6 +294,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "microbatches of stages": (True, {"mesh": MESH[0], "tail": MESH[1], "microbatches": (2, False)}),
     "updates split": (True, {"mesh": LINE, "zero": True}),
     "updates split, two axes": (True, {"mesh": MESH[0], "zero": True}),
+    "two iterations, updates split": (True, {"mesh": MESH[0], "zero": True, "iterations": 2}),
     "sizes differ": (False, {"mesh": LINE, "sizes": (3, 4, 3, 2)}),
     "one op elsewhere": (False, {"mesh": LINE, "odd": np.array([[0], [1], [3], [2]])}),
     "one op on one device": (False, {"mesh": LINE, "odd": np.array([[0]])}),

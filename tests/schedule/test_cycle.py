@@ -154,3 +154,16 @@ def test_compile_tells_it_on_standard_error(tmp_path: Path, capsys: pytest.Captu
     assert "  device 1  ? F gelu waits for F linear on device 0\n" in err
     assert f"at {plan}:9\n" in err
     assert not out
+
+
+def test_microbatches_whose_order_ends_in_a_cycle_are_refused(graph: Graph) -> None:
+    def plan(graph: Graph, cluster: Cluster) -> None:
+        pipeline(graph, cluster, [])
+        groups = [graph.select(ops=graph.forward_ops, microbatch=number, kind="F") for number in range(3)]
+        for before, after in ((0, 1), (1, 2), (2, 1)):
+            op_order(graph, groups[before], groups[after])
+
+    with pytest.raises(
+        ScheduleError, match=r"(?s)Remove or reverse one op_order.* of microbatch 2 before .* of microbatch 1"
+    ):
+        compile_graph(graph, plan, Cluster.local(1))
