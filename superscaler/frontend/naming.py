@@ -91,8 +91,8 @@ def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[
     of_weights = depends(trace, "parameter") - from_inputs
     products = [indexed for indexed in found.calls if of_weights.intersection(reads(indexed.call))]
     summed = {id(s) for i in products for s, mark in zip(i.classes, i.marks, strict=True) if mark == "summed"}
-    for dim in weights.dims:
-        yield from ((span, role) for span in dim if id(span) in summed and (role := weights.role(span)))
+    once = {id(span): span for dim in weights.dims for span in dim if id(span) in summed}
+    yield from ((span, role) for span in once.values() if (role := weights.role(span)))
 
 
 def _read_by(call: Node, found: Inference, from_inputs: set[Node]) -> Iterator[tuple[Span, str]]:
