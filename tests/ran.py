@@ -105,11 +105,14 @@ def captured(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     **options: Any,
 ) -> ss.Graph:
-    """Capture the module and its inputs (a tensor, a tuple, or a dict) that `make` returns, and an optimizer."""
+    """Capture the module and its inputs (a tensor, a tuple, or a dict) that `make` returns, and an optimizer, without a
+    check of the capture: plans of it are compared with the module.
+    """
     torch.manual_seed(0)
     module, inputs = make()
     args = () if isinstance(inputs, dict) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     trained = [p for p in module.parameters() if p.requires_grad]
+    options.setdefault("check", False)
     options.setdefault("optimizer", kind(trained, lr=lr) if trained else None)
     return ss.capture(module, args, inputs if isinstance(inputs, dict) else {}, **options)
 

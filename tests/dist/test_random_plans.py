@@ -50,9 +50,9 @@ Values = Mapping[str, Tensor]
 Case = tuple[str, Compiled, Values, Values, Callable[[Sequence[Sequence[Result]]], None]]
 
 
-def captured_cases(seeds: range) -> Iterator[Case]:
-    """Yield random plans of 2 to 4 devices on captured models: cuts, orders, rewrites, meshes."""
-    for name in random_sprograms.MODELS:
+def captured_cases(seeds: range, every: int = 1) -> Iterator[Case]:
+    """Yield random plans of 2 to 4 devices on captured models: cuts, orders, rewrites, meshes. `every`: second, third."""
+    for name in list(random_sprograms.MODELS)[::every]:
         for seed in seeds:
             devices = ss.Cluster.local(2 + seed % 3)
             kind = ("free", "layered")[seed % 2]
@@ -61,7 +61,7 @@ def captured_cases(seeds: range) -> Iterator[Case]:
             yield from captured_case(
                 f"{name} {seed}", random_sprograms.captured(name), lambda g, _, s=sprogram, d=devices: s(g, d)
             )
-    for name in random_meshes.MODELS:
+    for name in list(random_meshes.MODELS)[::every]:
         for seed in seeds:
             shape = random.Random(seed).choice([(2,), (3,), (4,), (2, 2)])
             sprogram = random_meshes.mesh_plan(seed, WORLD, shape, 0.05)
@@ -155,8 +155,8 @@ def broken(case: Case) -> Case:
 
 def test_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
     """Random plans, two with a bug, and those of the library."""
-    drawn, library = [*captured_cases(range(1)), *graph_cases(range(1))], list(library_cases())
-    assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 6
+    drawn, library = [*captured_cases(range(1), every=2), *graph_cases(range(1))], list(library_cases())
+    assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 3
     assert len(library) == sum(map(len, LIBRARY.values())) + 2
     assert "for m in range(" in library[-3][1].emitted.files["program_0.py"]
     check_all([*drawn, *map(broken, (drawn[0], drawn[-1])), *library], tmp_path)

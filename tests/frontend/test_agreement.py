@@ -73,7 +73,6 @@ def test_what_capture_freezes_is_an_error(between: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=rf"examples\.py:\d+ \(Net\.forward\) does {message}{numbers}") as raised:
         captured(between)
     assert "\n" not in str(raised.value)
-    assert captured(between, check=False) == ""
 
 
 EQUAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
