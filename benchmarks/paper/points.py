@@ -95,6 +95,8 @@ class Rows:
         found = (json.loads(line) for line in lines)
         self.known = {row["key"]: row for row in found if keep or row["simulator"] == self.simulator}
         self.graphs: dict[str, Any] = {}
+        # The experiment that is on, and the first that asked for each row.
+        self.experiment, self.asked = "", dict[str, str]()
 
     def get(self, point: Point) -> Row | None:
         """Return the row of a point, simulated now if it is not known; None where it was to be known."""
@@ -106,6 +108,8 @@ class Rows:
             for row in self._simulated(point):
                 self.known[row["key"]] = row
                 self._write(row)
+        if point.key in self.known:
+            self.asked.setdefault(point.key, self.experiment)
         return self.known.get(point.key)
 
     def _write(self, row: Row) -> None:

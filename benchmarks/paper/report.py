@@ -1,19 +1,14 @@
-"""Tables and figures of the evaluation: Markdown and SVG, and the comparison with the paper's numbers."""
+"""Tables of the evaluation: Markdown, and the comparison with the paper's numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
-from points import ROOT, Row
+from points import Row
 
-FIGURES = ROOT / "docs/evaluation"
 # Within this share of the paper's number, ours is a hit.
 HIT = 0.2
-
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 240, 60, 40, 30
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -91,32 +86,3 @@ def ratio(a: Row | None, b: Row | None) -> float | None:
     if not a or not b or "error" in a or "error" in b or not (a["fits"] and b["fits"]):
         return None
     return float(b["seconds"] / a["seconds"])
-
-
-def bars(name: str, title: str, groups: Mapping[str, Mapping[str, float | None]], unit: str) -> str:
-    """Write an SVG of bars, a group for each place; None is a cross (out of memory). Return the Markdown of it."""
-    labels = list(dict.fromkeys(label for group in groups.values() for label in group))
-    most = max((v for group in groups.values() for v in group.values() if v), default=1.0)
-    width = (_WIDTH - _LEFT) / max(1, len(groups))
-    bar, floor = width / (len(labels) + 1), _TOP + _HEIGHT
-    marks = [f'<text x="4" y="{_TOP + 8}">{most:.3g} {unit}</text>', f'<text x="4" y="{floor}">0</text>']
-    for n, (place, group) in enumerate(groups.items()):
-        left = _LEFT + n * width
-        marks.append(f'<text x="{left + bar / 2:.0f}" y="{floor + 18}">{place}</text>')
-        for label, value in group.items():
-            k = labels.index(label)
-            x, high = left + (k + 0.2) * bar, _HEIGHT * (value or 0) / most
-            if value is None:
-                marks.append(f'<text x="{x:.0f}" y="{floor - 2}" fill="{_COLOURS[k]}">x</text>')
-                continue
-            box = f'x="{x:.1f}" y="{floor - high:.1f}" width="{bar * 0.9:.1f}" height="{high:.1f}"'
-            marks.append(f'<rect {box} fill="{_COLOURS[k]}"/>')
-    for k, label in enumerate(labels):
-        x = _LEFT + k * (_WIDTH - _LEFT) / len(labels)
-        marks.append(f'<rect x="{x:.0f}" y="22" width="10" height="10" fill="{_COLOURS[k]}"/>')
-        marks.append(f'<text x="{x + 14:.0f}" y="31">{label}</text>')
-    size = f'width="{_WIDTH}" height="{_TOP + _HEIGHT + _BOTTOM}" font-family="sans-serif" font-size="11"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><text x="{_LEFT}" y="14">{title}</text>'
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    Path(FIGURES, f"{name}.svg").write_text("\n".join([head, *marks, "</svg>\n"]))
-    return f"![{title}](evaluation/{name}.svg)\n"

@@ -5,7 +5,7 @@
 
 Points are rows of benchmarks/results/paper/rows.jsonl, so that a run that was ended goes on. --gpus: only points on so
 many GPUs are simulated. --known: nothing is simulated, the report has what is known. --keep: rows of an older simulator
-count. --quick: quick.py, a check in a minute; no file is written.
+count. --quick: quick.py, a check in a minute; no file is written. Figures need `pip install -e '.[paper]'`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -25,7 +24,9 @@ EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e13", "e1
 
 
 def main() -> None:
+    import e12
     import e13
+    import figures
     import quick
     import report
     from points import ROOT, Rows
@@ -43,14 +44,15 @@ def main() -> None:
         sys.exit("\n".join(["failed:", *failed]) if failed else None)
     gpus = [] if options.known else options.gpus or CLUSTERS
     rows = Rows(options.keep, [CLUSTERS[n] for n in gpus])
-    folder = tempfile.TemporaryDirectory()
-    report.FIGURES = Path(folder.name) if options.only else report.FIGURES
-    parts = {name: import_module(name).run(rows) for name in EXPERIMENTS if options.only in (None, name)}
+    figures.FOLDER = None if options.only else figures.FOLDER
+    parts = {}
+    for rows.experiment in EXPERIMENTS:
+        if options.only in (None, rows.experiment):
+            parts[rows.experiment] = import_module(rows.experiment).run(rows)
     if options.only:
         print("\n".join(parts.values()))
         return
-    simulators = sorted({row["simulator"] for row in rows.known.values()})
-    head = (HERE / "head.md").read_text().replace("SIMULATOR", ", ".join(simulators))
+    head = (HERE / "head.md").read_text().replace("MIXED", e12.mixed(rows))
     ordered = {name: parts[name] for name in sorted(parts, key=lambda name: int(name[1:]))}
     head = head.replace("SUMMARY", f"{report.summary(ordered)}\n{e13.advice(rows)}")
     (ROOT / "docs/evaluation.md").write_text("\n".join([head, *ordered.values()]))

@@ -86,18 +86,18 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     },
     ("swin", 8): {
         "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
-        "DeepSpeed": ["8x1|4x2|2x4"],
+        "DeepSpeed": ["8x1|4x2|2x4|1x8"],
         "co-shard, first 4": ["4x2x1/4|4x2x1/4+"],
     },
     ("swin", 16): {
         "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
-        "DeepSpeed": ["16x1|8x2|4x4"],
+        "DeepSpeed": ["16x1|8x2|4x4|2x8"],
         "co-shard, first 4": ["4x4x1/4|4x4x1/4+"],
     },
     ("swin", 32): {
         "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
-        "DeepSpeed": ["32x1|16x2|8x4"],
-        "co-shard, first 4": ["4x8x1/2+"],
+        "DeepSpeed": ["32x1|16x2|8x4|4x8"],
+        "co-shard, first 4": ["4x8x1/2+|4x8x1/4+"],
     },
     ("alphafold2", 4): {
         "DAP + DP": ["1x4|1x4+|2x2+|4x1+"],

@@ -20,7 +20,6 @@ from tests.sweeps import few, slow
 PAPER = Path(__file__).parents[2] / "benchmarks/paper"
 sys.path[:0] = [str(PAPER), str(PAPER.parent)]
 
-import quick  # noqa: E402
 from families import bandwidth  # noqa: E402
 from points import NIC, SLOW_NIC, Point, captured, least, of_batch, predicted  # noqa: E402
 from systems import BEYOND, MAKERS, SPACES  # noqa: E402
@@ -102,8 +101,3 @@ def test_bandwidth_that_would_make_the_papers_number_is_found_from_two_bandwidth
     full, half = found(NIC), found(SLOW_NIC)
     assert bandwidth(full, half, "ours", "other", 3.0) == "6 GB/s between servers would make 3"
     assert bandwidth(full, half, "other", "ours", 3.0) == "no bandwidth between servers makes it"
-
-
-@pytest.mark.slow
-def test_quick_part_of_the_evaluation_holds() -> None:
-    assert not quick.run()
