@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from families import LEAN, As, leaner
 from figures import bars
-from models import SWIN_SIZES, small_swin
+from models import NARROW_SIZES, SWIN_SIZES, small_swin
 from points import CAPACITY, Row, Rows
 from report import POINTS, VERDICTS, point_rows, table, verdict
 from systems import SINGLE, single
 
-# What the paper does not say: the window of Swin, and what else than it takes memory.
+# What the paper does not say: the window of Swin, and the bytes of a parameter.
 ASSUMPTIONS: dict[str, tuple[int, As]] = {
     "windows of 48": (48, dict),
     f"windows of 48, {LEAN}": (48, leaner),
@@ -21,17 +21,47 @@ Found = dict[int, dict[str, Row | None]]
 
 def found_of(rows: Rows, window: int) -> Found:
     """Return the rows by size and system; those of another window only where they are known."""
-    get = rows.get if window == 48 else lambda point: rows.known.get(point.key)
+    if window == 24:
+        return {
+            size: {s: rows.known.get(single(small_swin(options, 24), s, parts).key) for s in SINGLE}
+            for size, (options, parts) in NARROW_SIZES.items()
+        }
     return {
-        size: {s: get(single(small_swin(size, window), s, parts)) for s in SINGLE}
-        for size, (_, parts) in SWIN_SIZES.items()
+        size: {s: too_large(size, s) or rows.get(single(small_swin(options, 48), s, parts)) for s in SINGLE}
+        for size, (options, parts) in SWIN_SIZES.items()
+    }
+
+
+def scores(millions: int) -> float:
+    """Return the bytes of the scores of the first stage in float16: heads x patches x patches of a window."""
+    heads = int(SWIN_SIZES[millions][0].partition("heads=")[2].partition(",")[0])
+    return 2 * heads * (1536 // 4) ** 2 * 48**2
+
+
+def too_large(millions: int, system: str) -> Row | None:
+    """Return the row of a point that needs no compiling: without co-shard, the backward of an attention holds its
+    scores and probabilities, and a gradient of each.
+    """
+    least = 4 * scores(millions)
+    if system == "co-shard" or least <= CAPACITY:
+        return None
+    return {
+        "key": single(small_swin(SWIN_SIZES[millions][0], 48), system, 0).key,
+        "error": f"at least {least / 1e9:.1f} GB: four tensors of scores in the backward of one attention",
+        "fits": False,
     }
 
 
 def largest(found: Found, system: str, as_if: As) -> int | None:
-    """Return the largest size that fits, if one is known to."""
-    fitting = [size for size, systems in found.items() if (row := systems[system]) and as_if(row)["fits"]]
-    return max(fitting, default=None)
+    """Return the largest size that fits, 0 where none does; None where that of a larger one is unknown."""
+    known = {size: systems[system] for size, systems in found.items()}
+    fitting = [size for size, row in known.items() if row and (row if "error" in row else as_if(row))["fits"]]
+    best = max(fitting, default=0)
+    return best if all(row for size, row in known.items() if size > best) else None
+
+
+def over(mine: int | None, other: int | None) -> float | None:
+    return mine / other if mine and other else None
 
 
 def run(rows: Rows) -> str:
@@ -41,19 +71,23 @@ def run(rows: Rows) -> str:
         name: {s: largest(by_window[window], s, as_if) for s in SINGLE} for name, (window, as_if) in ASSUMPTIONS.items()
     }
     again, offload, mine = next(iter(reached.values())).values()
+    lean, first = reached[f"windows of 48, {LEAN}"], found[min(found)]["recompute"]
+    needs = f"recompute of {min(found)} M needs {first['peak'] / 1e9:.1f} GB; " if first else ""
+    cause = f"{needs}{LEAN}: {over(lean['co-shard'], lean['recompute']) or 0:.2g}"
     return "\n".join([
         "### E6. Swin on one GPU, over its size\n",
         "Microbatches of one image of 1536 x 1536; every layer is recomputed.\n",
         table(POINTS, (line for size, row in found.items() for line in point_rows(f"{size} M", row))),
         bars("e6", "E6: peak memory of one GPU", {
-            f"{size} M": {s: p["peak"] / 1e9 for s, p in row.items() if p} for size, row in found.items()
+            f"{size} M": {s: p["peak"] / 1e9 for s, p in row.items() if p and "peak" in p}
+            for size, row in found.items()
         }, "GB", (CAPACITY / 1e9, "its capacity")),
         table(VERDICTS, [
             verdict("largest model of co-shard, millions of parameters", 1300, mine),
-            verdict("over that of recompute", 3.7, mine and again and mine / again, "the table below"),
-            verdict("over that of ZeRO-3 offload", 3.7, mine and offload and mine / offload, "the table below"),
+            verdict("over that of recompute", 3.7, over(mine, again), cause, "out of memory"),
+            verdict("over that of ZeRO-3 offload", 3.7, over(mine, offload)),
         ]),
         "The largest that fits, in millions, by what the paper does not say (its numbers: 351, 351, 1300):\n",
         table(("assumption", *SINGLE),
-              ([name, *(str(size or "?") for size in row.values())] for name, row in reached.items())),
+              ([name, *({None: "?", 0: "none"}.get(size, str(size)) for size in row.values())] for name, row in reached.items())),
     ])  # fmt: skip

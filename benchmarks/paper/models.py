@@ -4,10 +4,10 @@ Widths and depths are the paper's; what it does not give is said here. There is 
 equal under all plans, in some ten kernels of integers, where the paper's torch had one. Attention of GPT-3 writes all
 scores out (gpt3.py): the V100 has no FlashAttention, which came after the paper's PyTorch 1.11. Its softmax is in
 float32, as Megatron-LM's above 4,096 tokens; float16 is shown as another assumption. The vocabulary is padded to
-51,200, as Megatron-LM does. Windows of Swin are 48 patches wide: so are those for images of 1536 in the example of the
-paper's authors (nnScaler, examples/vision/swin/model.py), which has the model of 1.8B and one of 355M, too. Layers are
-spread over its four stages as there, most in the third. DeepSpeed pads weights that its devices do not divide, so that
-Swin has 1,024 classes there and 1,000 elsewhere.
+51,200, as Megatron-LM does. Windows of Swin are 48 patches wide in E6: so are those for images of 1536 in the example
+of the paper's authors (nnScaler, examples/vision/swin/model.py), which has the model of 1.8B and one of 355M, too.
+They are 24 in E2, whose rows are older than that finding. Layers are spread over four stages as there, most in the
+third. DeepSpeed pads weights that its devices do not divide, so that Swin has 1,024 classes there and 1,000 elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GPT3_SIZES = "1.3b 2.6b 6.7b 15b"
 
 # family -> the model of each number of GPUs.
 MODELS: Mapping[str, Mapping[int, str]] = {
-    "swin": _sizes("swin", "1.8b 6.6b 13b 30b", ",window=48"),
+    "swin": _sizes("swin", "1.8b 6.6b 13b 30b"),
     "gpt3": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float32"),
     "gpt3, softmax in float16": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float16"),
     "gpt3, no scores": {32: "gpt3:size=15b,seq=16384,vocab=51200,dropout=0.0"},
@@ -59,17 +59,24 @@ def shallow(model: str, stages: int) -> tuple[int, dict[int, str]]:
 
 
 # E6: Swin by millions of parameters, and the parts of co-shard: the heads of its first stage. The paper names 907 and
-# 1,300, and a ratio of 3.7, which is 351; its authors' example has 201 and 355.
+# 1,300, and a ratio of 3.7, which is 351; its authors' example has 355.
 SWIN_SIZES: Mapping[int, tuple[str, int]] = {
-    201: ("hidden=192,heads=6,depths=2-2-18-2", 6),
     355: ("hidden=256,heads=8,depths=2-2-18-2", 8),
     907: ("hidden=384,heads=12,depths=2-2-22-2", 12),
     1300: ("hidden=448,heads=14,depths=2-2-24-2", 14),
 }
 
 
-def small_swin(millions: int, window: int = 48) -> str:
-    return f"swin:size=1.8b,window={window},{SWIN_SIZES[millions][0]}"
+# Those of windows of 24, which say what the window does; the point of a key is known.
+NARROW_SIZES: Mapping[int, tuple[str, int]] = {
+    345: ("hidden=224,heads=7", 7),
+    849: ("hidden=352,heads=11", 11),
+    1374: ("hidden=448,heads=14", 7),
+}
+
+
+def small_swin(options: str, window: int) -> str:
+    return f"swin:size=1.8b,{f'window={window},' if window != 24 else ''}{options}"
 
 
 # E7: GPT-3 1.3B by sequence.

@@ -35,9 +35,9 @@ BANDS = (
     ("mbart", "peak", "interlaced", "Megatron-LM", 1.09),
     ("mbart", "seconds", "interlaced", "Megatron-LM", 0.97),
     ("mbart", "seconds", "DeepSpeed", "Megatron-LM", 1.81),
-    ("swin", "peak", "co-shard, first 4", "Megatron-LM", 0.63),
-    ("swin", "seconds", "co-shard, first 4", "Megatron-LM", 1.46),
-    ("swin", "peak", "DeepSpeed", "Megatron-LM", 3.47),
+    ("swin", "peak", "co-shard, first 4", "Megatron-LM", 0.83),
+    ("swin", "seconds", "co-shard, first 4", "Megatron-LM", 1.28),
+    ("swin", "peak", "DeepSpeed", "Megatron-LM", 2.68),
 )
 
 
