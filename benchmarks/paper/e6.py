@@ -60,6 +60,10 @@ def largest(found: Found, system: str, as_if: As) -> int | None:
     return best if all(row for size, row in known.items() if size > best) else None
 
 
+def said(size: int | None) -> str:
+    return "?" if size is None else str(size) if size else "none"
+
+
 def over(mine: int | None, other: int | None) -> float | None:
     return mine / other if mine and other else None
 
@@ -88,6 +92,5 @@ def run(rows: Rows) -> str:
             verdict("over that of ZeRO-3 offload", 3.7, over(mine, offload)),
         ]),
         "The largest that fits, in millions, by what the paper does not say (its numbers: 351, 351, 1300):\n",
-        table(("assumption", *SINGLE),
-              ([name, *({None: "?", 0: "none"}.get(size, str(size)) for size in row.values())] for name, row in reached.items())),
+        table(("assumption", *SINGLE), ([name, *map(said, row.values())] for name, row in reached.items())),
     ])  # fmt: skip

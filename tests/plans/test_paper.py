@@ -20,8 +20,10 @@ from tests.sweeps import few, slow
 PAPER = Path(__file__).parents[2] / "benchmarks/paper"
 sys.path[:0] = [str(PAPER), str(PAPER.parent)]
 
+import e6  # noqa: E402
+import e12  # noqa: E402
 from families import bandwidth  # noqa: E402
-from points import NIC, SLOW_NIC, Point, captured, least, of_batch, predicted  # noqa: E402
+from points import NIC, SLOW_NIC, Point, Rows, captured, least, of_batch, predicted  # noqa: E402
 from systems import BEYOND, MAKERS, SPACES  # noqa: E402
 
 ROWS = [
@@ -101,3 +103,23 @@ def test_bandwidth_that_would_make_the_papers_number_is_found_from_two_bandwidth
     full, half = found(NIC), found(SLOW_NIC)
     assert bandwidth(full, half, "ours", "other", 3.0) == "6 GB/s between servers would make 3"
     assert bandwidth(full, half, "other", "ours", 3.0) == "no bandwidth between servers makes it"
+
+
+def test_minutes_count_the_compiling_of_a_program_once_and_its_simulation_on_each_cluster() -> None:
+    rows = Rows(file=None)
+    for key, cluster in (("a", "v100:4x8"), ("b", "h100:4x8"), ("c", "v100:1x4")):
+        cpu = {"capture": 60.0, "compile": 120.0, "certificate": 0.0, "simulate": 30.0}
+        rows.known[key] = {"model": "m", "plan": "p", "cluster": cluster, "cpu": cpu}
+        rows.asked[key] = "e2" if key != "c" else "e3"
+    assert e12.spent(rows) == [
+        ["E2", "1.0", "2.0", "0.0", "1.0", "4.0"],
+        ["E3", "1.0", "2.0", "0.0", "0.5", "3.5"],
+        ["all", "2.0", "4.0", "0.0", "1.5", "7.5"],
+    ]
+
+
+def test_largest_size_is_unknown_while_that_of_a_larger_one_is() -> None:
+    def largest(*fits: bool | None) -> int | None:
+        return e6.largest({n: {"it": None if f is None else {"fits": f}} for n, f in enumerate(fits, 1)}, "it", dict)
+
+    assert [largest(True, False), largest(False, False), largest(True, None), largest(None, True)] == [1, 0, None, 2]
