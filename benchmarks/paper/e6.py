@@ -76,16 +76,17 @@ def run(rows: Rows) -> str:
     }
     again, offload, mine = next(iter(reached.values())).values()
     lean, first = reached[f"windows of 48, {LEAN}"], found[min(found)]["recompute"]
-    needs = f"recompute of {min(found)} M needs {first['peak'] / 1e9:.1f} GB; " if first else ""
-    cause = f"{needs}{LEAN}: {over(lean['co-shard'], lean['recompute']) or 0:.2g}"
+    needs = [f"recompute of {min(found)} M needs {first['peak'] / 1e9:.1f} GB"] if first else []
+    leaned = over(lean["co-shard"], lean["recompute"])
+    cause = "; ".join(needs + ([f"{LEAN}: {leaned:.2g}"] if leaned else []))
     return "\n".join([
         "### E6. Swin on one GPU, over its size\n",
         "Microbatches of one image of 1536 x 1536; every layer is recomputed.\n",
         table(POINTS, (line for size, row in found.items() for line in point_rows(f"{size} M", row))),
         bars("e6", "E6: peak memory of one GPU", {
-            f"{size} M": {s: p["peak"] / 1e9 for s, p in row.items() if p and "peak" in p}
+            f"{size} M": {s: p["peak"] / 1e9 if "peak" in p else None for s, p in row.items() if p}
             for size, row in found.items()
-        }, "GB", (CAPACITY / 1e9, "its capacity")),
+        }, "GB", (CAPACITY / 1e9, "capacity of a V100")),
         table(VERDICTS, [
             verdict("largest model of co-shard, millions of parameters", 1300, mine),
             verdict("over that of recompute", 3.7, over(mine, again), cause, "out of memory"),

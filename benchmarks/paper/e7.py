@@ -61,7 +61,7 @@ def run(rows: Rows) -> str:
         table(POINTS, (line for s, row in found.items() for line in point_rows(str(s), row))),
         bars("e7", "E7: peak memory of one GPU", {
             str(s): {name: p["peak"] / 1e9 for name, p in row.items() if p} for s, row in found.items()
-        }, "GB", (CAPACITY / 1e9, "its capacity")),
+        }, "GB", (CAPACITY / 1e9, "capacity of a V100")),
         table(VERDICTS, [
             verdict("longest sequence of co-shard over that of recompute", 1.7, mine and again and mine / again, cause),
             verdict("over that of ZeRO-3 offload", 1.2, mine and offload and mine / offload, cause),

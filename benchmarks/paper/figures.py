@@ -60,6 +60,7 @@ def _draw(axes: Any, groups: Groups, line: tuple[float, str] | None) -> None:
         drawn = axes.bar(places, [high or 0 for high in found.values()], 0.9 * wide, color=_COLOURS[k], label=label)
         axes.bar_label(drawn, [_said(high) for high in found.values()], fontsize=6)
     axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.margins(y=0.2)
     if line:
         axes.axhline(line[0], color="#555555", linestyle="--", linewidth=0.8, label=line[1])
