@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from models import GPUS
-from points import Row, Rows
+from points import Row, Rows, is_steady
 from report import ratio, share, table
 from systems import BEYOND, beyond, spaces
 
@@ -48,8 +48,10 @@ def advice(rows: Rows) -> str:
 
 
 def _gain(ours: Row | None, other: Row | None) -> str:
-    if not ours or not other or not _is_steady(ours) or not _is_steady(other):
+    if not ours or not other or "error" in ours or "error" in other:
         return "not run"
+    if not is_steady(ours) or not is_steady(other):
+        return "no period"
     if not ours["fits"]:
         return "out of memory"
     return f"{other['seconds'] / ours['seconds']:.2f}" if other["fits"] else "the other is out of memory"
@@ -67,8 +69,7 @@ def run(rows: Rows) -> str:
         "### E13. Beyond the paper: 32 V100, and 32 H100\n",
         "The largest models. `no scores`: attention in one kernel, which keeps no scores (memory-efficient on V100,",
         "FlashAttention on H100). `waits`: bubble and communication. Plans are compiled for the V100 cluster; their",
-        "programs are simulated on both. No TFLOPS: it is out of memory. `?`: the microbatches that are simulated take",
-        "more than twice their period, so that the rest may not go on at that pace; these are not ranked.\n",
+        "programs are simulated on both. No TFLOPS: it is out of memory. `?`: not ranked, see above.\n",
         table(NAMES, (_line(*line) for line in lines)),
         *(_best(lines, kind) for kind in CLUSTERS),
     ])  # fmt: skip
@@ -97,16 +98,9 @@ def _line(family: str, words: str, found: Kinds) -> list[str]:
         if row is None or "error" in row:
             line += ["", "", ""]
             continue
-        speed = f"{row['tflops']:.0f}{'' if _is_steady(row) else '?'}" if row["fits"] else ""
+        speed = f"{row['tflops']:.0f}{'' if is_steady(row) else '?'}" if row["fits"] else ""
         line += [speed, f"{row['peak'] / 1e9:.0f}", f"{share(row, 'bubble') + share(row, 'communication'):.0%}"]
     return line
-
-
-def _is_steady(row: Row) -> bool:
-    if "error" in row:
-        return False
-    few = min(int(row["microbatches"]), max(3, 2 * int(row["stages"])))
-    return bool(row["simulated"] < 2 * few * row["period"])
 
 
 def _best(lines: list[tuple[str, str, Kinds]], kind: str) -> str:
@@ -116,7 +110,7 @@ def _best(lines: list[tuple[str, str, Kinds]], kind: str) -> str:
         fitting = [
             (row["tflops"], f"{words} ({name})" if "," in name else words)
             for name, words, found in lines
-            if name.partition(",")[0] == family and (row := found[kind]) and row.get("fits") and _is_steady(row)
+            if name.partition(",")[0] == family and (row := found[kind]) and row.get("fits") and is_steady(row)
         ]
         if fitting:
             parts.append(f"{family}: {', '.join(f'{words} {speed:.0f}' for speed, words in sorted(fitting)[:-4:-1])}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from families import found_of, most, shown, varied
+from families import between, found_of, most, shown, varied
 from points import CAPACITY, Row, Rows
 from report import VERDICTS, table, verdict
 
@@ -25,13 +25,14 @@ def run(rows: Rows) -> str:
     found = found_of(rows, "alphafold2")
     last = found.get(32, {}).get("DAP + DP")
     fits = {None: "not run", True: "fits", False: "out of memory"}[last and last.get("fits")]
+    pair = "3F1B", "DeepSpeed"
     more = {"attention written out": written_out}
     cause, other = (varied(rows, "alphafold2", "3F1B", name, more) for name in ("DAP + DP", "DeepSpeed"))
     return "\n".join([
         *shown("e5", "E5. AlphaFold2 end to end", found, "up to 1.5 x DAP + DP, 1.4 x DeepSpeed"),
         table(VERDICTS, [
             verdict("most over DAP + DP", 1.5, most(found, "3F1B", "DAP + DP"), cause),
-            verdict("over DeepSpeed", 1.4, most(found, "3F1B", "DeepSpeed"), other),
+            verdict("over DeepSpeed", 1.4, most(found, *pair), other, between(found, *pair)),
             ["DAP + DP at 3.2B", "out of memory", fits, {"out of memory": "hit", "fits": "miss"}.get(fits, ""), ""],
         ]),
     ])  # fmt: skip

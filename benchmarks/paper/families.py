@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from figures import bars
 from models import GPUS
-from points import CAPACITY, HALF, NIC, OTHERS, SLOW_NIC, Row, Rows
+from points import CAPACITY, HALF, NIC, OTHERS, SLOW_NIC, Row, Rows, is_steady, simulated
 from report import POINTS, point_rows, ratio, table, verdict
 from systems import CLUSTERS, spaces
 
@@ -46,6 +46,17 @@ def most(found: Found, ours: str, other: str) -> float | None:
     return max(gains, default=None)
 
 
+def between(found: Found, ours: str, other: str) -> str:
+    """Return between which numbers ours is faster at most where its rows have no period: each further microbatch takes
+    at least the work of a device, and at most its share of those simulated.
+    """
+    pairs = [(row.get(ours), row.get(other)) for row in found.values()]
+    known = [(a, b) for a, b in pairs if a and b and a.get("fits") and b.get("fits") and is_steady(b)]
+    least = [b["seconds"] * simulated(a) / (a["simulated"] * a["microbatches"]) for a, b in known]
+    most = [b["seconds"] / a["seconds"] for a, b in known]
+    return f"{max(least):.2g} to {max(most):.2g}" if known else "not run"
+
+
 def leaner(row: Row) -> Row:
     """Return a row as if weights, gradients and the two states of Adam were float16, without a copy: so are those of
     the examples of the paper's authors (nnScaler, examples/vision/swin/train.py).
@@ -73,9 +84,10 @@ def gains(rows: Rows, family: str, found: Found, ours: str, others: Mapping[str,
     for other, paper in others.items():
         pair = {name: found[GPUS[-1]].get(name) for name in (ours, other)}
         short = _short(pair)
-        causes = [*short, varied(rows, family, ours, other), bandwidth(found, half, ours, other, paper)]
-        gain = most(found, ours, other)
-        absent = "out of memory" if any(row and not row.get("fits", True) for row in pair.values()) else "not run"
+        causes = [*short, varied(rows, family, ours, other)]
+        gain, is_large = most(found, ours, other), any(row and not row.get("fits", True) for row in pair.values())
+        causes += [bandwidth(found, half, ours, other, paper)] if gain or is_large else []
+        absent = "out of memory" if is_large else between(found, ours, other)
         lines.append(verdict(f"most over {other}", paper, gain, "; ".join(filter(None, causes)), absent))
     return lines
 

@@ -2,8 +2,10 @@
 
 A step of 512 samples is many microbatches, all of them alike. A few are compiled and simulated, and the step is theirs
 and a `period` for each of the others: the seconds between the ends of two microbatches on the device where these are
-furthest apart, the last microbatch left out (it sums gradients). The peak of memory is that of the few: from twice as
-many microbatches as stages on it does not grow.
+furthest apart, the last microbatch left out (it sums gradients). Where backwards are bunched, as in an interlaced
+pipeline or 3F1B, that is less than the work of a device; the period is then what the second half of the microbatches
+adds to a program with the first half alone. The peak of memory is that of the few: from twice as many microbatches as
+stages on it does not grow.
 """
 
 from __future__ import annotations
@@ -150,35 +152,42 @@ class Rows:
             yield self._row(point, {"error": str(error), "fits": False, "cpu": seconds})
             return
         own = self._predicted(plan, point.cluster, point, seconds)
+        half = None
+        if not is_steady(own):
+            half = self._compiled(point, seconds, CAPACITY_H100, point.few // 2)
+            own = self._predicted(plan, point.cluster, point, seconds, half)
         yield own
         for variant, cluster in others.items():
             if variant != HALF or own["fits"]:
-                yield self._predicted(plan, cluster, point, seconds)
+                yield self._predicted(plan, cluster, point, seconds, half)
 
-    def _predicted(self, plan: Any, cluster: str, point: Point, seconds: dict[str, float]) -> Row:
+    def _predicted(self, plan: Any, cluster: str, point: Point, seconds: dict[str, float], half: Any = None) -> Row:
         started = time.process_time()
-        found = predicted(plan, cluster, point)
+        found = predicted(plan, cluster, point, half)
         found["cpu"] = {**seconds, "simulate": round(time.process_time() - started, 2)}
         return self._row(replace(point, cluster=cluster), found)
 
     def _row(self, point: Point, found: Row) -> Row:
         return {"key": point.key, "simulator": self.simulator, **asdict(point), **found}
 
-    def _compiled(self, point: Point, seconds: dict[str, float], capacity: float) -> Any:
+    def _compiled(self, point: Point, seconds: dict[str, float], capacity: float, few: int = 0) -> Any:
+        """Return the plan with `few` microbatches, the point's by default, and add the seconds that it takes."""
         import superscaler as ss
 
-        started = time.process_time()
+        few, last = few or point.few, time.process_time()
 
         def lap(name: str) -> None:
-            seconds[name] = round(time.process_time() - started - sum(seconds.values()), 2)
+            nonlocal last
+            seconds[name] = round(seconds.get(name, 0) + time.process_time() - last, 2)
+            last = time.process_time()
 
         if point.model not in self.graphs:
             kept = list(self.graphs.items())[-1:]
             self.graphs = {**dict(kept), point.model: captured(f"{point.model},batch={SAMPLES},device=meta")}
-        graph = of_batch(self.graphs[point.model], point.few * point.dp * point.size)
+        graph = of_batch(self.graphs[point.model], few * point.dp * point.size)
         lap("capture")
         check_bound(graph.model, point, capacity)
-        plan = ss.compile(graph, point.spec, point.cluster)
+        plan = ss.compile(graph, point.plan.replace("{m}", str(few)), point.cluster)
         lap("compile")
         plan.validate()
         lap("certificate")
@@ -279,8 +288,23 @@ def of_batch(graph: Any, samples: int) -> Any:
     return Graph(replace(model, tensors=tensors, ops=tuple(ops), factors=factors), graph.captured)
 
 
-def predicted(plan: Any, cluster: str, point: Point) -> Row:
-    """Return the prediction of a plan, which was compiled for this cluster or for one of equal shape."""
+def simulated(row: Row) -> int:
+    """Return the number of microbatches that were simulated."""
+    return min(int(row["microbatches"]), max(3, 2 * int(row["stages"])))
+
+
+def is_steady(row: Row) -> bool:
+    """Return whether the period of a row was found: it is more than the work of a device, and not half of the pace."""
+    if "error" in row:
+        return False
+    few = simulated(row)
+    return bool(row["period"] > 1.0001 * row["compute"] / few and row["simulated"] < 2 * few * row["period"])
+
+
+def predicted(plan: Any, cluster: str, point: Point, half: Any = None) -> Row:
+    """Return the prediction of a plan, which was compiled for this cluster or for one of equal shape. `half`: the same
+    with half of the microbatches, where the period is to come from both.
+    """
     from superscaler.cluster import Cluster
     from superscaler.simulate.predict import simulate
 
@@ -288,6 +312,9 @@ def predicted(plan: Any, cluster: str, point: Point) -> Row:
     found = simulation.prediction
     # No steady state is shorter than the work of a device.
     each = max(period(simulation.table, point.few), found.mean("compute") / point.few)
+    if half:
+        first = simulate(half.compiled.program, Cluster.parse(cluster)).prediction.step_seconds
+        each = (found.step_seconds - first) / (point.few - point.few // 2)
     whole = found.step_seconds + (point.whole - point.few) * each
     full, parts = found.fullest, ("compute", "communication", "bubble", "copies", "optimizer", "launch")
     return {

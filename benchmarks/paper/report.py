@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from points import Row
+from points import Row, is_steady
 
 # Within this share of the paper's number, ours is a hit.
 HIT = 0.2
@@ -70,7 +70,9 @@ def point_rows(label: str, found: Mapping[str, Row | None]) -> list[list[str]]:
         held = "; ".join(f"{size / 1e9:.1f} GB {name}" for name, size in row["largest"][:2])
         if "depths" in row:
             plan += " by {} and {} layers".format(*row["depths"])
-        rows.append([label, system, plan, f"{row['seconds']:.1f}", f"{row['tflops']:.0f}", peak, *shares, held])
+        mark = "" if is_steady(row) else "?"
+        speed = f"{row['seconds']:.1f}{mark}", f"{row['tflops']:.0f}{mark}"
+        rows.append([label, system, plan, *speed, peak, *shares, held])
     return rows
 
 
@@ -82,7 +84,7 @@ def share(row: Row, part: str) -> float:
 
 
 def ratio(a: Row | None, b: Row | None) -> float | None:
-    """Return how many times faster `a` is than `b`; None where one was not run or does not fit."""
-    if not a or not b or "error" in a or "error" in b or not (a["fits"] and b["fits"]):
+    """Return how many times faster `a` is than `b`; None where one was not run, does not fit or has no period."""
+    if not a or not b or not is_steady(a) or not is_steady(b) or not (a["fits"] and b["fits"]):
         return None
     return float(b["seconds"] / a["seconds"])
