@@ -34,10 +34,10 @@ def run(schedule: Schedule, seconds: Mapping[str, float]) -> dict[int, Device]:
 
     def end(node: int) -> float:
         if node not in ends:
-            # An order, or a message.
+            # An order, an end of a group, or a message.
             name = nodes.names[node]
             is_move = name.kind == "C" and not schedule.transfers[name.number].is_local
-            assert name.kind in "OC"
+            assert not nodes.is_work(node)
             ends[node] = max(map(end, before[node]), default=0.0) + seconds.get("C", 0.0) * is_move
         return ends[node]
 
