@@ -179,10 +179,10 @@ def _join_labels(held: Produced, wanted: Required) -> list[list[int]]:
 
     # Many rows want the same box.
     number: dict[tuple[bytes, bytes], int] = {}
-    of = [number.setdefault(wanted.corners(row), len(number)) for row in range(len(wanted))]
-    first = np.unique(np.array(of, dtype=np.int64), return_index=True)[1]
-    hits = order.overlapping(wanted.lo[first], wanted.hi[first])
-    return [[nearest(c, row, near) for c in hits[of[row]]] for row, near in enumerate(wanted.at)]
+    box_of = [number.setdefault(wanted.corners(row), len(number)) for row in range(len(wanted))]
+    boxes = np.unique(np.array(box_of, dtype=np.int64), return_index=True)[1]
+    hits = order.overlapping(wanted.lo[boxes], wanted.hi[boxes])
+    return [[nearest(c, row, near) for c in hits[box_of[row]]] for row, near in enumerate(wanted.at)]
 
 
 def _by_device(held: Produced, rows: list[int]) -> dict[int, list[int]]:
