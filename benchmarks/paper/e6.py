@@ -6,7 +6,7 @@ from families import LEAN, As, leaner
 from figures import bars
 from models import NARROW_SIZES, SWIN_SIZES, small_swin
 from points import CAPACITY, Row, Rows
-from report import POINTS, VERDICTS, point_rows, table, verdict
+from report import POINTS, VERDICTS, over, point_rows, table, verdict
 from systems import SINGLE, single
 
 # What the paper does not say: the window of Swin, and the bytes of a parameter.
@@ -62,10 +62,6 @@ def largest(found: Found, system: str, as_if: As) -> int | None:
 
 def said(size: int | None) -> str:
     return "?" if size is None else str(size) if size else "none"
-
-
-def over(mine: int | None, other: int | None) -> float | None:
-    return mine / other if mine and other else None
 
 
 def run(rows: Rows) -> str:

@@ -8,7 +8,7 @@ from families import LEAN, As, leaner
 from figures import bars
 from models import SEQUENCES, long
 from points import CAPACITY, Row, Rows
-from report import POINTS, VERDICTS, point_rows, table, verdict
+from report import POINTS, VERDICTS, over, point_rows, table, verdict
 from systems import SINGLE, single
 
 PARTS = 8
@@ -63,8 +63,8 @@ def run(rows: Rows) -> str:
             str(s): {name: p["peak"] / 1e9 for name, p in row.items() if p} for s, row in found.items()
         }, "GB", (CAPACITY / 1e9, "capacity of a V100")),
         table(VERDICTS, [
-            verdict("longest sequence of co-shard over that of recompute", 1.7, mine and again and mine / again, cause),
-            verdict("over that of ZeRO-3 offload", 1.2, mine and offload and mine / offload, cause),
+            verdict("longest sequence of co-shard over that of recompute", 1.7, over(mine, again), cause),
+            verdict("over that of ZeRO-3 offload", 1.2, over(mine, offload), cause),
             verdict("longest sequence of co-shard", 10240, mine, cause),
         ]),
         "The longest of the sequences that fits, by what the paper does not say (its numbers: 6144, 8192, 10240):\n",

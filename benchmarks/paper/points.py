@@ -69,11 +69,14 @@ class Point:
     @property
     def few(self) -> int:
         """Return the number of them that are simulated."""
-        return min(self.whole, max(3, 2 * self.stages))
+        return few_of(self.whole, self.stages)
 
     @property
     def spec(self) -> str:
-        return self.plan.replace("{m}", str(self.few))
+        return self.spec_of(self.few)
+
+    def spec_of(self, microbatches: int) -> str:
+        return self.plan.replace("{m}", str(microbatches))
 
     @property
     def key(self) -> str:
@@ -187,7 +190,7 @@ class Rows:
         graph = of_batch(self.graphs[point.model], few * point.dp * point.size)
         lap("capture")
         check_bound(graph.model, point, capacity)
-        plan = ss.compile(graph, point.plan.replace("{m}", str(few)), point.cluster)
+        plan = ss.compile(graph, point.spec_of(few), point.cluster)
         lap("compile")
         plan.validate()
         lap("certificate")
@@ -288,9 +291,13 @@ def of_batch(graph: Any, samples: int) -> Any:
     return Graph(replace(model, tensors=tensors, ops=tuple(ops), factors=factors), graph.captured)
 
 
+def few_of(microbatches: int, stages: int) -> int:
+    """Return the number of microbatches that are simulated, of all of a step."""
+    return min(microbatches, max(3, 2 * stages))
+
+
 def simulated(row: Row) -> int:
-    """Return the number of microbatches that were simulated."""
-    return min(int(row["microbatches"]), max(3, 2 * int(row["stages"])))
+    return few_of(int(row["microbatches"]), int(row["stages"]))
 
 
 def is_steady(row: Row) -> bool:

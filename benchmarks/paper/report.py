@@ -88,3 +88,8 @@ def ratio(a: Row | None, b: Row | None) -> float | None:
     if not a or not b or not is_steady(a) or not is_steady(b) or not (a["fits"] and b["fits"]):
         return None
     return float(b["seconds"] / a["seconds"])
+
+
+def over(mine: int | None, other: int | None) -> float | None:
+    """Return how many times as large as another number one is; None where one is unknown, or none fits."""
+    return mine / other if mine and other else None

@@ -21,8 +21,9 @@ from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 # A weight is gathered this many segments before its first reader, unless a plan says otherwise: while one segment is
 # computed, the weights of the next one arrive.
 AHEAD = 1
-# Kinds of nodes that are no work.
-PASSED = "COE"
+# Kinds of nodes that only order others, and of nodes that are no work.
+HUBS = "OE"
+PASSED = f"C{HUBS}"
 # The identity of a group's members, its kind and microbatch.
 GroupKey = tuple[int, str, int | None]
 
@@ -199,7 +200,7 @@ class DependencyGraph:
 
     def members(self, group: Group, where: str) -> list[Node]:
         """Return the work of a group, which is often in several orders."""
-        key = id(group.members), group.kind, group.microbatch
+        key = _key(group)
         if key not in self._members:
             self._members[key] = self._find_members(group, where)
         return self._members[key]
@@ -262,7 +263,7 @@ class DependencyGraph:
 
     def _end(self, group: Group, members: Sequence[Node], *, is_begin: bool = False) -> Node:
         """Return a node after all work of a group, or before it. All orders of the group share it."""
-        key = (id(group.members), group.kind, group.microbatch), is_begin
+        key = _key(group), is_begin
         if key not in self._ends:
             end = self._ends[key] = Node("E", len(self._ends))
             self._pass(*(((), end, members) if is_begin else (members, end, ())))
@@ -403,3 +404,7 @@ class DependencyGraph:
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""
         return f"{self.letter(node)} of {where} ({names}), {number}{place_name(device)}{part}"
+
+
+def _key(group: Group) -> GroupKey:
+    return id(group.members), group.kind, group.microbatch

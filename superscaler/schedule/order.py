@@ -11,7 +11,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.grid import UNASSIGNED
 from superscaler.schedule.cycle import explain, shortest_cycle
 from superscaler.schedule.dataflow import Dataflow
-from superscaler.schedule.dependencies import DependencyGraph, Node, Relaxation, Schedule
+from superscaler.schedule.dependencies import HUBS, DependencyGraph, Node, Relaxation, Schedule
 from superscaler.schedule.replicas import find_turns
 from superscaler.schedule.segments import Segment, check_regathers, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
@@ -39,7 +39,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
     check_regathers(attempt.edges, schedule.segments)
     late = sort(attempt.nodes, attempt.orbits) if attempt.nodes.delay_gathers(order) else order
     order = late if len(late) == len(order) else order
-    schedule.order = [n for n in order if n.kind not in "OE"]
+    schedule.order = [n for n in order if n.kind not in HUBS]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
     schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())
     return schedule
@@ -180,7 +180,7 @@ def _orbits(nodes: DependencyGraph) -> list[int]:
             ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
             found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
         else:
-            found.append(number if node.kind in "OE" else first.setdefault(base(node, node.is_run), number))
+            found.append(number if node.kind in HUBS else first.setdefault(base(node, node.is_run), number))
     return found
 
 

@@ -129,12 +129,12 @@ class Comparison:
         # The segments of a packed weight are known, not the weight itself.
         whole = {n: dense(g, self.known[n] if g is None else g) for n, g in expected.gradients.items()}
         sizes = {n: largest(g) for n, g in whole.items()}
-        floor = max(FLOOR * max(sizes.values(), default=1.0), noise, 1e-300)
+        floor = max(floor_of(sizes.values()), noise)
         for rank, weight in self._each():
             if weight.tensor in whole:
                 want = self._slice(whole, weight)
                 have = dense(results[rank].gradients.get(str(weight.name)), want)
-                error = largest_gap(have, want) / max(sizes[weight.tensor], floor)
+                error = relative_error(have, want, sizes[weight.tensor], floor)
                 self._found("gradient_error", error, weight, rank, "the gradient of ", here)
 
     def _outputs(self, results: Sequence[Result], expected: Reference, here: str) -> None:
@@ -202,14 +202,19 @@ class Comparison:
         self.errors.add(kind, error, where, text, self.allowed(kind, tensor))
 
 
-def floor_of(gradients: Iterable[Tensor]) -> float:
-    """Return the least size to which errors of gradients are relative: some gradients are truly zero."""
-    return FLOOR * max(map(largest, gradients), default=1.0)
+def floor_of(sizes: Iterable[float]) -> float:
+    """Return the least size to which errors of gradients are relative, given the largest element of each: some
+    gradients are truly zero.
+    """
+    return FLOOR * max(sizes, default=1.0)
 
 
-def relative_error(have: Tensor, want: Tensor, whole: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest element of the whole tensor, or to `floor`."""
-    return largest_gap(have, want) / max(largest(whole), floor, 1e-300)
+def relative_error(have: Tensor, want: Tensor, whole: Tensor | float, floor: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest element of the whole tensor (or to this, where it is
+    known), or to `floor`.
+    """
+    size = largest(whole) if isinstance(whole, Tensor) else whole
+    return largest_gap(have, want) / max(size, floor, 1e-300)
 
 
 def _state_error(have: Values, want: Mapping[str, object]) -> float:

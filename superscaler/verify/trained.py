@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.compiler import Compiled, finish
-from superscaler.frontend.oracle import Reference
+from superscaler.frontend.oracle import Reference, largest
 from superscaler.ir.model import Model
 from superscaler.runtime.optimizer import ROUNDING
 from superscaler.verify.compare import Comparison, Errors, Result, floor_of, relative_error
@@ -91,7 +91,7 @@ class Noise:
     def measure(self, plain: Reference, step: Callable[[], Reference], parts: Iterable[int]) -> None:
         """Repeat a step for each number of parts, and keep the largest differences."""
         first = dict(self._tensors(plain))
-        least = floor_of(x for (kind, _), x in first.items() if kind == "gradient_error")
+        least = floor_of(largest(x) for (kind, _), x in first.items() if kind == "gradient_error")
         for count in parts:
             with InParts(count):
                 repeated = step()
