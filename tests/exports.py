@@ -1,24 +1,26 @@
-"""Exports of small modules in half of their time, with the same results: each looks through all operators of torch."""
+"""Exports of small modules in less than half of their time, with the same results: each registers 500 operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from traceback import FrameSummary, StackSummary
 from typing import Any
 
-from torch._C import DispatchKey
 from torch._export import utils
 from torch._ops import OperatorBase
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.utils import _traceback
 
 
 def quick_exports() -> None:
-    """Let an export look for new operators once, not in each of 27 namespaces, build no types of functions that it
-    registers for all operators, and write the code of graphs that are called only.
+    """Let an export look for new operators once, not in each of 27 namespaces, build once what it registers for all
+    operators, write the code of graphs that are called only, and read no lines of frames that are not shown.
     """
     collect, find = exported_program._collect_all_valid_cia_ops, utils._materialize_cpp_cia_ops
-    register = OperatorBase.py_impl
 
     def collect_once() -> set[OperatorBase]:
         find()
@@ -28,22 +30,50 @@ def quick_exports() -> None:
         finally:
             utils._materialize_cpp_cia_ops = find
 
-    def py_impl(self: OperatorBase, key: Any) -> Callable[[Any], Any]:
-        if not isinstance(key, DispatchKey) or key == DispatchKey.Python or key in self.py_kernels:
-            return register(self, key)
-
-        def keep(function: Any) -> Any:
-            self.py_kernels[key] = function
-            self._dispatch_cache.clear()
-            return function
-
-        return keep
-
     def lazy(cls: type[GraphModule], *args: Any, **kwargs: Any) -> GraphModule:
         return make(_LazyGraphModule if cls is GraphModule else cls, *args, **kwargs)
+
+    def frames(found: list[Any], skip: int) -> StackSummary:
+        pairs = ((f["filename"], f["line"], f["name"]) for f in reversed(found[skip:]))
+        return StackSummary(FrameSummary(*frame, lookup_line=False) for frame in pairs)
 
     make = GraphModule.__new__
     GraphModule.__new__ = lazy  # type: ignore[method-assign, assignment]
     exported_program._collect_all_valid_cia_ops = collect_once
-    OperatorBase.py_impl = py_impl  # type: ignore[method-assign]
+    exported_program._override_composite_implicit_decomp = _once(exported_program._override_composite_implicit_decomp)
+    _traceback._extract_symbolized_tb = frames
     _use_lazy_graph_module(True).__enter__()
+
+
+def _once(override: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's registration of what operators decompose into, for a block, which makes the functions that it
+    registers for an operator once.
+    """
+    # Of an operator and its decomposition: what is registered outside of the block, inside, and for fake tensors.
+    made: dict[Any, tuple[Any, Any, Any]] = {}
+
+    @contextmanager
+    def again(decompositions: Mapping[OperatorBase, Any]) -> Iterator[None]:
+        outside = {op: dict(op.py_kernels) for op in decompositions}
+        new = {op: f for op, f in decompositions.items() if (op, f) not in made or made[op, f][0] != outside[op]}
+        with override(new):
+            for op, f in new.items():
+                made[op, f] = outside[op], dict(op.py_kernels), op_implementations_dict[op]
+        for op, f in decompositions.items():
+            _, inside, rule = made[op, f]
+            _register(op, inside)
+            op_implementations_dict.setdefault(op, rule)
+        try:
+            yield
+        finally:
+            for op, kernels in outside.items():
+                _register(op, kernels)
+                op_implementations_dict.pop(op, None)
+
+    return again
+
+
+def _register(op: OperatorBase, kernels: Mapping[Any, Any]) -> None:
+    op.py_kernels.clear()
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()

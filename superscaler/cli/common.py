@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from superscaler.verbs import Graph
 
 
-def option(name: str, text: str, metavar: str | None = None, known: Callable[[], Iterable[str]] = tuple) -> Any:
+def option(name: str, text: str, metavar: str | None = None, known: Callable[[], Iterable[str]] | None = None) -> Any:
     """Return an option. The shell completes the names that are `known`."""
 
     def completed(incomplete: str) -> list[str]:
-        return [name for name in known() if name.startswith(incomplete)]
+        return [name for name in known() if name.startswith(incomplete)] if known else []
 
-    return typer.Option(name, metavar=metavar, help=text, autocompletion=completed)
+    # Typer reads the signature of each completion when it starts, which takes as long as the rest of the options.
+    return typer.Option(name, metavar=metavar, help=text, autocompletion=completed if known else None)
 
 
 def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:

@@ -12,7 +12,6 @@ from superscaler.cli.printing import Printer
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
-from superscaler.store.plan import RUN_FILE, plan_files
 
 Out = Annotated[
     Path | None, path("--out", "DIR", "Plan directory to write; another plan there is replaced.", "directory")
@@ -54,10 +53,14 @@ def check_out(out: Path | None) -> None:
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
     if above == out:
+        from superscaler.store.plan import plan_files
+
         plan_files(out)
 
 
 def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:
+    from superscaler.store.plan import RUN_FILE
+
     text = f"written to {out}" if is_new else f"unchanged: {out} holds this plan already"
     return [] if out is None else [f"{text}; {how_to_start(cluster, out / RUN_FILE)}"]
 

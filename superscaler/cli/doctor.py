@@ -13,7 +13,6 @@ from superscaler.cli import measure as links
 from superscaler.cli.common import command, option
 from superscaler.cli.printing import Printer, table
 from superscaler.errors import RuntimeFailure
-from superscaler.store import cache
 from superscaler.timing import cores
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
@@ -156,6 +155,8 @@ def _memory() -> Check:
 
 
 def _cache() -> Check:
+    from superscaler.store import cache
+
     try:
         home = cache.folder()
     except RuntimeError:

@@ -7,7 +7,6 @@ import typer
 
 from superscaler.cli.common import command, option
 from superscaler.cli.printing import Printer
-from superscaler.report.words import difference, read, words
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]
 
@@ -27,6 +26,8 @@ def explain(
     """Print a plan in words: splits, weights and communication by block; the order; the totals of a step. Draw the
     work of devices by time, with their waits.
     """
+    from superscaler.report.words import read, words
+
     printer.result = found = read(plan)
     if svg is None and not timeline:
         # Kernels are recorded with torch, which takes seconds: words and counts do not.
@@ -49,6 +50,8 @@ def explain(
 @command
 def diff(printer: Printer, plan_a: Directory, plan_b: Directory) -> bool:
     """Print the differences between two plans. Exit code 0 when they are equal, 1 when they differ."""
+    from superscaler.report.words import difference, read
+
     both = read(plan_a), read(plan_b)
     lines = difference(*both)
     printer.show("\n".join(lines) or "equal plans")

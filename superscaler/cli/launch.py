@@ -12,7 +12,6 @@ from superscaler.cli.printing import Printer
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch import jobs as start
-from superscaler.store.plan import RUN_FILE, read_plan
 
 app = typer.Typer(
     help="Print how a saved plan is started: a command, or a file for a scheduler.",
@@ -59,6 +58,8 @@ def kubernetes(
 
 
 def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
+    from superscaler.store.plan import RUN_FILE, read_plan
+
     cluster = Cluster.parse(read_plan(plan).head["cluster"])
     name = start.job_name(plan)
     return start.Start(cluster=cluster, program=plan / RUN_FILE, options=options or (), restarts=restarts, name=name)

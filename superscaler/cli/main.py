@@ -5,7 +5,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from functools import cache
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -56,13 +57,19 @@ def options(
         raise InputError(f"torch is {torch.found}; {torch.advice}.")
 
 
+@cache
+def _group() -> Any:
+    """Return the commands as one that can be called, made once in a process: that looks at each of 190 options."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with the exit code of the command, or of its error."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         # Libraries abort without a current directory.
         os.getcwd()
-        app(args=given, prog_name="superscaler")
+        _group()(args=given, prog_name="superscaler")
     except PlanError as error:
         text = str(error)
         for argument in given:
