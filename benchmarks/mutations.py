@@ -238,6 +238,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "plans/test_schedules"),
     ("a ring has a step more", "((n - 1 - far) * links.intra.alpha", "((n - far) * links.intra.alpha",
      "cluster/test_seconds"),
+    ("help loads what reads plans", "Directory = Annotated[Path,",
+     "import superscaler.report.schema\nDirectory = Annotated[Path,", "cli/test_main"),
     ("memory is used up to the last byte only", "k + unit.tape + unit.most <= limit",
      "k + unit.tape + unit.most < limit",
      "plans/test_checkpoint_chain"),

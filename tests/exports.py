@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from traceback import FrameSummary, StackSummary
 from typing import Any
 
-from torch._export import utils
+from torch._C import _dispatch_get_registrations_for_dispatch_key
 from torch._ops import OperatorBase
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
@@ -17,18 +17,16 @@ from torch.utils import _traceback
 
 
 def quick_exports() -> None:
-    """Let an export look for new operators once, not in each of 27 namespaces, build once what it registers for all
-    operators, write the code of graphs that are called only, and read no lines of frames that are not shown.
+    """Let an export look for operators once, build once what it registers for all of them, write the code of graphs
+    that are called only, and read no lines of frames that are not shown.
     """
-    collect, find = exported_program._collect_all_valid_cia_ops, utils._materialize_cpp_cia_ops
+    collect, known = exported_program._collect_all_valid_cia_ops, dict[tuple[str, ...], set[OperatorBase]]()
 
     def collect_once() -> set[OperatorBase]:
-        find()
-        utils._materialize_cpp_cia_ops = lambda: None
-        try:
-            return collect()
-        finally:
-            utils._materialize_cpp_cia_ops = find
+        names = tuple(_dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+        if names not in known:
+            known[names] = collect()
+        return known[names]
 
     def lazy(cls: type[GraphModule], *args: Any, **kwargs: Any) -> GraphModule:
         return make(_LazyGraphModule if cls is GraphModule else cls, *args, **kwargs)

@@ -1,6 +1,7 @@
 """Side effects of a forward that a captured step would lose: found while it runs, and refused."""
 
 import inspect
+import pickle
 import random
 import sys
 from collections import deque
@@ -137,7 +138,7 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], str
 def _draws() -> list[Any]:
     """Return the states of the random numbers of Python and of numpy."""
     numpy = sys.modules.get("numpy")
-    return [random.getstate(), None if numpy is None else str(numpy.random.get_state())]
+    return [random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())]
 
 
 def _state(module: nn.Module) -> State:
