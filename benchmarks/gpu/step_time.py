@@ -1,9 +1,11 @@
-"""GPT-2 small on one GPU: our emitted code (`single`, nccl group of one) against the eager module and `torch.compile`.
+"""GPT-2 on one GPU: our emitted code against the eager module and `torch.compile`, in one run.
 
-    python benchmarks/gpu/step_time.py [--steps 20]
+    python benchmarks/gpu/step_time.py [--steps 20] [--no-compile]
 
-bf16 weights, batch 8, sequence 1024, dropout 0, AdamW. Prints the median ratios of interleaved steps and the peak
-memory of each. Skips with a message where there is no GPU.
+bf16 weights, dropout 0, fused AdamW. GPT-2 small (batch 8, sequence 1024), where the GPU is busy, and GPT-2 small of 64
+channels (batch 1, sequence 64), where the host is: its seconds by kernel are those of starting one. Prints median
+seconds and peak memory of interleaved steps, and the median ratio to the peer of a plan: the eager module for single,
+the module with checkpoints for plans that compute again. Skips with a message where there is no GPU.
 """
 
 from __future__ import annotations
@@ -12,31 +14,39 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SEQUENCE, BATCH, VOCABULARY = 1024, 8, 50257
+import superscaler as ss
+
+VOCABULARY = 50257
+# Channels, heads, batch, sequence.
+CASES = {"GPT-2 small": (768, 12, 8, 1024), "GPT-2 small of 64 channels": (64, 4, 1, 64)}
+# Plans, and the peer of each.
+PLANS = {"single": "eager", "recompute": "eager, checkpoints", "co_shard:parts=4": "eager, checkpoints"}
+Step = Callable[[dict[str, Tensor]], Any]
 
 
-def build() -> Any:
+def build(channels: int, heads: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    options: dict[str, Any] = {"n_embd": channels, "n_head": heads, "use_cache": False}
+    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
     torch.manual_seed(0)
     return GPT2LMHeadModel(config).train().to(torch.bfloat16)
 
 
-def batch_at(step: int, device: str) -> dict[str, Tensor]:
+def batch_at(step: int, rows: int, sequence: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    ids = {n: torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator) for n in ("input_ids", "labels")}
-    return {n: x.to(device) for n, x in ids.items()}
+    return {n: torch.randint(0, VOCABULARY, (rows, sequence), generator=generator) for n in ("input_ids", "labels")}
 
 
-def module_step(module: Any, call: Callable[..., Any]) -> Callable[[dict[str, Tensor]], None]:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+def peer(module: Any, call: Callable[..., Any]) -> Step:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
     def step(batch: dict[str, Tensor]) -> None:
         call(**batch).loss.backward()
@@ -46,59 +56,82 @@ def module_step(module: Any, call: Callable[..., Any]) -> Callable[[dict[str, Te
     return step
 
 
-def ours() -> Callable[[dict[str, Tensor]], Any]:
-    import superscaler as ss
-    from superscaler.plans import resolve
-
-    module = build()
-    graph = ss.capture(module, kwargs=batch_at(0, "cpu"), optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4))
-    plan = ss.compile(graph, resolve("single"), ss.Cluster.local(1))
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29533",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        plan.save(folder)
-        return ss.load(folder)
+def ours(module: Any, batch: dict[str, Tensor]) -> dict[str, Step]:
+    """Return the steps of all plans."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    graph, steps = ss.capture(module, kwargs=batch, optimizer=optimizer, check=False), dict[str, Step]()
+    for plan in PLANS:
+        with tempfile.TemporaryDirectory() as folder:
+            ss.compile(graph, plan, "local:1").save(folder)
+            steps[plan] = ss.load(folder)
+    return steps
 
 
-def seconds(step: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step(batch)
-    end.record()
+def seconds(step: Step, batch: dict[str, Tensor]) -> float:
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    step(batch)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def kernels(step: Step, batch: dict[str, Tensor]) -> int:
+    """Return the number of kernels that a step starts."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        step(batch)
+        torch.cuda.synchronize()
+    return sum(event.count for event in found.key_averages() if event.self_device_time_total)
+
+
+def measure(name: str, steps: int, is_compiled: bool) -> None:
+    channels, heads, rows, sequence = CASES[name]
+    example = batch_at(0, rows, sequence)
+    sides = ours(build(channels, heads), example)
+    eager, again = build(channels, heads).cuda(), build(channels, heads).cuda()
+    again.gradient_checkpointing_enable()
+    sides |= {"eager": peer(eager, eager), "eager, checkpoints": peer(again, again)}
+    if is_compiled:
+        module = build(channels, heads).cuda()
+        sides["torch.compile"] = peer(module, torch.compile(module))
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    peaks: dict[str, float] = {}
+    for number in range(steps + 5):
+        batch = {n: x.cuda() for n, x in batch_at(number, rows, sequence).items()}
+        for side, step in sides.items():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            times[side].append(seconds(step, batch))
+            peaks[side] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"\n{name}, {torch.cuda.get_device_name()}, torch {torch.__version__}, batch {rows}, sequence {sequence}")
+    print(f"{'':20} {'ms':>8} {'to its peer':>12} {'to compile':>11} {'GiB more':>9} {'kernels':>8}")
+    for side in sides:
+        mine = times[side][5:]
+
+        def ratio(other: str, mine: list[float] = mine) -> str:
+            if other not in times:
+                return ""
+            return f"{statistics.median(a / b for a, b in zip(mine, times[other][5:], strict=True)):.3f}"
+
+        print(
+            f"{side:20} {statistics.median(mine) * 1e3:8.2f} {ratio(PLANS.get(side, '')):>12} "
+            f"{ratio('torch.compile'):>11} {peaks[side]:9.2f} {kernels(sides[side], batch):8d}",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: no CUDA device on this machine")
         return
-    eager, compiled = build().cuda(), build().cuda()
-    sides = {"ours": ours(), "eager": module_step(eager, eager)}
-    sides["torch.compile"] = module_step(compiled, torch.compile(compiled))
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    peaks: dict[str, float] = {}
-    for number in range(options.steps + 5):
-        batch = batch_at(number, "cuda")
-        for name, step in sides.items():
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            times[name].append(seconds(step, batch))
-            peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, GPT-2 small, bf16, batch 8, sequence 1024")
-    print(f"{'':14} {'seconds':>9} {'ours/this':>10} {'peak of a step GiB':>19}")
-    for name in sides:
-        kept = times[name][5:]
-        ratio = statistics.median(a / b for a, b in zip(times["ours"][5:], kept, strict=True))
-        print(f"{name:14} {statistics.median(kept):9.4f} {ratio:10.3f} {peaks[name]:19.2f}")
+    os.environ |= {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
+    }  # fmt: skip
+    for name in CASES:
+        measure(name, options.steps, not options.no_compile)
 
 
 if __name__ == "__main__":

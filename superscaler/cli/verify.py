@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from superscaler.cli.common import PlanRequest, command, option
 from superscaler.cli.printing import Printer
+from superscaler.errors import InputError
 from superscaler.report.model import collapse, span
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def verify(
     printer: Printer,
     request: PlanRequest,
     processes: Annotated[bool, option("--processes", "Run each device as a process instead of a thread.")] = False,
+    gpu: Annotated[bool, option("--gpu", "Run all devices, as threads, on this machine's first GPU.")] = False,
     shapes: Annotated[
         str,
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
@@ -30,9 +32,15 @@ def verify(
     """
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
     compiled, built = request.compile()
-    printer.result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
+    printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes)
     printer.show(_certificate(printer.result))
     return bool(printer.result["equal"])
+
+
+def _backend(processes: bool, gpu: bool) -> str:
+    if processes and gpu:
+        raise InputError("--processes and --gpu are two ways to run the devices; give one of them.")
+    return "processes" if processes else "gpu" if gpu else "threads"
 
 
 def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:

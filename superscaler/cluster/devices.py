@@ -67,11 +67,11 @@ class DeviceKind:
 GB = 10**9
 
 
-def _classes(memory: Pair) -> dict[str, Link]:
-    """Return the classes below the bandwidth of memory. Their shares are estimates, as is the sorting of the numbers of
-    rows before gradients are added to these.
+def _classes(memory: Pair, measured: Mapping[str, float]) -> dict[str, Link]:
+    """Return the classes below the bandwidth of memory. Shares that are not `measured` are estimates, as is the sorting
+    of the numbers of rows before gradients are added to these.
     """
-    shares = {
+    shares: dict[str, float] = {
         "reduction": 0.8,
         "planes": 0.8,
         "columns": 0.6,
@@ -79,7 +79,7 @@ def _classes(memory: Pair) -> dict[str, Link]:
         "norm": 0.85,
         "norm backward": 0.6,
         "copy": 0.75,
-    }
+    } | dict(measured)
     middle = sum(memory) / 2
     sorting = {"gather": Link(0.0, 0.7 * middle), "scatter": Link(20e-6, 0.3 * middle)}
     return {name: Link(0.0, share * middle) for name, share in shares.items()} | sorting
@@ -97,8 +97,14 @@ _ISSUE, _FLOOR = 7e-6, 2.0e-6
 _BESIDE = 1.19
 
 
-def _gpu(units: int, products: Mapping[str, Pair], memory: Pair, attention: Mapping[str, Attention]) -> Speeds:
-    return Speeds(units, products, memory, attention, _classes(memory), _FLOOR, _ISSUE, slowdown=_BESIDE)
+def _gpu(
+    units: int,
+    products: Mapping[str, Pair],
+    memory: Pair,
+    attention: Mapping[str, Attention],
+    shares: Mapping[str, float] | None = None,
+) -> Speeds:
+    return Speeds(units, products, memory, attention, _classes(memory, shares or {}), _FLOOR, _ISSUE, slowdown=_BESIDE)
 
 
 # FlashAttention-3 (Shah et al. 2024), figures 5 and 6, H100 SXM, 16,384 keys: FlashAttention-2 and cuDNN. Torch takes
@@ -138,7 +144,28 @@ SPEEDS: Mapping[str, Speeds] = {
         },
     ),
     "h100": _H100,
-    "h200": _gpu(132, _half((650e12, 760e12), (55e12, 62e12)), (4000e9, 4300e9), _HOPPER_ATTENTION),
+    # Products of cold cards reach 770 to 820. Its kernels are bound by more than its memory: shares of 4,150 GB/s in a
+    # step of GPT-3 1.3B. Attention with 64 channels is torch 2.11's cuDNN at 2,048 to 32,768 keys, with 128 an estimate
+    # (benchmarks/results/gpu_operators.txt).
+    "h200": _gpu(
+        units=132,
+        products=_half((650e12, 800e12), (55e12, 62e12)),
+        memory=(4000e9, 4300e9),
+        attention={
+            "forward": Attention({64: (475e12, 550e12), 128: (570e12, 660e12)}, ramp=277, causal=0.9, tile=128),
+            "backward": Attention({64: (420e12, 488e12), 128: (490e12, 560e12)}, ramp=371, causal=0.9, tile=128),
+        },
+        shares={
+            "elementwise": 0.87,
+            "_to_copy": 0.66,
+            "copy": 0.95,
+            "norm": 0.65,
+            "norm backward": 0.41,
+            "columns": 0.5,
+            "_log_softmax": 0.47,
+            "softmax": 0.65,
+        },
+    ),
     # MAMF 1,745; sustained 1,429, 1,420 on average over shapes (hpc-ai.com). 148 multiprocessors and 7,672 GB/s by the
     # driver (pytorch/ao 4002); copies reach 6,000 (newmind.ai) and more. Attention: cuDNN as FlashAttention-4 compares
     # itself with; backward and 64 channels are an estimate.

@@ -27,18 +27,21 @@ T = TypeVar("T")
 Letter = tuple[int, int, int]
 
 
-def run_ranks(world: int, function: Callable[[ThreadCommunicator], T], timeout: float = 60.0) -> list[T]:
+def run_ranks(
+    world: int, function: Callable[[ThreadCommunicator], T], timeout: float = 60.0, device: str = "cpu"
+) -> list[T]:
     """Call the function once a rank, each in a thread, and return their results by rank.
 
     If a rank raises, the others are woken and end, and its error is raised again: a PlanError as its own class, any
-    other as RuntimeFailure, both naming the rank. `timeout`: seconds that a rank may wait for one message.
+    other as RuntimeFailure, both naming the rank. `timeout`: seconds that a rank may wait for one message. `device`:
+    that of the tensors of all ranks.
     """
     hub = _Hub(world, timeout)
     results: dict[int, T] = {}
 
     def body(rank: int) -> None:
         try:
-            results[rank] = function(ThreadCommunicator(hub, rank))
+            results[rank] = function(ThreadCommunicator(hub, rank, torch.device(device)))
             hub.end(rank, None)
         except BaseException as error:
             # It ends in this thread: the calling thread raises it.
@@ -133,10 +136,10 @@ class ThreadCommunicator(c.Communicator):
     receipt, the latest moment at which a network may read them.
     """
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    def __init__(self, hub: _Hub, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.world = hub.world
-        self.device = torch.device("cpu")
+        self.device = device
         self._hub = hub
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()

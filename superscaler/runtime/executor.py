@@ -16,7 +16,7 @@ from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
-from superscaler.runtime.optimizer import Scaler, average, laid_out, optimizer_of
+from superscaler.runtime.optimizer import Scaler, at_once, average, laid_out, optimizer_of, scale
 from superscaler.runtime.saved_tensors import Copies, MovedTape, RegatheredTensors, storage_of
 
 Box = Sequence[Sequence[int]]
@@ -325,11 +325,11 @@ class Rank:
         if self.keep_gradients:
             self.gradients = {**self.gradients, **gradients}
         if self.optimizer is not None and is_finite:
-            for name, gradient in gradients.items():
-                weight = self.weights[name]
-                weight.grad = laid_out(gradient.to(weight.grad_dtype), weight)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for some in at_once(self.optimizer, {name: self.weights[name] for name in gradients}):
+                for name, weight in some.items():
+                    weight.grad = laid_out(gradients[name].to(weight.grad_dtype), weight)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
             if self.ema is not None:
                 average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
 
@@ -372,9 +372,9 @@ class Rank:
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         norm = self._world_sum(total).sqrt()
         self.last_norm = float(norm)
-        scale = min(1.0, limit / (self.last_norm + 1e-6))
-        if scale < 1.0:
-            gradients.update({name: gradient * scale for name, gradient in gradients.items()})
+        factor = limit / (self.last_norm + 1e-6)
+        if factor < 1.0:
+            scale(gradients, factor)
 
     def loss(self, parts: Sequence[Tensor], counted: int, of: Sequence[int] = ()) -> Tensor:
         """Return the sum of the counted parts of all devices, equal on all. `of`: their iterations, a loss each."""

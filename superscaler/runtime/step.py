@@ -331,7 +331,7 @@ def build_step(
     local = dict(shared or {})
     for entry in (entry for entry in tables["weights"] if entry["name"] not in local):
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
-        kept = piece.clone() if entry.get("host") else piece.clone().to(communicator.device)
+        kept = piece.to("cpu" if entry.get("host") else communicator.device, copy=True)
         kept = kept.pin_memory() if communicator.device.type == "cuda" and not kept.is_cuda else kept
         local[entry["name"]] = kept.requires_grad_(entry["trained"])
     chosen, scaling = plan["optimizer"], plan["optimizer"]["scaler"]

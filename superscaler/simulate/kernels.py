@@ -17,6 +17,7 @@ from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Offload, Program, Task, Value
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
+from superscaler.runtime.optimizer import is_listed
 from superscaler.simulate.recording import Recorder, callables
 from superscaler.simulate.storages import Buffers, buffers
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
@@ -28,14 +29,17 @@ Kernels = Sequence[Kernel]
 _BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
 # The steps of torch.optim.Muon by default.
 _NEWTON_SCHULZ = 5
+# The kernels of Adam over lists, the first for AdamW only: tensors like the weights that each reads and makes.
+_LISTED = (("mul_", 1, 1), ("lerp_", 2, 1), ("mul_", 1, 1), ("addcmul_", 2, 1), ("sqrt", 1, 1), ("div_", 1, 1),
+           ("add_", 1, 1), ("addcdiv_", 3, 1))  # fmt: skip
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Segments:
-    """The segments of a program. Equal calls are recorded once."""
+    """The segments of a program. Equal calls are recorded once. `on_gpu`: with the temporary tensors of a GPU."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, on_gpu: bool = False) -> None:
+        self.program, self.on_gpu = program, on_gpu
         self._run = callables(program)
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, dict[Task, Segment]] = {}
@@ -127,7 +131,7 @@ class Segments:
         # Functions with the same text have the same name.
         key = run.__name__, metas, call
         if key not in self._known:
-            self._known[key] = Recorder().segment(run, metas, call)
+            self._known[key] = Recorder(self.on_gpu).segment(run, metas, call)
         return self._known[key]
 
 
@@ -156,10 +160,12 @@ def _local(model: Model, operand: Operand, box: Box) -> Meta:
 
 
 class Works:
-    """The kernels of the devices of a program. Equal segments are recorded once."""
+    """The kernels of the devices of a program. Equal segments are recorded once. `on_gpu`: the updates are those of a
+    GPU.
+    """
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.segments = program, Segments(program)
+    def __init__(self, program: Program, on_gpu: bool = False) -> None:
+        self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu), on_gpu
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
         self._backwards: dict[tuple[object, ...], Kernels] = {}
@@ -209,7 +215,15 @@ class _Device:
         for weight in device.weights:
             tensor = self.tensors[weight.tensor]
             self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
-        self.kinds = {w.name: self.optimizer.kind(w.group).lower() for w in device.weights if w.trained}
+        # The optimizer of each weight, and its kernels.
+        ways = [
+            "foreach" if works.on_gpu and is_listed(self.optimizer.name, dict(group)) else "fused"
+            for group in self.optimizer.groups
+        ]
+        trained = [w for w in device.weights if w.trained]
+        self.kinds = {
+            w.name: (self.optimizer.kind(w.group).lower(), "host" if w.host else ways[w.group]) for w in trained
+        }
         self.forwards = {i.task: i for i in code if isinstance(i, Forward)}
         self.segments = works.segments.tasks(device)
 
@@ -272,11 +286,14 @@ class _Device:
         casts = [meta for meta, gradient in pairs if meta[1] != gradient[1]]
         casts += [meta for meta, weight in zip(updated, weights, strict=True) if meta != weight]
         copies = [k for meta in (*casts, *(self.metas[name] for name in i.buffers)) for k in _copied(meta)]
-        owned: dict[str, tuple[Meta, ...]] = {}
+        owned: dict[tuple[str, str], tuple[Meta, ...]] = {}
         for name, meta in zip(i.weights, updated, strict=True):
             owned[self.kinds[name]] = *owned.get(self.kinds[name], ()), meta
-        products = (k for shape, _ in owned.get("muon", ()) for k in _orthogonal(*shape))
-        return (*copies, *(_fused(kind, metas) for kind, metas in owned.items()), *products)
+        products = (
+            k for (kind, _), metas in owned.items() if kind == "muon" for s, _ in metas for k in _orthogonal(*s)
+        )
+        updates = (k for kind, metas in owned.items() for k in _updates(*kind, metas))
+        return (*copies, *updates, *products)
 
 
 def _moved_bytes(segment: Segment, i: Forward, stays: Container[Value]) -> int:
@@ -285,10 +302,14 @@ def _moved_bytes(segment: Segment, i: Forward, stays: Container[Value]) -> int:
     return segment.tapes[0].bytes + sum(segment.sizes[number] for number in left)
 
 
-def _fused(kind: str, weights: tuple[Meta, ...]) -> Kernel:
-    """Return the update of weights by an optimizer."""
+def _updates(kind: str, way: str, weights: tuple[Meta, ...]) -> Iterator[Kernel]:
+    """Yield the update of weights by an optimizer: one kernel, also on the host, or those of torch's lists for Adam."""
+    if way == "foreach":
+        for name, read, made in _LISTED[kind != "adamw" :]:
+            yield Kernel(f"_foreach_{name}", weights * read, weights * made)
+        return
     states = weights * (2 if kind.startswith("adam") else 1)
-    return Kernel(f"_fused_{kind}_", (*weights, *weights, *states), (*weights, *states))
+    yield Kernel(f"_{way}_{kind}_", (*weights, *weights, *states), (*weights, *states))
 
 
 def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:

@@ -339,11 +339,11 @@ class Liveness(Storages):
         self._drop_all(self.copied)
         self.sent, self.copied = [], []
         # Gradients of another dtype than the optimizer wants are copied. Their norm is that of two float64 copies of
-        # one at a time, four times as large as in float32; then all are scaled, which copies them.
+        # one at a time, four times as large as in float32; then all are scaled in place.
         copied = sum(w if w != g else 0 for w, g, _ in self.waiting)
         sizes = [w for w, _, _ in self.waiting]
-        norm, scaled = (4 * max(sizes, default=0), sum(sizes)) if self.clips else (0, 0)
-        self.reach(copied + max(norm, scaled + self.update(sizes)))
+        norm = 4 * max(sizes, default=0) if self.clips else 0
+        self.reach(copied + max(norm, self.update(sizes)))
         self._drop_all([storage for *_, storage in self.waiting])
         self.waiting = []
 

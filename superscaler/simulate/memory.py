@@ -25,6 +25,7 @@ from superscaler.ir.program import (
     Weight,
 )
 from superscaler.ops.table import ops_of_lines
+from superscaler.runtime.optimizer import LISTED, is_listed
 from superscaler.simulate.kernels import Segments
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.storages import CATEGORIES, OPTIMIZER, TEMPORARY, Storage, elements
@@ -44,6 +45,7 @@ class Overheads:
                    (NVIDIA/nccl#1685)
     group          of a group of devices in NCCL: 0.54 to 0.69 GB on 4 A100 (NVIDIA/nccl#964); more with all_to_all
     workspace      of cuBLAS, per stream: 32 MiB on Hopper, 8,519,680 bytes before (torch, CublasHandlePool.cpp)
+    listed         of weights that a GPU updates at once, by kernels that make temporary tensors (runtime/optimizer.py)
     fragmentation  the share of the peak that torch's allocator reserves and cannot use. Blocks above 1 MB are cut from
                    segments of 20 MB and more, and few other blocks fit the parts between them. An estimate for a
                    program that repeats its shapes in each step
@@ -53,10 +55,11 @@ class Overheads:
     group: int = 550 * MB
     workspace: int = 32 * 2**20
     fragmentation: float = 0.03
+    listed: int = LISTED
 
 
 # Of a process that computes on a CPU.
-NO_OVERHEADS = Overheads(0, 0, 0, 0.0)
+NO_OVERHEADS = Overheads(0, 0, 0, 0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,10 @@ def memories(
     `states`: the bytes of the optimizer for a weight (default: those of torch's optimizer, see `state_bytes`); `clips`:
     gradients are scaled to a norm, or unscaled, so that they are copied once. `capacity`: the bytes of a device.
     """
-    known, update = segments or Segments(program), _update_of(program.model.optimizer)
+    known, update = (
+        segments or Segments(program, overheads.listed > 0),
+        _update_of(program.model.optimizer, overheads.listed),
+    )
     sized = states or (lambda weight: state_bytes(program, weight))
     found = []
     with without_garbage_collection():
@@ -154,12 +160,15 @@ def _states(name: str, options: str, dtype: str) -> tuple[int, ...]:
     return tuple(x.element_size() if x.shape == weight.shape else 0 for x in states)
 
 
-def _update_of(optimizer: Optimizer) -> Callable[[Sequence[int]], int]:
+def _update_of(optimizer: Optimizer, listed: int) -> Callable[[Sequence[int]], int]:
     """Return the function from the bytes of weights to the bytes that their update makes and frees.
 
-    A fused update makes none. One weight after the other makes two tensors like it; `foreach` a list like all weights.
+    A fused update makes none. One weight after the other makes two tensors like it; a list makes one like all weights,
+    on a GPU (`listed` above 0) like those that are updated at once.
     """
     options = [dict(group) for group in optimizer.groups]
+    if listed and any(is_listed(optimizer.name, group) for group in options):
+        return lambda sizes: min(sum(sizes), max(listed, *sizes, 0))
     if any(o.get("foreach") for o in options):
         return lambda sizes: sum(sizes)
     is_fused = {"Adam", "AdamW", "SGD"}.issuperset(map(optimizer.kind, range(len(options)))) and all(

@@ -68,8 +68,8 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
             f"nothing is known about the speed of {cluster}; measure this machine with superscaler doctor --measure "
             "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
         )
-    work = _Work(Works(program), kind, _share(cluster))
     speeds = kind.speeds
+    work = _Work(Works(program, on_gpu=speeds.units > 0), kind, _share(cluster))
     table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)

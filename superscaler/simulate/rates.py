@@ -57,6 +57,14 @@ _CHANNELS, _QUERIES = 32, 128
 # glibc takes memory for larger tensors from the system, which gives it page by page (M_MMAP_THRESHOLD, mallopt(3)).
 _LARGE = 32 << 20
 
+# A call of a segment takes the host so many times as long as the start of a kernel: 0.16 ms and 24 us on the host of an
+# H200 (benchmarks/results/gpu_step_time.txt).
+_CALL = 6
+# Bytes a second of an optimizer on the host, for each device of a server: DeepSpeed's updates a billion weights of 28
+# bytes in 0.22 s (Ren et al. 2021, ZeRO-Offload, table 4), which 8 devices share. A host of 16 cores with one H200
+# reaches 20 GB/s.
+_HOST = 16e9
+
 _PLAIN = "float32"
 _BYTES = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "float32": 4}
 
@@ -67,6 +75,8 @@ def seconds(kernel: Kernel, kind: DeviceKind, share: float = 0.5) -> float:
     speeds = _speeds(kind)
     if class_of(kernel) == "free":
         return 0.0
+    if kernel.name.startswith("_host_") and speeds.units:
+        return bytes_of(kernel) / _HOST
     products, fresh = list(products_of(kernel)), _fresh(kernel, speeds)
     if products:
         return fresh + sum(_product(speeds, *p, dtype=dtype_of(kernel), share=share) for p in products)
@@ -81,14 +91,15 @@ def seconds(kernel: Kernel, kind: DeviceKind, share: float = 0.5) -> float:
 def segment_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> float:
     """Return the seconds of kernels in order, from the start of the host to the end of the device.
 
-    The host starts a kernel each `issue` seconds; a kernel waits for its start and for the one before it.
+    The host starts a kernel each `issue` seconds; a kernel waits for its start and for the one before it. The host also
+    calls the segment, beside what the device does.
     """
     issue, host, device = _speeds(kind).issue, 0.0, 0.0
     for kernel in kernels:
         if class_of(kernel) != "free":
             host += issue
             device = max(host, device) + seconds(kernel, kind, share)
-    return device
+    return max(device, host + _CALL * issue) if host else device
 
 
 def waiting_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> float:

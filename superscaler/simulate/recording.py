@@ -41,13 +41,13 @@ _WIDE = 4
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of kernels, which also counts the bytes of live storages."""
+    """A recorder of kernels, which also counts the bytes of live storages, `on_gpu` with temporary ones of kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.levels: list[int] = []
-        self.alive = 0
+        self.alive, self.on_gpu = 0, on_gpu
         # Of storages that are alive: bytes and the op of those without a number, and the numbers of others.
         self.others: dict[int, tuple[int, int]] = {}
         self.numbers: dict[int, int] = {}
@@ -64,6 +64,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for x in results:
                 # Leaves without memory are one number each.
                 self._count(x, 0 if name == "new_empty" else x.untyped_storage().nbytes())
+            if self.on_gpu and name == "_softmax_backward_data":
+                # Its kernel for GPUs reads the product of both inputs, a temporary tensor (torch, SoftMax.cu).
+                self.levels.append(self.alive + block(results[0].nbytes))
         return made
 
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:

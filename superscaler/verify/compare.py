@@ -1,6 +1,5 @@
 """Comparison of a plan's tensors with those of one device, step by step and iteration by iteration."""
 
-import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -244,7 +243,13 @@ def _run_step(step: Step, batch: Mapping[str, Tensor]) -> Iterator[Result]:
     last = {name: kept.now(name) for name in rank.weights}
     for loss, changed in zip(losses, [*kept.of, {}], strict=True):
         gradients, weights, state = ({n: some[k] for n, some in {**last, **changed}.items()} for k in range(3))
-        yield Result(loss.clone(), gradients, weights, state, step.bytes_moved, copy.deepcopy(rank.outputs))  # type: ignore[arg-type]
+        outputs = {name: _kept(x) for name, x in rank.outputs.items()}
+        yield Result(_kept(loss), gradients, weights, state, step.bytes_moved, outputs)  # type: ignore[arg-type]
+
+
+def _kept(x: Tensor) -> Tensor:
+    """Return a copy on the CPU."""
+    return x.detach().to("cpu", copy=True)
 
 
 class _Kept:
@@ -258,9 +263,9 @@ class _Kept:
     def now(self, name: str) -> Kept:
         weight, optimizer = self.rank.weights[name], self.rank.optimizer
         state = optimizer.state.get(weight, {}) if optimizer is not None else {}
-        tensors = {key: x.detach().clone() for key, x in state.items() if isinstance(x, Tensor)}
+        tensors = {key: _kept(x) for key, x in state.items() if isinstance(x, Tensor)}
         gradient = self.rank.gradients.get(name)
-        return None if gradient is None else gradient.detach().clone(), weight.detach().clone(), tensors
+        return None if gradient is None else _kept(gradient), _kept(weight), tensors
 
     def keeping(self, change: Callable[..., None]) -> Callable[..., None]:
         """Return a function that calls `change` and then copies the changed weights."""

@@ -87,10 +87,12 @@ def _whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:
     return model, Function(model.forward_ops, boxes, tuple(n for n, _ in reads), input_of, tuple(made), ""), list(reads)
 
 
-def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeout: float) -> list[T]:
-    """Return the results of `run` on the step of each rank, each in a thread."""
+def on_threads(
+    exact: Compiled, values: Values, run: Callable[[Step], T], timeout: float, device: str = "cpu"
+) -> list[T]:
+    """Return the results of `run` on the step of each rank, each in a thread; all of them are on one `device`."""
     plan, code = describe(exact), modules(exact.emitted.files)
-    return run_ranks(exact.program.world, lambda c: run(build_step(plan, code, values, c)), timeout)
+    return run_ranks(exact.program.world, lambda c: run(build_step(plan, code, values, c)), timeout, device)
 
 
 def _record(exact: Compiled, values: Values, batch: Values, timeout: float) -> tuple[Events, str]:

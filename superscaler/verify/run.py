@@ -37,10 +37,11 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
     dropout: in float64, then in the trained dtypes, where sums in parts may round (see `superscaler.verify.trained`).
 
     Each step starts from the plan's current weights. The update of each slice is compared with that of torch's
-    optimizer on the plan's gradient. `backend`: "threads" of this process, or "processes" under torch.distributed.
-    `shapes`: "model" runs the plan at its own shapes against a copy of the module, or against the exported program if
-    no copy can run; "small" on few elements and places (see `shrink`) against the graph on one device; "auto" is
-    "small" for a plan that is too large to run here. The checks of the program always see the whole plan.
+    optimizer on the plan's gradient. `backend`: "threads" of this process, "processes" under torch.distributed, or
+    "gpu", threads with the tensors of all devices on one GPU; the module runs where its weights are. `shapes`: "model"
+    runs the plan at its own shapes against a copy of the module, or against the exported program if no copy can run;
+    "small" on few elements and places (see `shrink`) against the graph on one device; "auto" is "small" for a plan that
+    is too large to run here. The checks of the program always see the whole plan.
 
     Returns a dict. equal: in both precisions. trained_dtype, trained_error (the one nearest to its limit),
     trained_allowed (that limit). The largest relative errors in float64: loss_error, gradient_error (with a floor),
@@ -218,8 +219,18 @@ def _steps(compiled: Compiled) -> int:
     return STEPS + max(compiled.graph.model.ages.values(), default=0)
 
 
-def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
-    return on_threads(compiled, values, lambda step: run_steps(step, batch, _steps(compiled)), timeout)
+def _threads(
+    compiled: Compiled, values: Values, batch: Values, timeout: float, device: str = "cpu"
+) -> list[list[Result]]:
+    return on_threads(compiled, values, lambda step: run_steps(step, batch, _steps(compiled)), timeout, device)
+
+
+def _gpu(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
+    if not torch.cuda.is_available():
+        raise InputError(
+            "verify on a GPU needs a CUDA device, and torch sees none; leave out --gpu (backend 'threads') for the CPU."
+        )
+    return _threads(compiled, values, batch, timeout, "cuda")
 
 
 def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[list[Result]]:
@@ -241,4 +252,8 @@ def _rank(name: str, count: str) -> None:
     step.close()
 
 
-_BACKENDS = {"threads": _threads, "processes": _processes}
+_BACKENDS: Mapping[str, Callable[[Compiled, Values, Values, float], list[list[Result]]]] = {
+    "threads": _threads,
+    "processes": _processes,
+    "gpu": _gpu,
+}

@@ -203,6 +203,18 @@ def test_a_saved_plan_of_inference_runs_on_processes(tmp_path: Path, capsys: pyt
     assert found["bytes_moved"] == found["bytes_planned"] > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(("--gpu",), "needs a CUDA device"), (("--gpu", "--processes"), "--processes and --gpu are two ways")],
+)
+def test_verify_on_a_gpu_that_is_not_there(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run("verify", "mlp", *TWO, *options) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     result = {
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
