@@ -28,7 +28,7 @@ _GPT3_SIZES = "1.3b 2.6b 6.7b 15b"
 
 # family -> the model of each number of GPUs.
 MODELS: Mapping[str, Mapping[int, str]] = {
-    "swin": _sizes("swin", "1.8b 6.6b 13b 30b"),
+    "swin": _sizes("swin", "1.8b 6.6b 13b 30b", ",window=48"),
     "gpt3": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float32"),
     "gpt3, softmax in float16": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float16"),
     "gpt3, no scores": {32: "gpt3:size=15b,seq=16384,vocab=51200,dropout=0.0"},

@@ -82,12 +82,12 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("swin", 4): {
         "Megatron-LM": ["1x2x2+|1x4x1+", "2x2x1+"],
         "DeepSpeed": ["4x1|2x2|1x4"],
-        "co-shard, first 4": ["4x1x1/4|4x1x1/4+", "2x2x1/4|2x2x1/4+"],
+        "co-shard, first 4": ["1x2x2/4+", "4x1x1/4|4x1x1/4+", "2x2x1/4|2x2x1/4+"],
     },
     ("swin", 8): {
         "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
         "DeepSpeed": ["8x1|4x2|2x4|1x8"],
-        "co-shard, first 4": ["4x2x1/4|4x2x1/4+"],
+        "co-shard, first 4": ["1x4x2/4+", "4x2x1/4|4x2x1/4+"],
     },
     ("swin", 16): {
         "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
