@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from points import Row, Rows
+from points import OTHERS, Row, Rows
 from report import table
 from systems import CLUSTERS
 
@@ -26,6 +26,9 @@ def run(rows: Rows) -> str:
         table(("model", "plan", "cluster", "operators", "compile s", "certificate s", "simulate s"), lines),
         "CPU minutes of each experiment, without the points that one before it had:\n",
         table(("experiment", *COMPILED, "simulate", "all"), spent(rows)),
+        "Of these, {:.0f} are of points on 32 GPUs and {:.0f} of all others: two runs at once, see above.\n".format(
+            *halves(rows)
+        ),
     ])  # fmt: skip
 
 
@@ -40,21 +43,36 @@ def programs(rows: Rows) -> Iterator[tuple[str, Row]]:
             yield experiment, row
 
 
+def used(rows: Rows) -> Iterator[tuple[str, str, str, float]]:
+    """Yield the CPU seconds of each part of each point, after its experiment, its cluster and the part."""
+    own = {other: cluster for cluster, others in OTHERS.items() for other in others.values()}
+    for experiment, row in programs(rows):
+        for part in COMPILED:
+            yield experiment, row["cluster"], part, row.get("cpu", {}).get(part, 0)
+    for key, experiment in rows.asked.items():
+        row = rows.known[key]
+        cluster = own.get(row["cluster"], row["cluster"])
+        yield experiment, cluster, "simulate", row.get("cpu", {}).get("simulate", 0)
+
+
+def halves(rows: Rows) -> tuple[float, float]:
+    """Return the CPU minutes of points on 32 GPUs, and of all others."""
+    seconds = [0.0, 0.0]
+    for _, cluster, _, some in used(rows):
+        seconds[cluster != CLUSTERS[32]] += some
+    return seconds[0] / 60, seconds[1] / 60
+
+
 def spent(rows: Rows) -> list[list[str]]:
     """Return the CPU minutes of each experiment, by what they were for, and of all."""
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for experiment, row in programs(rows):
-        for part in COMPILED:
-            seconds[experiment][part] += row.get("cpu", {}).get(part, 0)
-    for key, experiment in rows.asked.items():
-        seconds[experiment]["simulate"] += rows.known[key].get("cpu", {}).get("simulate", 0)
-    for found in list(seconds.values()):
-        for part, some in found.items():
-            seconds["all"][part] += some
+    for experiment, _, part, some in used(rows):
+        for name in (experiment, "all"):
+            seconds[name][part] += some
     return [
         [name.upper() if name != "all" else name,
          *(f"{found[part] / 60:.1f}" for part in (*COMPILED, "simulate")), f"{sum(found.values()) / 60:.1f}"]
-        for name, found in seconds.items()
+        for name, found in sorted(seconds.items(), key=lambda one: one[0] == "all")
     ]  # fmt: skip
 
 

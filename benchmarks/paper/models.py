@@ -4,10 +4,10 @@ Widths and depths are the paper's; what it does not give is said here. There is 
 equal under all plans, in some ten kernels of integers, where the paper's torch had one. Attention of GPT-3 writes all
 scores out (gpt3.py): the V100 has no FlashAttention, which came after the paper's PyTorch 1.11. Its softmax is in
 float32, as Megatron-LM's above 4,096 tokens; float16 is shown as another assumption. The vocabulary is padded to
-51,200, as Megatron-LM does. Windows of Swin are 48 patches wide in E6: so are those for images of 1536 in the example
-of the paper's authors (nnScaler, examples/vision/swin/model.py), which has the model of 1.8B and one of 355M, too.
-They are 24 in E2, whose rows are older than that finding. Layers are spread over four stages as there, most in the
-third. DeepSpeed pads weights that its devices do not divide, so that Swin has 1,024 classes there and 1,000 elsewhere.
+51,200, as Megatron-LM does. Windows of Swin are 48 patches wide: so are those for images of 1536 in the example of the
+paper's authors (nnScaler, examples/vision/swin/model.py), which has the model of 1.8B and one of 355M, too; 24 is shown
+as another assumption. Layers are spread over four stages as there, most in the third. DeepSpeed pads weights that its
+devices do not divide, so that Swin has 1,024 classes there and 1,000 elsewhere.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ def _sizes(model: str, sizes: str, keys: str = "") -> dict[int, str]:
 
 
 _GPT3_SIZES = "1.3b 2.6b 6.7b 15b"
+_SWIN_SIZES = "1.8b 6.6b 13b 30b"
 
 # family -> the model of each number of GPUs.
 MODELS: Mapping[str, Mapping[int, str]] = {
-    "swin": _sizes("swin", "1.8b 6.6b 13b 30b", ",window=48"),
+    "swin": _sizes("swin", _SWIN_SIZES, ",window=48"),
+    "swin, windows of 24": _sizes("swin", _SWIN_SIZES),
     "gpt3": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float32"),
     "gpt3, softmax in float16": _sizes(_GPT3, _GPT3_SIZES, ",softmax=float16"),
     "gpt3, no scores": {32: "gpt3:size=15b,seq=16384,vocab=51200,dropout=0.0"},

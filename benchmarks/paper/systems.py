@@ -82,22 +82,26 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("swin", 4): {
         "Megatron-LM": ["1x2x2+|1x4x1+", "2x2x1+"],
         "DeepSpeed": ["4x1|2x2|1x4"],
-        "co-shard, first 4": ["1x2x2/4+", "4x1x1/4|4x1x1/4+", "2x2x1/4|2x2x1/4+"],
+        "co-shard, first 4": ["4x1x1/4|4x1x1/4+", "2x2x1/4|2x2x1/4+"],
+        "co-shard in ZeRO-3": ["4x1/8|4x1/16"],
     },
     ("swin", 8): {
         "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
         "DeepSpeed": ["8x1|4x2|2x4|1x8"],
-        "co-shard, first 4": ["1x4x2/4+", "4x2x1/4|4x2x1/4+"],
+        "co-shard, first 4": ["4x2x1/4|4x2x1/4+|2x4x1/4+"],
+        "co-shard in ZeRO-3": ["8x1/8|8x1/16"],
     },
     ("swin", 16): {
         "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
-        "DeepSpeed": ["16x1|8x2|4x4|2x8"],
-        "co-shard, first 4": ["4x4x1/4|4x4x1/4+"],
+        "DeepSpeed": ["16x1|8x2|4x4|2x8|1x16"],
+        "co-shard, first 4": ["4x4x1/4+"],
+        "co-shard in ZeRO-3": ["16x1/8|16x1/16"],
     },
     ("swin", 32): {
         "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
-        "DeepSpeed": ["32x1|16x2|8x4|4x8"],
+        "DeepSpeed": ["32x1|16x2|8x4|4x8|2x16|1x32"],
         "co-shard, first 4": ["4x8x1/2+|4x8x1/4+"],
+        "co-shard in ZeRO-3": ["32x1/8|32x1/16|16x2/16"],
     },
     ("alphafold2", 4): {
         "DAP + DP": ["1x4|1x4+|2x2+|4x1+"],
@@ -162,13 +166,21 @@ def megatron(place: Place, config: str) -> Point:
 def deepspeed(place: Place, config: str) -> Point:
     sizes, _, offload = config.partition(" ")
     dp, tp = _numbers(sizes)
-    plans = [f"zero:{dp},stage=3,microbatches={{m}}"]
+    # On one device there is nothing to cut: what is left of ZeRO-3 is that each layer is computed again.
+    plans = [f"zero:{dp},stage=3,microbatches={{m}}" if dp > 1 or offload else "recompute:1,microbatches={m}"]
     plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
     plans += ["swap:1,what=optimizer"] if offload else []
     # With offload, the states are on the host.
     point = place(" x ".join(plans), dp=dp, spread=0 if offload else dp * tp, cut=tp)
     # It pads what its devices do not divide: here the classes of Swin.
     return replace(point, model=f"{point.model},classes=1024") if point.model.startswith("swin:size=") else point
+
+
+def co_sharded_zero(place: Place, config: str) -> Point:
+    """Return the point of co-sharded blocks under ZeRO-3, which recomputes them, too."""
+    sizes, _, parts = config.partition("/")
+    point = deepspeed(place, sizes)
+    return replace(point, plan=f"{point.plan} x co_shard:1,parts={parts}", cut=point.cut * int(parts))
 
 
 def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
@@ -212,6 +224,7 @@ MAKERS: Mapping[str, Callable[[Place, str], Point]] = {
     "DeepSpeed": deepspeed,
     "co-shard": co_shard,
     "co-shard, first 4": lambda place, config: co_shard(place, config, "first:4"),
+    "co-shard in ZeRO-3": co_sharded_zero,
     "DAP + DP": axial,
     "3F1B": three_f_one_b,
     "interlaced": interlaced,

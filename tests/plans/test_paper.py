@@ -41,7 +41,7 @@ ROWS = [
     ("swin", "Megatron-LM", "2x2x1+"),
     ("swin", "DeepSpeed", "2x2"),
     ("swin", "co-shard, first 4", "2x2x1/2"),
-    ("swin", "co-shard, first 4", "1x2x2/2+"),
+    ("swin", "co-shard in ZeRO-3", "2x2/2"),
     ("alphafold2", "DAP + DP", "2x2+"),
     ("alphafold2", "DeepSpeed", "2x1"),
     ("alphafold2", "3F1B", "2x1+"),
@@ -117,6 +117,7 @@ def test_minutes_count_the_compiling_of_a_program_once_and_its_simulation_on_eac
         ["E3", "1.0", "2.0", "0.0", "0.5", "3.5"],
         ["all", "2.0", "4.0", "0.0", "1.5", "7.5"],
     ]
+    assert e12.halves(rows) == (4.0, 3.5)
 
 
 def test_largest_size_is_unknown_while_that_of_a_larger_one_is() -> None:
