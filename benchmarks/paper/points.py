@@ -139,7 +139,10 @@ class Rows:
                         break
         fitting = [row for row in found if row.get("fits")]
         needs = [row for row in found if "peak" in row]
-        return min(fitting or needs or found, key=lambda row: row["seconds" if fitting else "peak"], default=None)
+        if fitting or needs:
+            return min(fitting or needs, key=lambda row: row["seconds" if fitting else "peak"])
+        # Without any peak: the last of a ladder is cut furthest.
+        return found[-1] if found else None
 
     def _simulated(self, point: Point) -> Iterator[Row]:
         """Yield the row of a point, and of the same program on OTHERS of its cluster."""

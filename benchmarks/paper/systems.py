@@ -83,19 +83,16 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
         "Megatron-LM": ["1x2x2+|1x4x1+", "2x2x1+"],
         "DeepSpeed": ["4x1|2x2|1x4"],
         "co-shard, first 4": ["4x1x1/4|4x1x1/4+", "2x2x1/4|2x2x1/4+"],
-        "co-shard in ZeRO-3": ["4x1/8|4x1/16"],
     },
     ("swin", 8): {
         "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
         "DeepSpeed": ["8x1|4x2|2x4|1x8"],
         "co-shard, first 4": ["4x2x1/4|4x2x1/4+|2x4x1/4+"],
-        "co-shard in ZeRO-3": ["8x1/8|8x1/16"],
     },
     ("swin", 16): {
         "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
         "DeepSpeed": ["16x1|8x2|4x4|2x8|1x16"],
         "co-shard, first 4": ["4x4x1/4+"],
-        "co-shard in ZeRO-3": ["16x1/8|16x1/16"],
     },
     ("swin", 32): {
         "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
@@ -166,8 +163,10 @@ def megatron(place: Place, config: str) -> Point:
 def deepspeed(place: Place, config: str) -> Point:
     sizes, _, offload = config.partition(" ")
     dp, tp = _numbers(sizes)
-    # On one device there is nothing to cut: what is left of ZeRO-3 is that each layer is computed again.
-    plans = [f"zero:{dp},stage=3,microbatches={{m}}" if dp > 1 or offload else "recompute:1,microbatches={m}"]
+    if dp == 1 and not offload:
+        # On one device there is nothing to cut: what is left of ZeRO-3 is that each layer is computed again.
+        return megatron(place, f"1x{tp}x1+")
+    plans = [f"zero:{dp},stage=3,microbatches={{m}}"]
     plans += [f"tensor_parallel:{tp}"] if tp > 1 else []
     plans += ["swap:1,what=optimizer"] if offload else []
     # With offload, the states are on the host.
