@@ -28,7 +28,7 @@ def run(rows: Rows) -> str:
         "Up to 8 GPUs all are about equal, as in the paper. At 30B Megatron-LM fits in 32-way tensor parallelism",
         "alone, which is the paper's, too. Co-shard cuts scores. It does not cut outputs of the embedding and inputs",
         "of layers, each for every microbatch on its way: with the paper's plan (8-way tensor parallelism, 4 stages,",
-        "the first 4 layers) the first stage needs more than a GPU has. Under ZeRO-3 one microbatch is there at a time.\n",
+        "the first 4 layers) the first stage needs more than a GPU has. Under ZeRO-3 there is one microbatch.\n",
         "The same where windows are 24 patches wide, so that scores take a quarter of the memory:\n",
         table(POINTS, (line for gpus, row in known.items() for line in point_rows(f"{gpus} GPUs", row))),
     ])  # fmt: skip

@@ -125,3 +125,9 @@ def test_largest_size_is_unknown_while_that_of_a_larger_one_is() -> None:
         return e6.largest({n: {"it": None if f is None else {"fits": f}} for n, f in enumerate(fits, 1)}, "it", dict)
 
     assert [largest(True, False), largest(False, False), largest(True, None), largest(None, True)] == [1, 0, None, 2]
+
+
+def test_system_whose_plans_are_all_too_large_shows_the_one_that_is_cut_furthest() -> None:
+    rows, points = Rows(file=None), [Point("m", f"plan:{n}", "v100:1x4", 8) for n in (1, 2)]
+    rows.known = {point.key: {"plan": point.plan, "error": "at least 40 GB", "fits": False} for point in points}
+    assert (rows.best([points]) or {})["plan"] == "plan:2"
