@@ -52,7 +52,7 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     },
     ("gpt3", 32): {
         "Megatron-LM, Alpa": ["8x4x1+|4x8x1+|2x16x1+"],
-        "DeepSpeed": ["8x4|4x8"],
+        "DeepSpeed": ["8x4|4x8|2x16"],
         "co-shard": ["8x4x1/4", "4x8x1/2"],
     },
     ("mbart", 4): {
