@@ -98,7 +98,6 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
         "Megatron-LM": ["4x8x1+|2x16x1+|1x32x1+"],
         "DeepSpeed": ["32x1|16x2|8x4|4x8|2x16|1x32"],
         "co-shard, first 4": ["4x8x1/2+|4x8x1/4+"],
-        "co-shard in ZeRO-3": ["32x1/8|32x1/16|16x2/16"],
     },
     ("alphafold2", 4): {
         "DAP + DP": ["1x4|1x4+|2x2+|4x1+"],
@@ -175,13 +174,6 @@ def deepspeed(place: Place, config: str) -> Point:
     return replace(point, model=f"{point.model},classes=1024") if point.model.startswith("swin:size=") else point
 
 
-def co_sharded_zero(place: Place, config: str) -> Point:
-    """Return the point of co-sharded blocks under ZeRO-3, which recomputes them, too."""
-    sizes, _, parts = config.partition("/")
-    point = deepspeed(place, sizes)
-    return replace(point, plan=f"{point.plan} x co_shard:1,parts={parts}", cut=point.cut * int(parts))
-
-
 def co_shard(place: Place, config: str, blocks: str = "all") -> Point:
     """Return the point of co-sharded blocks in a pipeline; with + all others are computed again, too."""
     sizes, _, parts = config.rstrip("+").partition("/")
@@ -223,7 +215,6 @@ MAKERS: Mapping[str, Callable[[Place, str], Point]] = {
     "DeepSpeed": deepspeed,
     "co-shard": co_shard,
     "co-shard, first 4": lambda place, config: co_shard(place, config, "first:4"),
-    "co-shard in ZeRO-3": co_sharded_zero,
     "DAP + DP": axial,
     "3F1B": three_f_one_b,
     "interlaced": interlaced,

@@ -41,7 +41,6 @@ ROWS = [
     ("swin", "Megatron-LM", "2x2x1+"),
     ("swin", "DeepSpeed", "2x2"),
     ("swin", "co-shard, first 4", "2x2x1/2"),
-    ("swin", "co-shard in ZeRO-3", "2x2/2"),
     ("alphafold2", "DAP + DP", "2x2+"),
     ("alphafold2", "DeepSpeed", "2x1"),
     ("alphafold2", "3F1B", "2x1+"),
