@@ -87,7 +87,7 @@ SPACES: Mapping[tuple[str, int], Mapping[str, Sequence[str]]] = {
     ("swin", 8): {
         "Megatron-LM": ["1x4x2+|1x8x1+", "2x4x1+"],
         "DeepSpeed": ["8x1|4x2|2x4|1x8"],
-        "co-shard, first 4": ["4x2x1/4|4x2x1/4+|2x4x1/4+"],
+        "co-shard, first 4": ["4x2x1/4|4x2x1/4+"],
     },
     ("swin", 16): {
         "Megatron-LM": ["4x4x1+|2x8x1+|1x16x1+"],
