@@ -152,7 +152,11 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("a value is sent in its own shape", "is_cut = source is not None and way.view != way.local and",
      "is_cut = source is None and way.view != way.local and", "emit/test_steps plans/test_equal"),
     # The runtime.
-    ("small gradients are clipped", "if scale < 1.0:", "if scale > 1.0:", "integration/test_equality"),
+    ("small gradients are clipped", "if factor < 1.0:", "if factor > 1.0:", "integration/test_equality"),
+    ("gradients of one memory are scaled twice", "if starts[gradient.data_ptr()] == 1 and", "if",
+     "runtime/test_scaler"),
+    ("a GPU updates as a CPU does", "works.on_gpu and is_listed", "not works.on_gpu and is_listed",
+     "simulate/test_predict"),
     ("two ranks do not sum their losses", "return x if world == 1 else", "return x if world <= 2 else",
      "integration/test_equality plans/test_equal"),
     ("a later iteration draws what the first drew", 'steps = self.steps + e.get("ahead", 0)', "steps = self.steps",
