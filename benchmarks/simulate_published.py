@@ -178,7 +178,7 @@ def simulated(row: Row) -> Prediction:
     from superscaler.models import build
 
     model = build(f"{row.model},device=meta")
-    optimizer = torch.optim.AdamW(model.module.parameters())
+    optimizer = torch.optim.AdamW(model.module.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu") if row.precision == "fp16" else None
     graph = ss.capture(
         model.module, model.args, model.kwargs, optimizer, precision=row.precision, scaler=scaler, check=False

@@ -261,7 +261,7 @@ def captured(spec: str) -> Any:
     from superscaler.models import build
 
     built = build(spec)
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cpu")
     # Not kept on disk: masks of Swin are gigabytes, and push all else out of the cache.
     graph = ss.capture(
