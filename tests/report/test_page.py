@@ -193,9 +193,10 @@ def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:
 def test_a_wait_names_the_device_that_came_late_and_the_lines_of_its_ops(tmp_path: Path) -> None:
     def uneven(graph: ss.Graph, cluster: ss.Cluster) -> None:
         for op in graph.forward_ops:
-            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", sizes=(9, 999))), [0, 1])
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", sizes=(9, 2999991))), [0, 1])
 
-    found = ss.compile(step_of(Named(), torch.randn(1008, 8)), uneven, "a100:1x2")._subject
+    # So many rows that the device is slower than its host.
+    found = ss.compile(step_of(Named().to("meta"), torch.empty(3000000, 8, device="meta")), uneven, "a100:1x2")._subject
     early, late = (lane for lane in found.timelines[0].lanes if lane.is_compute)
     wait = np.flatnonzero((early.kind == Kind.BUBBLE) & (early.source >= 0))[0]
     at = early.source[wait] - late.first
@@ -204,7 +205,7 @@ def test_a_wait_names_the_device_that_came_late_and_the_lines_of_its_ops(tmp_pat
     for title in ("forward of ", "all_reduce of gradients of "):
         detail = next(d for d in found.details.found if d.title.startswith(title))
         assert any(
-            "Split('batch', sizes=(9, 999))" in line and f"{Path(__file__).name}:" in line for line in detail.asked
+            "Split('batch', sizes=(9, 2999991))" in line and f"{Path(__file__).name}:" in line for line in detail.asked
         )
 
 
