@@ -155,6 +155,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("small gradients are clipped", "if factor < 1.0:", "if factor > 1.0:", "integration/test_equality"),
     ("gradients of one memory are scaled twice", "if starts[gradient.data_ptr()] == 1 and", "if",
      "runtime/test_scaler"),
+    ("the gradient of the loss is the scale itself", "self.dtype, copy=True)", "self.dtype)", "runtime/test_scaler"),
     ("a GPU updates as a CPU does", "works.on_gpu and is_listed", "not works.on_gpu and is_listed",
      "simulate/test_predict"),
     ("two ranks do not sum their losses", "return x if world == 1 else", "return x if world <= 2 else",

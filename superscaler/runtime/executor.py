@@ -106,9 +106,11 @@ class Rank:
 
     @property
     def one(self) -> Tensor:
-        """Return the gradient of the loss: one, or the loss scale."""
-        scale = torch.ones((), device=self.device) if self.scaler is None else self.scaler.scale
-        return scale.to(self.dtype)
+        """Return the gradient of the loss, a tensor of its own: one, or the loss scale. The gradient of a scalar weight
+        may be this very tensor, which is scaled in place.
+        """
+        one = torch.ones((), device=self.device) if self.scaler is None else self.scaler.scale
+        return one.to(self.dtype, copy=True)
 
     def input(self, number: int) -> Tensor:
         name, box = self.tables["inputs"][number]

@@ -165,7 +165,7 @@ def is_listed(name: str, options: Mapping[str, Any]) -> bool:
     (True, False, False)
     """
     kind, options = kind_of(dict(options), name)
-    return bool(options.get("foreach")) or (kind in ("Adam", "AdamW") and not options.get("fused"))
+    return kind in ("Adam", "AdamW") and not options.get("fused")
 
 
 def at_once(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -121,12 +121,10 @@ def memories(
     """Return the memory of each distinct program of a plan.
 
     `states`: the bytes of the optimizer for a weight (default: those of torch's optimizer, see `state_bytes`); `clips`:
-    gradients are scaled to a norm, or unscaled, so that they are copied once. `capacity`: the bytes of a device.
+    gradients are scaled to a norm, for which one at a time is copied. `capacity`: the bytes of a device.
     """
-    known, update = (
-        segments or Segments(program, overheads.listed > 0),
-        _update_of(program.model.optimizer, overheads.listed),
-    )
+    known = segments or Segments(program, overheads.listed > 0)
+    update = _update_of(program.model.optimizer, overheads.listed)
     sized = states or (lambda weight: state_bytes(program, weight))
     found = []
     with without_garbage_collection():
@@ -168,7 +166,7 @@ def _update_of(optimizer: Optimizer, listed: int) -> Callable[[Sequence[int]], i
     """
     options = [dict(group) for group in optimizer.groups]
     if listed and any(is_listed(optimizer.name, group) for group in options):
-        return lambda sizes: min(sum(sizes), max(listed, *sizes, 0))
+        return lambda sizes: min(sum(sizes), max((listed, *sizes)))
     if any(o.get("foreach") for o in options):
         return lambda sizes: sum(sizes)
     is_fused = {"Adam", "AdamW", "SGD"}.issuperset(map(optimizer.kind, range(len(options)))) and all(

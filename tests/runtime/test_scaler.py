@@ -246,3 +246,29 @@ def test_gradients_are_scaled_in_place_but_for_shared_memory() -> None:
     assert gradients["one"] is one
     assert [x.flatten().tolist() for x in gradients.values()] == [[0.5] * 4, [1.0] * 4, [1.0] * 4, [0.5] * 4]
     assert shared.tolist() == [2.0] * 4
+
+
+class Shifted(torch.nn.Module):
+    """A loss whose gradient is that of its scalar weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).square().mean() + self.shift
+
+
+def test_the_gradient_of_a_scalar_weight_is_not_the_scale() -> None:
+    module, scaler = Shifted(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    graph = capture(module, (torch.ones(2, 4),), {}, torch.optim.SGD(module.parameters(), lr=0.25), scaler=scaler)
+    compiled = compile(graph, "single", "local:1").compiled
+    values, code = initial_values(compiled.graph.model, graph.captured.values), modules(compiled.emitted.files)
+
+    def run(communicator: Communicator) -> tuple[float, float]:
+        step = build_step(describe(compiled), code, values, communicator)
+        step({"x": torch.ones(2, 4)})
+        assert step.state.scaler is not None
+        return step.state.scaler.scale.item(), step.state.weights["shift"].item()
+
+    assert run_ranks(1, run) == [(1024.0, 0.25)]
