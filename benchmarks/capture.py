@@ -3,7 +3,7 @@
     python benchmarks/capture.py [MODEL ...]
 
 Without arguments: GPT-3 with 175 billion parameters on meta tensors, and the tiny size of every named model. `export`
-is `torch.export.export` plus `run_decompositions`, `capture` the rest; `peak` is the largest resident memory of the
+is torch.export and what makes its program functional, `capture` the rest; `peak` is the largest resident memory of the
 process, torch and the building of the model included; `weights` the bytes of parameters that were allocated. Exits with
 1 where the first model takes more than 60 s or 4 GB, or allocates a weight on meta.
 """

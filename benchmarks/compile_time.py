@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py [--only NAME,NAME] [--repeat 3]
 
 The model is Hugging Face's GPT-2 (hidden 1024, 32 heads, sequence 1024, or 4096 for the ring) on meta tensors: no
-weight is allocated. `export` is `torch.export.export` plus `run_decompositions`, torch's own time, and not part of
+weight is allocated. `export` is torch.export and what makes its program functional, and not part of
 `ours`, which is the capture's seconds plus the CPU seconds of everything else (one process, one thread; median of
 `--repeat`). nnScaler's column is its whole compile of a GPT of as many layers under its Megatron policy, measured once
 on 2 CPU cores; its tracing is in it. `validate` is the certificate of the whole program and the check for deadlocks,

@@ -223,6 +223,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("all parameters are in the first group", "groups[names[id(parameter)]] = number",
      "groups[names[id(parameter)]] = 0",
      "integration/test_optimizers frontend/test_capture"),
+    ("changes in place are taken for values", "return not target._schema.is_mutable and",
+     "return target._schema is not None and", "frontend/test_composites"),
+    ("statistics that no schema shows are not updated", '_CHANGING = ("batch_norm", "instance_norm")',
+     '_CHANGING = ("instance_norm",)', "frontend/test_composites"),
     ("memory that is shared is not seen", "return a < d and c < b", "return a < d and c > b", "frontend/test_effects"),
     # Simulation.
     ("a transfer starts with its first end", "np.maximum.reduceat(times[self.order]",

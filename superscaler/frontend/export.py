@@ -20,6 +20,7 @@ from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import autocast as casts
 from superscaler.frontend import checkpoints
 from superscaler.frontend.autocast import Autocast
+from superscaler.frontend.composites import decomposed
 from superscaler.frontend.effects import StateWasSet, call, refuse_hooks
 from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
@@ -69,7 +70,7 @@ def export(
                 with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
             casts.open_regions(exported)
-            exported = exported.run_decompositions(_decompositions(exported))
+            exported = decomposed(exported, _decompositions(exported))
             casts.share_casts(exported)
             casts.forget_stand_ins(exported)
             return exported, forms[-1]
