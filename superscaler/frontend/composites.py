@@ -81,7 +81,9 @@ class _Writer(TorchDispatchMode):
         """Write a node of the old graph, or the calls that it decomposes into. Calls are named by operator."""
         target: Any = node.target
         if node.op != "call_function":
-            self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
+            self.new[node] = copy = self.graph.node_copy(node, self.new.__getitem__)
+            # A graph renames nodes that have the name of a Python builtin, as `input`.
+            copy.name = node.name
         elif target is operator.getitem:
             results, k = cast(tuple[Any, int], map_arg(node.args, self.new.__getitem__))
             self.new[node] = results[k]

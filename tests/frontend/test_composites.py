@@ -17,16 +17,18 @@ from tests.sweeps import slow
 
 
 class Shaped(nn.Module):
-    """Composite operators that return a view, a copy, or their input; several results; a number that nobody reads."""
+    """Composite operators that return a view, a copy, or their input; several results; a number that nobody reads; the
+    name of a Python builtin.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4, 6))
         self.offsets = torch.arange(4.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         torch.rand(3)
-        left, right = x.to(x.dtype).chunk(2, dim=1)
+        left, right = input.to(input.dtype).chunk(2, dim=1)
         h = (left.t().reshape(-1) + right.t().contiguous().flatten()).unflatten(0, (6, -1))
         h = h.contiguous() @ self.weight.movedim(0, 1).float()
         return (h.to(torch.float64).float() * self.offsets.expand_as(h).sum()).pow(2).mean()
