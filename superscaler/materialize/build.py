@@ -12,7 +12,7 @@ from math import prod
 from superscaler.ir.communication import Communication, batches
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
-from superscaler.ir.mask import Box, extents
+from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     ONE,
     Backward,
@@ -45,7 +45,7 @@ from superscaler.schedule.dependencies import Node, Schedule
 from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Alias, Segment
 from superscaler.schedule.steady_state import SteadyState
-from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
+from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, UPDATE, Place
 
 
 def materialize(
@@ -99,7 +99,7 @@ class _Builder:
                 self.writer.flush(devices)
             else:
                 self.writer.turn(devices, run[0].key[1])
-            self.values.finish(place for node in run for place in self._reads(node))
+            self.writer.finish_before(work for node in run for work in self._awaited(node))
             emitted = [node for node in run if self.context.is_emitted(node.device)]
             if kind == "U":
                 self._update(emitted)
@@ -160,17 +160,13 @@ class _Builder:
         keep, weights = self.schedule.edges.graph.kept_tapes, {w.name for w in self.residents.weights[rank].values()}
         return with_offload(code, self.functions.made, weights, keep) if keep else code
 
-    def _reads(self, node: Node) -> Iterator[Place]:
-        if node.kind == "U":
-            yield from (Place(*node[:3], n) for n in range(self._pieces(node)))
-        else:
-            segment = self.schedule.segments[node.number]
-            is_forward = node.kind == "F"
-            read = segment.aliases if is_forward else segment.outputs if node.kind == segment.taking else ()
-            kind = FORWARD if is_forward else BACKWARD
-            yield from (Place(kind, node.number, node.key, n) for n in range(len(read)))
-            if node.kind == segment.taking:
-                yield from self._regathered(segment, node.key)
+    def _awaited(self, node: Node) -> Iterator[Work]:
+        """Yield the work as which a node reads values."""
+        kind, number, key, _ = node
+        if kind in (UPDATE, FORWARD):
+            yield kind, number, key
+        elif kind == self.schedule.segments[number].taking:
+            yield from ((BACKWARD, number, key), (REGATHER, number, key))
 
     def _pieces(self, node: Node) -> int:
         """Return the number of pieces in which an update gets its gradient."""
@@ -179,17 +175,14 @@ class _Builder:
 
     def _regathered(self, segment: Segment, key: Key) -> list[Place]:
         """Return the places where a backward reads regathered weights."""
-        places = (Place(REGATHER, segment.number, key, number) for number in segment.regathered)
+        places = [Place(REGATHER, segment.number, key, number) for number in segment.regathered]
         return [place for place in places if place in self.values.readers_of]
 
     def _forward(self, segment: Segment, node: Node) -> None:
         rank, key = node.device, node.key
         at = segment.at[key]
         inputs = tuple(self._input(segment, alias, number, at) for number, alias in enumerate(segment.aliases))
-        outputs = tuple(
-            self.code.fresh(rank, self.code.like(o.tensor)._replace(microbatch=key[1], part=key[2]))
-            for o in segment.outputs
-        )
+        outputs = tuple(self.code.fresh(rank, self.code.like(o.tensor, False, *key[1:])) for o in segment.outputs)
         function = self.functions.number(segment, at, [place.number for place in self._regathered(segment, key)])
         start = self.functions.start(segment, at)
         self.code.write(rank, Forward(task(segment.number, key), function, start, inputs, outputs))
@@ -202,15 +195,14 @@ class _Builder:
     def _input(self, segment: Segment, alias: Alias, number: int, at: int) -> Value:
         key, tensor = segment.keys[at], alias.tensor
         place = Place(FORWARD, segment.number, key, number)
-        box = _box(alias, at)
         if place in self.values.readers_of:
             name = self.values.value(place)
             assert name is not None, (tensor, key)
             return name
+        box = alias.box(at)
         if alias.is_zero(at) or tensor in self.schedule.edges.unread:
             # Another part reads the value, or nobody needs it; this one reads zeros.
-            like = self.code.like(tensor)
-            like = like._replace(microbatch=key[1]) if self.context.steady else like
+            like = self.code.like(tensor, microbatch=key[1] if self.context.steady else -1)
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
         return self.residents.slice(key[0], tensor, box, key[1] if self._moves(segment, number) else -1)
 
@@ -244,7 +236,7 @@ class _Builder:
         at = segment.at[key] if self.schedule.edges.graph.pieces else None
         for number, output in made.items():
             if output is not None:
-                box = None if at is None else _box(segment.aliases[number], at)
+                box = None if at is None else segment.aliases[number].box(at)
                 self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device, box)
 
     def _gradients(self, segment: Segment, key: Key) -> tuple[Value | None, ...]:
@@ -272,8 +264,9 @@ class _Builder:
 
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
         """Return a name for the gradient of an alias, None for a gradient without readers."""
-        like = self.code.like(self.model.origin(segment.aliases[alias].tensor), is_gradient=True)
-        like = like._replace(microbatch=key[1]) if self.context.steady else like
+        like = self.code.like(
+            self.model.origin(segment.aliases[alias].tensor), True, key[1] if self.context.steady else -1
+        )
         is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
         return self.code.fresh(key[0], like) if is_read else None
 
@@ -321,10 +314,6 @@ class _Builder:
                     rows = self.schedule.edges.loss_rows(output.tensor)
                     found |= {Place(FORWARD, segment.number, keys[row], number) for row in rows}
         return found
-
-
-def _box(alias: Alias, at: int) -> Box:
-    return tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
 
 
 def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:

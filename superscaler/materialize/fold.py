@@ -1,9 +1,10 @@
 """Folded devices: the compiled samples, checked to determine the code of all other devices."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from superscaler.ir.fold import Fold, Folded, Unfoldable
-from superscaler.ir.program import FIELDS, Collective, Device, Instruction, Recv, Role, Send
+from superscaler.ir.program import FIELDS, KINDS, Collective, Device, Instruction, Recv, Role, Send
 
 
 def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
@@ -79,8 +80,8 @@ def _is_alike(first: Device, other: Device) -> bool:
 
 def _is_same(a: Instruction, b: Instruction) -> bool:
     """Return whether two instructions differ at most in fields that move along a fold."""
-    kept = (name for role in _KEPT for name in FIELDS[type(a), role])
-    return type(a) is type(b) and all(getattr(a, name) == getattr(b, name) for name in kept)
+    return type(a) is type(b) and bool(_KEPT[type(a)](a) == _KEPT[type(a)](b))
 
 
-_KEPT = (None, Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
+_ROLES = (None, Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
+_KEPT = {kind: attrgetter(*(name for role in _ROLES for name in FIELDS[kind, role])) for kind in KINDS}

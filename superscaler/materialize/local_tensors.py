@@ -53,14 +53,13 @@ class Names:
     """A counter of values of one device that share tensor, microbatch, part and role."""
 
     def __init__(self) -> None:
-        self._count: Counter[Value] = Counter()
+        self._count: Counter[tuple[object, ...]] = Counter()
 
     def fresh(self, like: Value) -> Value:
         """Return the next name of this pattern."""
-        kind = like if like.number == 1 else like._replace(number=1)
+        kind = like[:-1]
         self._count[kind] += 1
-        number = self._count[kind]
-        return kind if number == 1 else kind._replace(number=number)
+        return Value(*kind, self._count[kind])
 
 
 class Code:
@@ -72,9 +71,7 @@ class Code:
     def __init__(self, tensors: Mapping[str, PTensor], world: int, inner: int = 0) -> None:
         self.tensors, self.inner = tensors, inner
         names = unique_identifiers(tensors)
-        self._like = {
-            (t, is_gradient): Value(name, is_gradient) for t, name in names.items() for is_gradient in (False, True)
-        }
+        self._names_of = names
         self._largest = {names[t] for t, tensor in tensors.items() if tensor.largest}
         self.of: list[list[Instruction]] = [[] for _ in range(world)]
         self._names = [Names() for _ in range(world)]
@@ -88,9 +85,9 @@ class Code:
         """
         self.of[rank % HOSTS].append(instruction)
 
-    def like(self, tensor: str, is_gradient: bool = False) -> Value:
+    def like(self, tensor: str, is_gradient: bool = False, microbatch: int = -1, part: int = 0) -> Value:
         """Return the pattern of the names of a tensor's values."""
-        return self._like[tensor, is_gradient]
+        return Value(self._names_of[tensor], is_gradient, microbatch, part)
 
     def common(self, microbatches: Iterable[int]) -> int:
         """Return the last of several slices, for a value made of them, or -1 if they are of several microbatches."""
@@ -171,7 +168,7 @@ class Residents:
                     self.of[place] = self.of[place._replace(segment=self.edges.home_number[nexts[tensor]])]
                     yield place, self.of[place].name
                     continue
-                name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
+                name = self.code.fresh(rank, self.code.like(tensor, part=key[2]))
                 weight = Weight(name, tensor, box, op.is_update, row in counted, op.group, rank >= HOSTS)
                 self.weights[rank % HOSTS][name] = self.of[place] = weight
                 self.code.write(rank, Load(name, tensor, box))

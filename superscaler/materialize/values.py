@@ -1,7 +1,5 @@
 """Values that parts make and read: their names, and the transfers that move them."""
 
-from collections.abc import Iterable
-
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Value
 from superscaler.materialize.writer import Writer
@@ -108,8 +106,3 @@ class Values:
         if owner not in self._read:
             self._read[owner] = self.writer.read(*owner)
         return self._read[owner]
-
-    def finish(self, places: Iterable[Place]) -> None:
-        """Write the remaining steps of all transfers to these places."""
-        if self.writer.is_busy:
-            self.writer.finish(number for place in places for number, _ in self.readers_of.get(place, ()))

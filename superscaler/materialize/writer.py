@@ -46,6 +46,8 @@ class Writer:
         # Transfers with rounds left, and the number of finished rounds. Rounds follow at the first read, so that
         # nothing is waited for earlier; but the next round of reduce-scatters starts once they have arrived.
         self._left: set[int] = set()
+        # By work, the transfers that it reads of which some had rounds left.
+        self._awaited: dict[Hashable, list[int]] = {}
         self._done = Counter[int]()
         self._messages = self._started = self._point = 0
         # By identity of a transfer.
@@ -58,16 +60,22 @@ class Writer:
     def lowered(self, number: int) -> Lowered:
         if number not in self._lowered:
             transfer = self.transfers[number]
-            if transfer.is_local:
-                self._lowered[number] = lower(transfer, self.context)
-                return self._lowered[number]
-            ends = (tuple((end.device, end.box) for end in some) for some in (transfer.pieces, transfer.readers))
-            key = (*ends, transfer.links, transfer.classes, transfer.is_to_updates, self.context.dtype(transfer))
-            key = *key, self.context.tensors[transfer.tensor].largest
-            if key not in self._by_form:
-                self._by_form[key] = lower(transfer, self.context)
-            self._lowered[number] = self._by_form[key]
+            of = self.context.dtype(transfer), self.context.tensors[transfer.tensor].largest
+            alike = id(transfer.like), *of
+            if alike not in self._by_form:
+                self._by_form[alike] = self._lower(transfer, of)
+            self._lowered[number] = self._by_form[alike]
         return self._lowered[number]
+
+    def _lower(self, transfer: Transfer, of: Hashable) -> Lowered:
+        """Return the steps of a transfer; equal ones are those of an earlier transfer with equal ends."""
+        if transfer.is_local:
+            return lower(transfer, self.context)
+        ends = (tuple((end.device, end.box) for end in some) for some in (transfer.pieces, transfer.readers))
+        key = (*ends, transfer.links, transfer.classes, transfer.is_to_updates, of)
+        if key not in self._by_form:
+            self._by_form[key] = lower(transfer, self.context)
+        return self._by_form[key]
 
     def start(self, run: Sequence[Node]) -> None:
         """Start the communication that is ready at one point of the order."""
@@ -85,6 +93,8 @@ class Writer:
             self._count_path(number)
             if left:
                 self._left.add(number)
+                for work in {place[:3] for reader in transfer.readers for place in reader.places}:
+                    self._awaited.setdefault(work, []).append(number)
             self._start(number, first)
         self.flush(frozenset())
 
@@ -129,6 +139,11 @@ class Writer:
             if not {-1, microbatch} & first and not devices.isdisjoint(group):
                 self._arrive(flying)
 
+    def finish_before(self, works: Iterable[Hashable]) -> None:
+        """Write the remaining rounds of all transfers to some work, given as the places that it reads begin."""
+        if self._left:
+            self.finish(number for work in works for number in self._awaited.pop(work, ()))
+
     def finish(self, numbers: Iterable[int]) -> None:
         """Write the remaining rounds of transfers, in the same order on all devices."""
         left = sorted(self._left.intersection(numbers))
@@ -154,11 +169,6 @@ class Writer:
             self._receive(number, step)
         self._done[number] += 1
         self._start(number, second, is_due)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether any transfer has rounds left."""
-        return bool(self._left)
 
     def is_started(self, number: int, r: int) -> bool:
         """Return whether all slots that a reader of a transfer reads have been started."""
@@ -196,8 +206,8 @@ class Writer:
         return self.code.join(rank, self._like(transfer), transfer.tensor, parts, box, dtype)
 
     def _like(self, transfer: Transfer) -> Value:
-        like = self.code.like(transfer.tensor, transfer.kind == BACKWARD)
-        return like._replace(microbatch=self._microbatch(transfer)) if self.context.steady else like
+        microbatch = self._microbatch(transfer) if self.context.steady else -1
+        return self.code.like(transfer.tensor, transfer.kind == BACKWARD, microbatch)
 
     def _microbatch(self, transfer: Transfer) -> int:
         """Return the microbatch that a transfer moves, -1 if it moves none or several."""

@@ -6,6 +6,7 @@ The joins are made once per pair of grids: edges with equal makers, readers and 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class Dataflow:
         # By the identity of a join and of the devices of its ends.
         self._here: dict[tuple[int, int, int], bool] = {}
         self._labels: dict[Hashable, Labels] = {}
+        # The transfers of tensors that are cut alike, with what they join.
+        self.moved: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
         self._served: dict[str, list[frozenset[Hashable]]] = {}
         self._interned: dict[Labels, Labels] = {}
         self.rows = {op.name: self._expand(op) for op in self.model.ops}

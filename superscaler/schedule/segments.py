@@ -87,6 +87,11 @@ class Segment:
         """Return the position of each key."""
         return {key: at for at, key in enumerate(self.keys)}
 
+    @cached_property
+    def key_rows(self) -> Ints:
+        """Return the keys as rows [keys, 3]."""
+        return np.array(self.keys, dtype=np.int64).reshape(-1, 3)
+
     @property
     def has_mirror(self) -> bool:
         return any(op.has_mirror for op in self.ops)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,6 +102,29 @@ class Transfer:
         """Return whether it runs at one point of the order. Otherwise each of its messages runs when it can."""
         return self.is_joint or self.is_to_updates or bool(self.classes) or self.has_host
 
+    @cached_property
+    def like(self) -> Transfer:
+        """Return one transfer for all with these boxes on these devices, in layers that are cut alike."""
+        return self
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        """Return what is equal for all transfers that are like this one."""
+        return {name: getattr(self, name) for name in _SHARED}
+
+    def of(self, tensor: str, made: Sequence[tuple[Place, ...]], read: Sequence[tuple[Place, ...]]) -> Transfer:
+        """Return the transfer of a tensor like this one, whose places number those of `made` and `read`."""
+        pieces, readers = (
+            tuple(End(e.device, e.box, tuple(place for at in e.places for place in of[at.number])) for e in ends)
+            for ends, of in ((self.pieces, made), (self.readers, read))
+        )
+        found = Transfer(tensor, self.kind, pieces, readers, self.links, self.classes)
+        found.__dict__.update(self._shared)
+        return found
+
+
+_SHARED = tuple(n for n, kind in vars(Transfer).items() if isinstance(kind, cached_property) and n != "_shared")
+
 
 def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
     """Return all transfers of activations, weights and gradients of a step, in the order of the tensors.
@@ -182,13 +206,19 @@ Reads = list[Read]
 
 class Side(NamedTuple):
     """A producer or consumer of a tensor: its port, and for each part its row, box (`Produced` for producers) and
-    places.
+    places. `form`: equal for sides that are cut alike, whatever their places.
     """
 
     port: Port
     rows: Sequence[int]
     boxes: Required
     places: Sequence[tuple[Place, ...]]
+    form: Hashable
+
+    def numbered(self, start: int) -> list[tuple[Place, ...]]:
+        """Return a place with a number in the place of those of each part."""
+        kind = self.places[0][0].kind if self.places else ""
+        return [(Place(kind, -1, (*at, -1), start + n),) for n, at in enumerate(self.boxes.at)]
 
 
 def _move(
@@ -204,19 +234,34 @@ def _move(
 
     `microbatches`: number of microbatches that move one by one.
     """
-    columns = zip(*(side.boxes.columns() for side in read), strict=True)
-    wanted = Required(*(np.concatenate(column) for column in columns))
-    users = [place for side in read for (place,) in side.places]
+    users = [places for side in read for places in side.places]
     found: list[Transfer] = []
     for side in made:
-        at, pairs = {row: n for n, row in enumerate(side.rows)}, list[list[int]]()
-        for reader in read:
-            joined = edges.join(side.port, reader.port)
-            pairs += ([at[source] for source in joined[row]] for row in reader.rows)
-        assert isinstance(side.boxes, Produced)
-        for some in _by_microbatch(side.boxes, pairs, tensor, microbatches) if microbatches else (pairs,):
-            found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
+        joined = [edges.join(side.port, reader.port) for reader in read]
+        key = kind, joins, microbatches, side.form, *map(id, joined), *(reader.form for reader in read)
+        # What is joined is kept, so that its identity stays its own.
+        if key not in edges.moved:
+            edges.moved[key] = joined, _moved(tensor, kind, side, read, joined, joins, microbatches)
+        found += (like.of(tensor, side.places, users) for like in edges.moved[key][1])
     return found
+
+
+def _moved(
+    tensor: str, kind: str, side: Side, read: Sequence[Side], joined: Sequence[list[list[int]]], joins: bool, count: int
+) -> list[Transfer]:
+    """Return the transfers from one maker to all readers, with numbers in the place of places."""
+    columns = zip(*(reader.boxes.columns() for reader in read), strict=True)
+    wanted = Required(*(np.concatenate(column) for column in columns))
+    starts = accumulate((len(reader.places) for reader in read), initial=0)
+    users = [place for reader, start in zip(read, starts, strict=False) for (place,) in reader.numbered(start)]
+    at = {row: n for n, row in enumerate(side.rows)}
+    pairs = [[at[n] for n in one[row]] for one, reader in zip(joined, read, strict=True) for row in reader.rows]
+    assert isinstance(side.boxes, Produced)
+    return [
+        transfer
+        for some in (_by_microbatch(side.boxes, pairs, tensor, count) if count else (pairs,))
+        for transfer in _group(tensor, kind, side.boxes, side.numbered(0), wanted, users, some, joins)
+    ]
 
 
 def _in_pieces(transfers: Sequence[Transfer], extents: Sequence[int], count: int) -> list[Transfer]:
@@ -261,18 +306,22 @@ def _side(edges: Dataflow, outputs: Mapping[str, tuple[Segment, int]], port: Por
     else:
         kind, at, number, is_made = UPDATE, edges.home_number[op.inputs[0].tensor], 0, slot == 0
     places = [(Place(kind, at, key, number),) for key in edges.rows[op.name].keys]
-    return Side(port, range(len(places)), edges.held(*port) if is_made else edges.wanted(*port), places)
+    boxes = edges.held(*port) if is_made else edges.wanted(*port)
+    own = (boxes.labels, boxes.tree) if isinstance(boxes, Produced) else ()
+    return Side(port, range(len(places)), boxes, places, (kind, *map(id, (boxes.lo, boxes.device, *own))))
 
 
 def _alias(
     edges: Dataflow, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
 ) -> Side:
     """Return the readers of an alias in one microbatch, or (None) in all."""
-    keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
+    keys = segment.key_rows
     own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))
     places = [(Place(kind, segment.number, segment.keys[at], number),) for at in own.tolist()]
     wanted = Required(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
-    return Side(alias.uses[0], alias.keys_at[own].tolist(), wanted, places)
+    rows = alias.keys_at[own]
+    form = kind, *(column.tobytes() for column in (rows, *wanted.columns()))
+    return Side(alias.uses[0], rows.tolist(), wanted, places, form)
 
 
 def _merge(edges: Dataflow, readers: Reads) -> list[Reads]:
@@ -294,9 +343,10 @@ def _gradient(edges: Dataflow, group: Reads) -> Side:
     held = edges.held(*port)
     tree = None if held.tree is None else _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
     columns, labels = held.columns(at), tuple(held.labels[row] for row in at)
+    form = *map(id, (held.lo, held.device, held.labels, held.tree)), at.tobytes()
     held = Produced(*columns, labels, tree, held.all_routes, k, held.all_replicas, edges.fold)
     places = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in segment.keys]
-    return Side(port, at.tolist(), held, places)
+    return Side(port, at.tolist(), held, places, form)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:

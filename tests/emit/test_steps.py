@@ -78,10 +78,10 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
     compiled = ss.compile(graph_of(spec), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
     program, schedule = compiled.program, compiled.schedule
     functions = Functions(schedule.edges)
-    texts: dict[tuple[int, bytes], set[str]] = {}
+    texts: dict[tuple[int, int], set[str]] = {}
     parts = 0
     for segment in schedule.segments:
-        forms = functions.forms(segment)
+        forms = functions.of(segment).forms
         for at in range(len(segment.keys)):
             shared = functions.made[functions.number(segment, at)]
             boxes = []
@@ -90,7 +90,7 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
                 boxes.append(tuple(zip(held.lo[row].tolist(), held.hi[row].tolist(), strict=True)))
             own = Function(shared.ops, tuple(boxes), shared.inputs, shared.input_of, shared.outputs, shared.module)
             text = _source(_Writer(program, own, frozenset()).write())
-            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(text)
+            texts.setdefault((segment.number, forms[at]), set()).add(text)
             parts += 1
     assert {len(found) for found in texts.values()} == {1}
     assert len(texts) < parts
