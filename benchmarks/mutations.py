@@ -210,6 +210,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("a gather takes ranges in any order", 'must_equal(content.box, expected, f"{kind_of',
      'must_equal(box, box, f"{kind_of',
      "faults/test_faults faults/test_edited faults/test_single"),
+    ("split backwards are compiled", 'any("rt.backward_input(" in', 'any("rt.backward_both(" in',
+     "runtime/test_torch_compile"),
+    ("each step is compiled again", 'extra = {**extra, "random": self._draw}', "extra = dict(extra)",
+     "runtime/test_torch_compile"),
     ("eager draws the others", "u < (x if p is None else p)", "u > (x if p is None else p)", "verify/test_eager"),
     # Capture.
     ("the running variance is biased", "(1.0, count / max(count - 1, 1))", "(1.0, 1.0)",

@@ -47,6 +47,9 @@ def train(
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
     ] = False,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Run each segment as torch.compile compiles it.")
+    ] = False,
     data: Annotated[
         Path | None,
         option(
@@ -108,9 +111,9 @@ def train(
 
     given: dict[str, Any] = {
         "steps": steps, "clip": clip, "ema": ema, "schedule": schedule, "warmup": warmup, "check_finite": check_finite,
-        "data": data, "seed": seed, "save": save, "save_every": save_every, "eval": evaluation,
-        "eval_every": eval_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
-        "profile": profile, "run": run,
+        "torch_compile": torch_compile, "data": data, "seed": seed, "save": save, "save_every": save_every,
+        "eval": evaluation, "eval_every": eval_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume,
+        "weights": weights, "profile": profile, "run": run,
     }  # fmt: skip
     Options(**given).check()
     if run is not None:

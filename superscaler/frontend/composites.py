@@ -26,7 +26,7 @@ _CHANGING = ("batch_norm", "instance_norm")
 
 
 def decomposed(exported: ExportedProgram, table: Mapping[Any, Any]) -> ExportedProgram:
-    """Return what `run_decompositions(table)` returns, but for assertions, and the order of constants and buffers."""
+    """Return the program of `run_decompositions(table)`, but for assertions, and the order of constants and buffers."""
     if table or not _is_plain(exported):
         return exported.run_decompositions(dict(table))
     writer = _Writer()

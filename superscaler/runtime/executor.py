@@ -89,6 +89,8 @@ class Rank:
     held: list[tuple[Callable[[Pairs], None], Pairs]] | None = None
     # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
+    # Gives the code that runs in the place of a segment, and its other arguments; None: segments run as they are.
+    compiled: Callable[[Segment, dict[str, Any]], tuple[Segment, dict[str, Any]]] | None = None
 
     def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]], bool]) -> None:
         self.device = self.communicator.device
@@ -143,6 +145,8 @@ class Rank:
         extra |= {} if parts is None else {"parts": self.tables["parts"][parts]}
         again = [inputs[n] for n in needs.get("again", ())] if tape else []
         dropped = RegatheredTensors(again) if again else None
+        if self.compiled is not None:
+            function, extra = self.compiled(function, extra)
         with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), **extra)
         if dropped is not None:

@@ -16,9 +16,9 @@ _POINTWISE = frozenset({_ATEN.add, _ATEN.sub, _ATEN.mul, _ATEN.div, _ATEN.neg})
 
 def for_backward() -> AbstractContextManager[Any]:
     """Return a context for results without readers. If a backward is recorded, products and sums give zeros there,
-    without memory. Otherwise it changes nothing.
+    without memory. Otherwise it changes nothing, nor in code of torch.compile, which has no modes.
     """
-    return _Unread() if torch.is_grad_enabled() else nullcontext()
+    return nullcontext() if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _Unread()
 
 
 class _Unread(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -41,6 +41,7 @@ class Options:
     schedule: str | None = None
     warmup: int = 0
     check_finite: bool = False
+    torch_compile: bool = False
     seed: int = 0
     save: Path | None = None
     save_every: int | None = None

@@ -25,7 +25,7 @@ from superscaler.train.log import Reporter, logs_of
 from superscaler.train.schedule import advance, schedule_of
 
 
-def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = load) -> None:
+def main(argv: Sequence[str] | None = None, *, load: Callable[..., Step] = load) -> None:
     """Train the plan in the directory of the options (default: where this program is), as this whole process."""
     options = parser().parse_args(argv)
     directory = options.directory or Path(sys.argv[0]).resolve().parent
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "--eval", type=resume.path, help="FILE.py:function that gives batches to evaluate, or with metrics"
     )
     made.add_argument("--eval-every", type=int, help="steps between two evaluations; default: one at the end")
+    made.add_argument("--torch-compile", action="store_true", help="run each segment as torch.compile compiles it")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=resume.path, help="file of a JSON object a step; a run that goes on adds to it")
     made.add_argument("--profile", type=int, help="steps to record with torch's profiler, after a first one; see --run")
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
+def train_rank(options: argparse.Namespace, directory: Path, load: Callable[..., Step]) -> None:
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip, options.ema)
     check_profile(options)
@@ -68,7 +69,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     folder = resume.saving_folder(options.save, options.resume)
     with ExitStack() as stack:
         asked = stack.enter_context(resume.stop_requests(options.launched)) if folder else None
-        step = load(directory)
+        step = load(directory, torch_compile=True) if options.torch_compile else load(directory)
         if not step.trains:
             raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
         if options.ema is not None:

@@ -75,7 +75,9 @@ def test_the_options_of_every_command() -> None:
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "model"]),
         "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "directory", "model"]),
-        "train": sorted([*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "model"]),
+        "train": sorted(
+            [*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "--torch-compile", "model"]
+        ),
         "checkpoint": [],
         "checkpoint export": ["--ema", "--format", "--model", "--out", "checkpoint"],
         "checkpoint import": ["--out", "--trust", "source"],
