@@ -139,11 +139,11 @@ class _Writer(Statements):
 
     def _declared(self) -> list[dict[int, list[Value]]]:
         """Return, by row of each section, the lists that the row is the first to write to."""
-        known, found = set[Value](), []
+        known, found, written = set[Value](), [], iter(self.lists.written)
         for run in self.runs:
             found.append(dict[int, list[Value]]())
-            for n, (i, *_) in enumerate(run.rows):
-                for of in (part.of for part in self.lists.parts(i)):
+            for n in range(len(run.rows)):
+                for of in next(written):
                     if of not in known:
                         known.add(of)
                         found[-1].setdefault(n, []).append(of)
@@ -244,7 +244,7 @@ class _Writer(Statements):
             before = run.rows[at - 1][0] if at else None
             lines = self._line(i, before).splitlines()
             yield from (indent + "    " * (at <= end) + text for text in lines)
-            for row in self.now if run.count == 1 else ():
+            for row in self.now if run.count == 1 and self.spelling.is_keeping else ():
                 self.spelling.note_effects(row[0])
             at += 1
             if repeat is not None and at == repeat.start + repeat.length:

@@ -1,8 +1,10 @@
 """Lines of emitted code: at most 120 characters, broken inside of brackets."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 WIDTH = 120
+_MARKS = re.compile(r"[\"'()\[\]{} ]")
 
 
 def deleted(names: Sequence[str]) -> str:
@@ -38,7 +40,8 @@ def _parts(line: str) -> Iterator[str]:
     the place of a list.
     """
     depth, places, quote, start = 0, 0, "", 0
-    for at, letter in enumerate(line):
+    for found in _MARKS.finditer(line):
+        letter = found[0]
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
@@ -47,6 +50,6 @@ def _parts(line: str) -> Iterator[str]:
             depth += (letter in "([{") - (letter in ")]}")
             places += (letter == "[") - (letter == "]")
             if letter in " (" and depth and not places:
-                yield line[start : at + 1]
-                start = at + 1
+                yield line[start : found.end()]
+                start = found.end()
     yield line[start:]

@@ -71,7 +71,12 @@ def fields(i: Instruction, role: Role) -> list[tuple[str, tuple[Value | None, ..
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
     """Return the values in the fields of an instruction with a role."""
     known = _FIELDS[type(i), role]
-    return tuple([v for _, some in fields(i, role) for v in some if v is not None]) if known else ()
+    if len(known) != 1:
+        return tuple([v for _, some in fields(i, role) for v in some if v is not None]) if known else ()
+    value = getattr(i, known[0])
+    if type(value) is Value:
+        return (value,)
+    return tuple([v for v in value if v is not None]) if None in value else value
 
 
 def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[Row]:
@@ -145,7 +150,8 @@ class Lists:
             if value not in self.places:
                 self.places[value], self.size[value] = (value, 0), 1
         # The lists that no instruction makes as a whole; these are made before.
-        self.filled = {run.of for i in rows for run in self.parts(i)}
+        self.written = [[run.of for run in self.parts(i)] for i in rows]
+        self.filled = {of for some in self.written for of in some}
 
     def _add(self, own: Sequence[Value]) -> None:
         if len(own) > 1:

@@ -30,6 +30,8 @@ class Spelling:
         # The dicts that are used.
         self.dicts = set[str]()
         self._moving, self._first, self._period, self._repeat = set[Value](), 0, 1, _NO_LOOP
+        # The names and keys of values in the current loops.
+        self._known = dict[Value, tuple[str, list[str]]]()
         self._kept = {self._base(lists.owner(v)) for run in runs for v in run.kept()}
         freed = {family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
         # By family, the live values of families that only loops make, in the order in which they were made.
@@ -116,6 +118,7 @@ class Spelling:
 
     def enter(self, loop: Section) -> str:
         """Enter the body of a loop over microbatches; return its head."""
+        self._known.clear()
         self._moving, self._period = {*map(self.lists.owner, loop.moving)}, loop.period
         self._first = min(value.microbatch for value in self._moving)
         made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(family(v))) is not None]
@@ -126,11 +129,13 @@ class Spelling:
         return f"for {TURN} in range({self._first}, {self._first + self._period * loop.count}{step}):"
 
     def leave(self) -> None:
+        self._known.clear()
         self._moving, self._first, self._period = set(), 0, 1
 
     def enter_layers(self, repeat: Repeat) -> str:
         """Enter the body of a loop over layers; return its head."""
         self._repeat = repeat
+        self._known.clear()
         return repeat.head
 
     @property
@@ -140,6 +145,12 @@ class Spelling:
 
     def leave_layers(self) -> None:
         self._repeat = _NO_LOOP
+        self._known.clear()
+
+    @property
+    def is_keeping(self) -> bool:
+        """Return whether the order of any values is recorded."""
+        return bool(self._there)
 
     def note_effects(self, i: Instruction) -> None:
         """Record the values that an instruction outside of loops over microbatches makes and frees."""
@@ -194,7 +205,9 @@ class Spelling:
 
     def variable(self, value: Value, is_popped: bool = False) -> str:
         """Return the source of a list, or of a value in no list. `is_popped`: it is removed from its dict."""
-        name, keys = self._dict(value)
+        if value not in self._known:
+            self._known[value] = self._dict(value)
+        name, keys = self._known[value]
         if not keys:
             return self._shared.get(name, name)
         self.dicts.add(name)

@@ -45,6 +45,7 @@ class Dataflow:
         self._joins: dict[Hashable, list[list[int]]] = {}
         # By the identity of a join and of the devices of its ends.
         self._here: dict[tuple[int, int, int], bool] = {}
+        self._local: dict[Hashable, bool] = {}
         self._labels: dict[Hashable, Labels] = {}
         # The transfers of tensors that are cut alike, with what they join.
         self.moved: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
@@ -335,7 +336,19 @@ class Dataflow:
 
     def is_local(self, reader: Op, k: int) -> bool:
         """Return whether the edge into input `k` goes part to part on one device, and its mirrors do too."""
-        maker, j = self.producers[reader.inputs[k].tensor]
+        tensor = reader.inputs[k].tensor
+        maker, j = self.producers[tensor]
+        made, given, taken = self.rows[maker.name], self.mirrors.get(reader.name), self.mirrors.get(maker.name)
+        if made.routes or self._turns:
+            return self._is_local(maker, j, reader, k)
+        back = id(self.labels(given, k)) if given and taken and taken.inputs[j].tensor else 0
+        ends = id(made), maker.outputs[j].slots, id(self.rows[reader.name]), reader.inputs[k].slots, k
+        key = *ends, self.extents[tensor], id(self.labels(maker, j)), back
+        if key not in self._local:
+            self._local[key] = self._is_local(maker, j, reader, k)
+        return self._local[key]
+
+    def _is_local(self, maker: Op, j: int, reader: Op, k: int) -> bool:
         made, read = self.rows[maker.name], self.rows[reader.name]
         if made is not read and sorted(made.keys) != sorted(read.keys):
             return False

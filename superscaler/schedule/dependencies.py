@@ -13,7 +13,7 @@ from superscaler.ir.model import Op
 from superscaler.ir.orders import Group, Order
 from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
 from superscaler.schedule.dataflow import Dataflow, Key
-from superscaler.schedule.recompute_order import RUNS, RecomputeOrder, maker_of, reader_of
+from superscaler.schedule.recompute_order import RUNS, RecomputeOrder, Work, maker_of, reader_of
 from superscaler.schedule.replicas import members as parts_of
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
@@ -137,7 +137,14 @@ class DependencyGraph:
         return self.number[node]
 
     def _edge(self, before: Node, after: Node, reason: str = "") -> None:
-        a, b = self._add(before), self._add(after)
+        self._link(self._add(before), self._add(after), reason)
+
+    def _at(self, work: Work) -> int:
+        """Return the number of work; that of known work is found without making its node."""
+        number = self.number.get((*work, -1))  # type: ignore[call-overload]
+        return self._add(Node(*work)) if number is None else number
+
+    def _link(self, a: int, b: int, reason: str = "") -> None:
         self.after[a].append(b)
         self.waits[b] += 1
         if reason and (a, b) not in self.reason:
@@ -159,12 +166,11 @@ class DependencyGraph:
             self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
 
     def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
-        self._add(node)
-        segments = self.schedule.segments
+        own, segments = self._add(node), self.schedule.segments
         for piece in pieces:
             for place in piece.places:
                 if place.kind != UPDATE:
-                    self._edge(Node(*maker_of(segments, place)), node)
+                    self._link(self._at(maker_of(segments, place)), own)
                 elif transfer.kind == FORWARD and not self.home(place.segment).is_rest:
                     self._edge(node, Node(*place[:3]), "sent before update")
                     older = self.schedule.edges.home_number.get(self.nexts.get(transfer.tensor, ""))
@@ -182,7 +188,7 @@ class DependencyGraph:
                     self._edge(Node(*last_of(segments, place)), update, why)
         for reader in readers:
             for place in reader.places:
-                self._edge(node, Node(*reader_of(segments, place)))
+                self._link(own, self._at(reader_of(segments, place)))
                 if transfer.is_to_updates:
                     self.gradients_of.setdefault(Node(*place[:3]), []).append((place.number, node))
 

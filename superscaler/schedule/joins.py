@@ -47,9 +47,15 @@ class Required:
         """Return (device, microbatch) for each row."""
         return list(zip(self.device.tolist(), self.microbatch.tolist(), strict=True))
 
-    def corners(self, row: int) -> tuple[bytes, bytes]:
+    @cached_property
+    def _corners(self) -> list[bytes]:
+        both = np.concatenate([self.lo, self.hi], axis=1, dtype=np.int64)
+        width, data = both.shape[1] * both.itemsize, both.tobytes()
+        return [data[row * width : (row + 1) * width] for row in range(len(both))]
+
+    def corners(self, row: int) -> bytes:
         """Return a key that is equal for rows of equal boxes."""
-        return self.lo[row].tobytes(), self.hi[row].tobytes()
+        return self._corners[row]
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Produced(Required):
         """Return rows grouped by addend and box: the rows of a group are replicas."""
         found: dict[Hashable, list[int]] = {}
         for row in rows:
-            found.setdefault((self.labels[row], *self.corners(row)), []).append(row)
+            found.setdefault((self.labels[row], self.corners(row)), []).append(row)
         return found
 
 
@@ -178,11 +184,10 @@ def _join_labels(held: Produced, wanted: Required) -> list[list[int]]:
         return _nearest(held, rows, of, near, position)
 
     # Many rows want the same box.
-    number: dict[tuple[bytes, bytes], int] = {}
-    box_of = [number.setdefault(wanted.corners(row), len(number)) for row in range(len(wanted))]
-    boxes = np.unique(np.array(box_of, dtype=np.int64), return_index=True)[1]
-    hits = order.overlapping(wanted.lo[boxes], wanted.hi[boxes])
-    return [[nearest(c, row, near) for c in hits[box_of[row]]] for row, near in enumerate(wanted.at)]
+    box_of = {wanted.corners(row): row for row in reversed(range(len(wanted)))}
+    boxes = np.array(list(box_of.values()), dtype=np.int64)
+    hits = dict(zip(box_of, order.overlapping(wanted.lo[boxes], wanted.hi[boxes]), strict=True))
+    return [[nearest(c, row, near) for c in hits[wanted.corners(row)]] for row, near in enumerate(wanted.at)]
 
 
 def _by_device(held: Produced, rows: list[int]) -> dict[int, list[int]]:

@@ -368,14 +368,14 @@ def _group(
     """Merge values that are always sent together into pieces and readers; return a transfer per connected component."""
     by_reader: dict[Hashable, list[int]] = {}
     for row, pair in enumerate(pairs):
-        by_reader.setdefault((wanted.at[row][0], *wanted.corners(row), tuple(sorted(pair))), []).append(row)
+        by_reader.setdefault((wanted.at[row][0], wanted.corners(row), tuple(sorted(pair))), []).append(row)
     readers_of: dict[int, list[int]] = {}
     for r, rows in enumerate(by_reader.values()):
         for source in pairs[rows[0]]:
             readers_of.setdefault(source, []).append(r)
     by_piece: dict[Hashable, list[int]] = {}
     for source, reading in sorted(readers_of.items()):
-        by_piece.setdefault((held.at[source][0], *held.corners(source), tuple(reading)), []).append(source)
+        by_piece.setdefault((held.at[source][0], held.corners(source), tuple(reading)), []).append(source)
     pieces = [End(held.at[s[0]][0], held.box(s[0]), tuple(p for r in s for p in sources[r])) for s in by_piece.values()]
     readers = [End(wanted.at[w[0]][0], wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]

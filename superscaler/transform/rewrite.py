@@ -283,8 +283,9 @@ def _wrong(before: Model, after: Model) -> str:
     # Ops and tensors that the algorithm left as they were.
     same, kept = set(map(id, before.ops)), {n for n, t in before.tensors.items() if after.tensors.get(n) is t}
     for op in after.ops:
+        is_same = id(op) in same
         for operand in (*op.inputs, *op.outputs):
-            if id(op) in same and operand.tensor in kept:
+            if is_same and operand.tensor in kept:
                 continue
             extents = after.tensors[operand.tensor].extents if operand.tensor in after.tensors else None
             sizes = [None if i is None else op.indices[i].size if i < len(op.indices) else -1 for i in operand.slots]
@@ -294,12 +295,12 @@ def _wrong(before: Model, after: Model) -> str:
                 )
             if any(s not in (None, e) for s, e in zip(sizes, extents, strict=True)):
                 return f"lets {op.name} have {operand.tensor} of {extents} as indices of {sizes}; make these equal."
-        missing = next((o.tensor for o in op.inputs if o.tensor not in made), "")
+        missing = [o.tensor for o in op.inputs if o.tensor not in made]
         if missing:
-            return f"lets {op.name} read {missing} before it is made; put its producer first."
-        double = next((o.tensor for o in op.outputs if op.is_forward and o.tensor in made), "")
+            return f"lets {op.name} read {missing[0]} before it is made; put its producer first."
+        double = [o.tensor for o in op.outputs if o.tensor in made and op.is_forward]
         if double:
-            return f"lets {op.name} make {double}, which is made already; give it a tensor of its own."
+            return f"lets {op.name} make {double[0]}, which is made already; give it a tensor of its own."
         made.update(o.tensor for o in op.outputs)
     updates = ([op for op in model.ops if not op.is_forward and op.name in known] for model in (before, after))
     if (after.loss and after.loss not in made) or next(updates) != next(updates):
