@@ -40,7 +40,7 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
 positive = st.floats(1e-30, 1e30)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     name=st.one_of(
         st.just(LOCAL), st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)

@@ -28,6 +28,7 @@ from superscaler.verify.eager import Eager
 from superscaler.verify.oracles import draw_of, recurrence
 from tests.graphs import graph_of
 from tests.materialize.test_collectives import narrowing, weights_shared_out, widened
+from tests.plans.test_dualpipe import MIXTRAL
 from tests.ran import exact, rewritten
 
 pytestmark = pytest.mark.dist
@@ -41,7 +42,7 @@ LIBRARY = {
         f"{ROOT}/materialize/test_buckets.py:zero",
     ],
     "llama:size=tiny": ["swap:what=both,microbatches=2"],
-    "mixtral:size=tiny,balance=0,batch=8,experts=4": ["dualpipe:2 x expert_parallel:2,capacity=2.0"],
+    MIXTRAL: ["dualpipe:2 x expert_parallel:2,capacity=2.0"],
     # Its code has loops.
     "mlp:layers=4,batch=32": ["pipeline_1f1b:microbatches=32"],
 }  # fmt: skip

@@ -51,7 +51,7 @@ PLANS = [
     (DEEP, "zero:stage=3", 2),
     (DEEP, "recompute", 1),
     # Loops over the layers of a stage in one over microbatches.
-    ("gpt2:size=tiny,layers=6,batch=16", "pipeline_1f1b:microbatches=16", 2),
+    (DEEP, "pipeline_1f1b:microbatches=16", 2),
     # Loops over blocks inside a segment.
     ("gpt2:size=tiny,layers=4,dropout=0.1", "data_parallel", 2),
 ]

@@ -123,7 +123,7 @@ CLUSTERS: dict[str, Case] = {
     "no UTF-8": Case(b"name: \xff\xfe\x00", "is no text in UTF-8"),
     "a zero byte": Case("name: a\0b\n", "is not YAML"),
     "two documents": Case(f"{_LAB}---\n{_LAB}", "is not YAML"),
-    "lists too deep": Case("a: " + "[" * 5000 + "]" * 5000, "nested too deep"),
+    "lists too deep": Case("a: " + "[" * 2000, "nested too deep"),
     "a billion laughs": Case(f"a: &a [1]\n{_BILLION}", "unknown key 'a'"),
     "a list in itself": Case("name: &a [*a]\n", "name is [[...]]"),
     "a merge of itself": Case("<<: &a {<<: *a}\n", "the key 'preset' is missing"),

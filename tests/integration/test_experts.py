@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 import superscaler as ss
 from superscaler.frontend.rewrites.custom_ops import experts
 from superscaler.runtime import functional
+from tests.graphs import graph_of
 from tests.ran import captured, equal
+from tests.transform.test_experts import MODEL
 
 SIZES = {
     "vocab_size": 32,
@@ -36,9 +36,8 @@ def words() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-@cache
 def mixtral() -> ss.Graph:
-    return captured(model)
+    return graph_of(MODEL, "SGD")
 
 
 def split(words: dict[str, int]) -> object:
@@ -76,13 +75,13 @@ def test_cuts(words: dict[str, int]) -> None:
 
 def test_no_operator_is_left_without_a_rule_and_the_model_stays_as_it_was() -> None:
     graph = mixtral()
-    module, ids = graph.captured.call.module, graph.captured.batch["input_ids"]
+    module = graph.captured.call.module
     assert not graph.model.unsupported
     assert module.config._experts_implementation == "grouped_mm"
     found = equal(graph, "single", 1).found
     # The module's own kernel of grouped products has no float64.
     assert (found["reference"], found["note"]) == ("eager", "")
-    assert abs(found["loss"] - module(input_ids=ids, labels=ids).loss.item()) < 1e-5
+    assert abs(found["loss"] - module(**graph.captured.batch).loss.item()) < 1e-5
 
 
 def test_shared_experts_of_another_family() -> None:

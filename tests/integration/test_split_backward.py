@@ -16,7 +16,7 @@ from superscaler.plans.lib.schedules import schedule_1f1b
 from superscaler.plans.lib.stages import stages
 from superscaler.report.facts import account, summary
 from tests.graphs import graph_of
-from tests.integration.test_recompute import normed
+from tests.integration.test_recompute import normed, of_blocks
 from tests.ran import Around, captured, equal, exact, trained
 from tests.rewrites import halved, on_top
 from tests.sweeps import few
@@ -78,7 +78,7 @@ def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
 
 
 def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
-    graph = graph_of("gpt2:size=tiny", "SGD")
+    graph = of_blocks(2, 16, nn.Linear(16, 16), nn.Tanh())
     plan = ss.compile(graph, halved("hybrid:dp=4,tp=2,pp=2,microbatches=2", again=True), "v100:2x8")
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")

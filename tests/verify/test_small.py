@@ -26,8 +26,8 @@ def plan_of(spec: str, plan: object, devices: int) -> Plan:
     ("spec", "plan", "devices"),
     [
         *slow(("t5:size=tiny", "tensor_parallel", 4), ("swin:size=tiny", "tensor_parallel", 4)),
-        ("vit:size=tiny", "data_parallel", 8),
-        ("llama:size=tiny,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2),
+        ("vit:size=tiny,layers=1", "data_parallel", 8),
+        ("gpt2:size=tiny,layers=4,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2),
     ],
 )
 def test_a_plan_equals_the_model_at_a_small_shape(spec: str, plan: str, devices: int) -> None:

@@ -70,12 +70,12 @@ def check_least(source: Layout, goal: Layout, costs: Servers) -> None:
     assert path.seconds == pytest.approx(least, rel=1e-9, abs=1e-11)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", ["2", "6", "8 to 4", "4 to 6", "4 to 8, overlapping", "8 to 4, a subgroup"])
 def test_paths_give_exactly_the_tensor_and_none_is_cheaper(name: str) -> None:
     for devices in (8, 3, 2):
-        for source, goal in pairs(name, 3):
+        for source, goal in pairs(name, 2):
             check_path(source, goal, Servers(devices))
-    for source, goal in pairs(name, 3, slots=1):
+    for source, goal in pairs(name, 2, slots=1):
         check_least(source, goal, Servers(4))
 
 
