@@ -8,6 +8,7 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.plan import Plan
+from tests.sweeps import slow
 
 pytestmark = pytest.mark.dist
 
@@ -69,7 +70,7 @@ def plan_of(cuts: list[tuple[str, tuple[int, ...]]], cluster: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "cluster"), [(APART, SLOW.format(4)), (OVERLAPPING, SLOW.format(3))], ids=["apart", "overlap"]
+    ("cuts", "cluster"), [*slow((APART, SLOW.format(4))), (OVERLAPPING, SLOW.format(3))], ids=["apart", "overlap"]
 )
 def test_searched_exchanges_are_equal_on_processes(cuts: list[tuple[str, tuple[int, ...]]], cluster: str) -> None:
     plan = plan_of(cuts, cluster)

@@ -23,7 +23,7 @@ def op_named(model: Model, target: str, module: str = "") -> Op:
     return next(op for op in model.ops if op.target == target and op.module.endswith(module))
 
 
-@pytest.mark.parametrize("name", ["gpt2_captured", "llama_captured"])
+@pytest.mark.parametrize("name", ["gpt2_captured", *slow("llama_captured")])
 def test_batch_cuts_everything_between_embedding_and_loss(name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name).model
     assert not model.unsupported

@@ -17,6 +17,7 @@ from superscaler.frontend.rewrites import constants
 from superscaler.models import build
 from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
+from tests.sweeps import slow
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ class _Made(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
 def test_a_mask_of_a_model_without_data_is_one_row_for_the_whole_batch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ PLANS = [
     ("hybrid:dp=4,tp=4,pp=2", "v100:4x8"),
 ]
 # Models whose operators other models have, too; the last takes half a minute.
-SWEPT = ("mbart", "vit", "gpt3", "bert", "t5", "swin", "alphafold2")
+SWEPT = ("mbart", "vit", "gpt3", "bert", "llama", "t5", "swin", "alphafold2")
 # The one has fewer than four blocks that train; the loss of the other's router is of all microbatches.
 REFUSED = {("alphafold2", PIPELINE), ("mixtral", PIPELINE), ("mixtral", HYBRID)}
 # Cut parts of values, routed and copied replicas, uneven cuts, microbatches, updates apart; tied weights, batch norms.

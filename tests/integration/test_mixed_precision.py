@@ -161,10 +161,8 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_copy() -> None:
     ("plan", "world"),
     [
         ("zero:stage=2", 2),
-        ("swap:what=optimizer", 1),
-        ("pipedream:microbatches=2", 2),
         ("bytescheduler:piece=4096", 2),
-        *slow(("zero:stage=3", 2), ("tensor_parallel", 2)),
+        *slow(("swap:what=optimizer", 1), ("pipedream:microbatches=2", 2), ("zero:stage=3", 2), ("tensor_parallel", 2)),
     ],
 )
 def test_plans_update_copies_as_torch_does(plan: str, world: int) -> None:
@@ -191,7 +189,7 @@ def test_verify_finds_a_wrong_copy_and_a_wrong_weight(wrong: str, monkeypatch: p
     assert "in bfloat16, after its update " + "the float32 copy of " * (wrong == "copy") in found["first_difference"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [*slow(1), 3])
 def test_weights_move_in_two_bytes_and_gradients_in_four(stage: int) -> None:
     """A device keeps 2 + 12 bytes for each of its parameters."""
     graph = step_in("bf16")

@@ -19,7 +19,7 @@ LAYERS = 4
 GPT = f"gpt2:size=tiny,layers={LAYERS},batch=16"
 
 
-@pytest.fixture(params=[1, *slow(150_000), 400_000])
+@pytest.fixture(params=[1, *slow(150_000, 400_000)])
 def few_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """As many bytes of gradients as are worth an all_reduce: of one tensor, of a layer, of some layers."""
     for module in (segments, buckets):

@@ -61,10 +61,10 @@ REGIONS = [("gpt2:size=tiny", "blocks"), ("gpt2:size=tiny", "attn"), ("gpt2:size
            ("gpt2:size=tiny", "all"), ("normed", "blocks"), ("mixtral:size=tiny", "blocks")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "inside"), few(REGIONS, 0, 4, 5))
+@pytest.mark.parametrize(("spec", "inside"), few(REGIONS, 0, 4))
 def test_recompute_changes_no_number(spec: str, inside: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec)
-    for plan in PLANS if spec != "mixtral:size=tiny" else PLANS[1:2]:
+    for plan in PLANS if spec == "normed" else PLANS[2:] if spec != "mixtral:size=tiny" else PLANS[1:2]:
         # The norms are of the whole batch.
         name = plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan
         found = equal(graph, recomputed(name, inside), 1 if plan == "single" else 2)
@@ -140,7 +140,7 @@ def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
     assert blocks_at_once(again) == 2
 
 
-@pytest.mark.parametrize("ahead", [0, *slow(1), 2])
+@pytest.mark.parametrize("ahead", [*slow(0, 1), 2])
 def test_weights_are_gathered_as_many_blocks_ahead_as_the_plan_says(ahead: int) -> None:
     plan = equal(graph_of("gpt2:size=tiny,layers=4,batch=16", "SGD"), recomputed(partial(sharded, ahead=ahead)))
     assert blocks_at_once(plan.program) == 1 + ahead
@@ -180,9 +180,10 @@ def test_a_backward_runs_where_its_op_is_computed_again(cut: bool) -> None:
     assert ran[0].count("Forward") > ran[1].count("Forward")
 
 
-def checkpointed(spec: str = "gpt2:size=tiny,dropout=0.1", **kwargs: Any) -> ss.Graph:
-    built = build(spec)
-    built.module.gradient_checkpointing_enable(**kwargs)
+@cache
+def checkpointed(is_reentrant: bool = False) -> ss.Graph:
+    built = build("gpt2:size=tiny,dropout=0.1")
+    built.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
     return ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
 
 
@@ -196,7 +197,7 @@ def test_blocks_that_the_model_checkpoints_are_computed_again() -> None:
     assert asked.compiled.emitted.files == written.compiled.emitted.files
     assert str(asked.compiled.graph.journal[-1]).startswith("the model's own checkpoint: op_trans")
     assert {op.module.split(".")[1] for op in asked.compiled.graph.forward_ops if op.region} == {"h"}
-    reentrant = checkpointed(gradient_checkpointing_kwargs={"use_reentrant": True})
+    reentrant = checkpointed(is_reentrant=True)
     assert equal(reentrant, PLANS[-1]).found["reference"] == "eager"
 
 

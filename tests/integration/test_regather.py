@@ -22,7 +22,7 @@ from tests.rewrites import on_top, regathered, sharded
     "spec",
     [
         "gpt2:size=tiny,layers=4,batch=16",
-        "alphafold2:size=tiny,layers=1,passes=2",
+        pytest.param("alphafold2:size=tiny,layers=1,passes=2", marks=pytest.mark.slow),
         pytest.param("llama:size=tiny", marks=pytest.mark.slow),
         pytest.param("mbart:size=tiny", marks=pytest.mark.slow),
     ],

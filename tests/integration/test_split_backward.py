@@ -41,7 +41,7 @@ MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:si
           "mixtral:size=tiny", "normed"]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", few(MODELS, 0, 4, 5))
+@pytest.mark.parametrize("spec", few(MODELS, 0, 5))
 def test_a_split_backward_changes_no_number(spec: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     plans = [
@@ -51,7 +51,7 @@ def test_a_split_backward_changes_no_number(spec: str) -> None:
         ("tensor_parallel", False, False),
         ("pipeline_1f1b:microbatches=1", False, False),
     ]
-    for plan, again, last in plans[:1] if spec == "mixtral:size=tiny" else plans:
+    for plan, again, last in plans if spec == "normed" else plans[:1] if spec == "mixtral:size=tiny" else plans[::4]:
         found = equal(graph, halved(plan, again, last), 1 if plan == "single" else 2)
         assert " I, " in summary(found.compiled)
 

@@ -210,7 +210,7 @@ def scattered(graph: Graph, cluster: Cluster) -> None:
     author.optimizers()
 
 
-PLANS: list[tuple[Any, int]] = [(cut_each(sums), 2), (cut_each(columns), 2), (scattered, 3)]
+PLANS: list[tuple[Any, int]] = [(cut_each(sums), 2), (cut_each(columns), 2)]
 # Models with an op that needs the whole batch, so that no microbatch can be done apart.
 COUPLED = ("losses_weighted_by_class", "in_place_by_index", "biases", "constants")
 
@@ -220,6 +220,12 @@ def test_every_plan_is_equal(name: str) -> None:
     for plan, world in PLANS:
         equal(graph(name), plan, world)
     equal(graph(name), *(("data_parallel", 2) if name in COUPLED else ("pipeline_1f1b:stages=1,microbatches=4", 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_parts_anywhere_are_equal(name: str) -> None:
+    equal(graph(name), scattered, 3)
 
 
 def test_tied_weights_are_cut_on_another_dim_in_each_use() -> None:
@@ -259,7 +265,7 @@ def test_dropout_is_by_element_under_every_plan() -> None:
     drops = captured(lambda: (around(dropped), cubes()))
     ((alone, _),) = trained(compile(drops, "single", "local:1"))
     assert len(set(alone)) == 3
-    for spec, world in [*PLANS, ("pipeline_1f1b:stages=1,microbatches=4", 1)]:
+    for spec, world in [*PLANS, (scattered, 3), ("pipeline_1f1b:stages=1,microbatches=4", 1)]:
         for found, _ in trained(compile(drops, spec, f"local:{world}")):
             assert found == pytest.approx(alone, abs=1e-5)
     assert compile(drops, "data_parallel", "local:2").verify()["equal"]

@@ -102,7 +102,7 @@ SLICED = list(product(("gpt2", "llama", "gpt3"), ("seq1f1b", "terapipe"), (" x r
 
 @pytest.mark.parametrize(("model", "name", "more"), few(SLICED, 0))
 def test_slices_are_recomputed_from_the_keys_and_values_of_others(model: str, name: str, more: str) -> None:
-    graph, plan = graph_of(f"{model}:size=tiny,layers=4", "SGD"), f"{name}:2,microbatches=2,slices=2"
+    graph, plan = graph_of(f"{model}:size=tiny,layers=4,batch=16", "SGD"), f"{name}:2,microbatches=2,slices=2"
     programs = exact(graph, plan).program, equal(graph, plan + more).program
     plain, again = (max(found.peak for found in memories(program)) for program in programs)
     assert again < 0.85 * plain
@@ -152,15 +152,15 @@ def test_what_may_be_causal_is_not_said_not_to_be(how: str, why: str) -> None:
 
 
 def test_stages_may_be_uneven() -> None:
-    graph = equal(graph_of(GPT, "SGD"), "pipeline_1f1b:blocks=3+1").graph
+    graph = equal(decoder(), "pipeline_1f1b:blocks=3+1").graph
     where = {op.module: graph.grids[op.name].used() for op in graph.forward_ops}
-    assert [sorted(where[f"transformer.h.{k}.attn"]) for k in range(4)] == [[0], [0], [0], [1]]
+    assert [sorted(where[f"blocks.{k}"]) for k in range(4)] == [[0], [0], [0], [1]]
 
 
 def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(print_schedule(schedules.gpipe(2, 4)))
-    equal(graph_of(GPT, "SGD"), f"pipeline:schedule={file}")
+    equal(decoder(), f"pipeline:schedule={file}")
     file.write_text("0F0 0B0\n1B0 1F0")
     with pytest.raises(InputError, match="1B0 waits for 1F0"):
         plan_of(GPT, f"pipeline:schedule={file}", 2)
@@ -220,8 +220,8 @@ def test_three_passes_of_alphafold_equal_it() -> None:
 
 
 def test_embedding_and_head_are_interlaced() -> None:
-    plan = equal(graph_of(GPT, "SGD"), "interlaced:microbatches=4")
-    heads = [op for op in plan.graph.forward_ops if op.module == "lm_head" and op.flops]
+    plan = equal(decoder(), "interlaced:microbatches=4")
+    heads = [op for op in plan.graph.forward_ops if op.module == "head" and op.flops]
     assert [sorted(plan.graph.grids[op.name].used()) for op in heads] == [[0, 1]]
     assert "0F0 1F0" in summary(plan.compiled)
 
@@ -240,7 +240,7 @@ def test_a_sum_of_a_head_that_is_cut_and_one_that_is_not_is_interlaced() -> None
 
 
 def test_two_versions_of_weights_equal_their_recurrence() -> None:
-    assert equal(graph_of(GPT, "SGD"), "pipedream_2bw:microbatches=4").found["stale"] == [1]
+    assert equal(decoder(), "pipedream_2bw:microbatches=4").found["stale"] == [1]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
@@ -257,7 +257,7 @@ def test_the_schedule_of_the_page_equals_the_model() -> None:
     example = next(text for text in PAGE.read_text().split("```") if text.startswith("python"))
     names: dict[str, Any] = {}
     exec(example.removeprefix("python"), names)
-    equal(graph_of(GPT, "SGD"), names["last_first"])
+    equal(decoder(), names["last_first"])
 
 
 def test_what_cannot_be_interlaced_is_told() -> None:

@@ -19,7 +19,7 @@ from superscaler.models import build
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 from tests.ran import Around, captured, equal
-from tests.sweeps import few
+from tests.sweeps import few, slow
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:
@@ -27,7 +27,7 @@ def elements(graph: ss.Graph, inside: str = "") -> int:
 
 
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", pytest.param("llama:size=tiny", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("copies", "shard"), [(1, 4), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("copies", "shard"), [(1, 4), (2, 2), *slow((2, 4), (4, 2))])
 def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int, shard: int) -> None:
     graph, n = graph_of(spec), copies * shard
     psi, repeated = elements(graph), elements(graph, graph.blocks[0].path.rpartition(".")[0] + ".")

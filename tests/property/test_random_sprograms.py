@@ -28,16 +28,24 @@ SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
     (range(21, 22), None, REGATHERED),
     (range(2, 3), 0.4, ("nearby", "kept", "copies")),
     (range(3, 4), None, ("nearby", "regather", "early")),
-    (range(35, 36), 0.4, UNROLLED),
+    (range(33, 34), 0.4, UNROLLED),
 ]
 
 
+KINDS = ("free", "layered")
+
+
 def check(
-    graph: Graph, seeds: range, apart: float | None = None, more: Sequence[str] = (), is_trained: bool = False
+    graph: Graph,
+    seeds: range,
+    apart: float | None = None,
+    more: Sequence[str] = (),
+    is_trained: bool = False,
+    kinds: Sequence[str] = KINDS,
 ) -> Counter[str]:
     """Compare random plans, in the trained dtype too if `is_trained`, and read their programs back; count verdicts."""
     found: Counter[str] = Counter()
-    for seed, kind in product(seeds, ("free", "layered")):
+    for seed, kind in product(seeds, kinds):
         sprogram = random_sprogram(seed, kind, apart, more)
         try:
             verdict = ask(graph, sprogram, 1 + seed % 4, is_trained)
@@ -66,10 +74,11 @@ def test_random_sprograms_are_equal_or_refused(number: int, model: str) -> None:
     """Every model takes every third sort of plan."""
     graph = captured(model)
     # Plans of five layers cost most.
-    sorts = SORTS[-1:] if model == "layers" else SORTS[number % 3 :: 3]
-    found = sum((check(graph, *sort) for sort in sorts), Counter[str]())
+    sorts, kinds = (SORTS[-1:], KINDS[1:]) if model == "layers" else (SORTS[number % 3 :: 3], KINDS)
+    found = sum((check(graph, *sort, kinds=kinds) for sort in sorts), Counter[str]())
     assert found["equal"] > found["refused"]
-    check_again(graph, range(1))
+    if number % 2 == 0:
+        check_again(graph, range(1))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,7 @@ def test_code_that_was_wrong(model: str, drawn: tuple[int, str, float, tuple[str
 
 def check_again(graph: Graph, seeds: range) -> None:
     """What can run can run with parts of it computed again, on the parts of their ops."""
-    for seed, kind in product(seeds, ("free", "layered")):
+    for seed, kind in product(seeds, KINDS):
         try:
             ss.compile(graph, random_sprogram(seed, kind), f"local:{1 + seed % 4}")
         except ScheduleError:

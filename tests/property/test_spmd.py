@@ -318,8 +318,9 @@ def test_what_folds_and_what_does_not(case: str, monkeypatch: pytest.MonkeyPatch
     assert is_folded(folded) == folds
     check_equal(folded, full)
     check_counted(folded)
-    check_verified(folded)
-    check_deterministic(captured("tied"), sprogram, folded)
+    if folds:
+        check_verified(folded)
+        check_deterministic(captured("tied"), sprogram, folded)
 
 
 def test_ops_of_a_segment_that_list_its_parts_in_other_orders_read_their_own() -> None:
