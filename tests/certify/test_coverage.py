@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import product
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superscaler.certify.boxes import Boxes, clipped, first_fault, is_tiled, joined
@@ -44,6 +44,7 @@ def inside(some: Points, box: Ints) -> Points:
     return Counter({p: n for p, n in some.items() if all(lo <= x < hi for x, (lo, hi) in zip(p, ends, strict=False))})
 
 
+@settings(max_examples=40)
 @given(several())
 def test_joined_boxes_have_the_same_points_as_often(parts: list[Ints]) -> None:
     found = joined([Boxes.of(part) for part in parts]).whole
@@ -51,6 +52,7 @@ def test_joined_boxes_have_the_same_points_as_often(parts: list[Ints]) -> None:
         assert points(found[device]) == sum((points(part[device]) for part in parts), Points())
 
 
+@settings(max_examples=40)
 @given(several(), st.data())
 def test_a_cut_has_the_points_inside(parts: list[Ints], data: st.DataObject) -> None:
     some = Boxes.of(parts[0])
@@ -60,6 +62,7 @@ def test_a_cut_has_the_points_inside(parts: list[Ints], data: st.DataObject) -> 
         assert points(found[device]) == inside(points(parts[0][device]), region)
 
 
+@settings(max_examples=40)
 @given(several(), st.data())
 def test_tiled_is_each_point_once(parts: list[Ints], data: st.DataObject) -> None:
     region = data.draw(boxes(len(parts[0]), parts[0].shape[2]))[:, 0]
@@ -76,6 +79,7 @@ def test_tiled_is_each_point_once(parts: list[Ints], data: st.DataObject) -> Non
             assert times != 1
 
 
+@settings(max_examples=40)
 @given(several(), st.data())
 def test_rows_are_those_of_the_devices(parts: list[Ints], data: st.DataObject) -> None:
     chosen = np.array(data.draw(st.lists(st.integers(0, len(parts[0]) - 1), min_size=1, max_size=4)))

@@ -10,6 +10,7 @@ import pytest
 from superscaler.store import cache
 from superscaler.store.plan import PLAN_FILE
 from tests.commands import answer, run
+from tests.sweeps import slow
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
@@ -235,7 +236,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     assert "note: the module itself was not compared: the module has no data" in err
 
 
-@pytest.mark.parametrize("kind", ["autocast", "precision"])
+@pytest.mark.parametrize("kind", [*slow("autocast"), "precision"])
 def test_autocast_and_precision_are_known_to_all_commands_that_capture(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

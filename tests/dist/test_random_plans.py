@@ -44,6 +44,13 @@ LIBRARY = {
     # Its code has loops.
     "mlp:layers=4,batch=32": ["pipeline_1f1b:microbatches=32"],
 }  # fmt: skip
+# More of them, which run with `-m slow`.
+SWEPT = {
+    "gpt2:size=tiny,layers=4,batch=16,hidden=16,heads=4,seq=8,vocab=32": [
+        "chimera", "interlaced", "dualpipe_v:2 x zero:2", "seq1f1b:2,slices=2 x data_parallel:2",
+    ],
+    "llama:size=tiny": ["swap:what=both,microbatches=2"],
+}  # fmt: skip
 Values = Mapping[str, Tensor]
 # A plan in float64 with what it runs on, and what tells from the steps of all ranks whether they are the model's.
 Case = tuple[str, Compiled, Values, Values, Callable[[Sequence[Sequence[Result]]], None]]
@@ -67,12 +74,16 @@ def captured_cases(seeds: range, every: int = 1) -> Iterator[Case]:
             yield from captured_case(f"{name} on {shape} {seed}", random_meshes.captured(name), sprogram)
 
 
-def library_cases() -> Iterator[Case]:
-    """Yield the main plans of the library, on 4 devices."""
-    for model, plans in LIBRARY.items():
+def library_cases(table: Mapping[str, Sequence[str]]) -> Iterator[Case]:
+    """Yield plans of the library by model, on 4 devices."""
+    for model, plans in table.items():
         graph = graph_of(model, "SGD")
         for plan in plans:
             yield from captured_case(plan, graph, resolve(plan))
+
+
+def written_cases() -> Iterator[Case]:
+    """Yield plans of tests, on 4 devices."""
     yield from captured_case("weights shared out", graph_of("mlp:layers=4,batch=32", "SGD"), weights_shared_out)
     yield from captured_case("slices to one device", widened(), narrowing)
 
@@ -154,11 +165,17 @@ def broken(case: Case) -> Case:
 
 def test_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
     """Random plans, two with a bug, and those of the library."""
-    drawn, library = [*captured_cases(range(1), every=2), *graph_cases(range(1))], list(library_cases())
+    drawn = [*captured_cases(range(1), every=2), *graph_cases(range(1))]
+    library = [*library_cases(LIBRARY), *written_cases()]
     assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 3
     assert len(library) == sum(map(len, LIBRARY.values())) + 2
     assert "for m in range(" in library[-3][1].emitted.files["program_0.py"]
     check_all([*drawn, *map(broken, (drawn[0], drawn[-1])), *library], tmp_path)
+
+
+@pytest.mark.slow
+def test_more_plans_of_the_library_on_processes(tmp_path: Path) -> None:
+    check_all(list(library_cases(SWEPT)), tmp_path)
 
 
 @pytest.mark.slow

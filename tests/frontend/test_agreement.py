@@ -23,6 +23,7 @@ from superscaler.frontend.checks.agreement import _NOISE, _difference, _graph_st
 from superscaler.models import build
 from tests.frontend.examples import Net, gpt2, tokens
 from tests.graphs import step_of
+from tests.sweeps import slow
 
 
 def captured(between: Callable[[Any, Tensor], Tensor] | nn.Module, **options: Any) -> str:
@@ -98,7 +99,7 @@ def test_what_is_equal_leaves_everything_as_it_was(between: Callable[[Any, Tenso
     assert (random.getstate(), str(np.random.get_state())) == draws[1:]
 
 
-@pytest.mark.parametrize(("is_routed", "autocast"), [(False, "bf16"), (True, None)], ids=["autocast", "halves"])
+@pytest.mark.parametrize(("is_routed", "autocast"), [*slow((False, "bf16")), (True, None)], ids=["autocast", "halves"])
 def test_rounding_is_no_difference(is_routed: bool, autocast: str | None) -> None:
     module = build("mixtral:size=tiny,layers=1,seq=16,vocab=64").module.bfloat16() if is_routed else gpt2()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)

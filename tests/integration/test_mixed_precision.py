@@ -160,9 +160,14 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_copy() -> None:
 @pytest.mark.parametrize(
     ("plan", "world"),
     [
-        ("zero:stage=2", 2),
         ("bytescheduler:piece=4096", 2),
-        *slow(("swap:what=optimizer", 1), ("pipedream:microbatches=2", 2), ("zero:stage=3", 2), ("tensor_parallel", 2)),
+        *slow(
+            ("zero:stage=2", 2),
+            ("swap:what=optimizer", 1),
+            ("pipedream:microbatches=2", 2),
+            ("zero:stage=3", 2),
+            ("tensor_parallel", 2),
+        ),
     ],
 )
 def test_plans_update_copies_as_torch_does(plan: str, world: int) -> None:

@@ -14,6 +14,7 @@ from superscaler.ir.model import PTensor
 from superscaler.materialize.lowering import lower
 from superscaler.materialize.steps import Collective, Context, Join, Message, slots_of
 from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, End, Place, Transfer
+from tests.sweeps import slow
 
 TEXT = Path(__file__).parent / "lowering.txt.golden"
 SERVERS = Cluster.parse("v100:2x4")
@@ -100,7 +101,7 @@ def test_steps_in_words(request: pytest.FixtureRequest) -> None:
     assert TEXT.read_text() == text
 
 
-@pytest.mark.parametrize("size", [48, 1200])
+@pytest.mark.parametrize("size", [48, *slow(1200)])
 @pytest.mark.parametrize("name", cases(12))
 def test_every_reader_gets_the_whole_value_of_its_box(name: str, size: int) -> None:
     """Every step reads what is there, and what readers join is the sum of their pieces, of replicas one."""

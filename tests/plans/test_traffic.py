@@ -263,6 +263,7 @@ def test_copies_of_weights_in_a_server_are_made_once_and_gathered_inside(
         assert sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.trained) == psi // 4
 
 
+@pytest.mark.slow
 def test_simulate_counts_what_copies_of_weights_spare_the_network() -> None:
     """A ring over four devices crosses servers twice with 3 / 4 of the weights."""
     graph = graph_of(GPT)

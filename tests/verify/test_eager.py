@@ -18,6 +18,7 @@ from superscaler.verify.eager import Eager, _grouped
 from tests.frontend.examples import Net, gpt2, llama, tokens
 from tests.graphs import assert_equal, step_of
 from tests.ran import equal
+from tests.sweeps import slow
 
 
 def verified(module: nn.Module, plan: str = "data_parallel", cluster: str = "local:2") -> dict[str, Any]:
@@ -212,7 +213,7 @@ def test_modes_of_submodules_are_those_of_the_capture() -> None:
     assert not ss.compile(graph, "single", "local:1").verify()["equal"]
 
 
-@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("build", [gpt2, *slow(llama)], ids=["gpt2", "llama"])
 def test_equals_eager_bit_for_bit_and_is_retyped(build: type[nn.Module]) -> None:
     module, batch = build(), tokens()
     captured = capture(module, (), batch)
