@@ -179,7 +179,6 @@ def exact(name: str) -> Compiled:
     module, args, kwargs = PLANS[name].model()
     halves = [list(module.parameters())[::2], list(module.parameters())[1::2]]
     groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
-    plan = ss.compile(
-        ss.capture(module, args, kwargs, torch.optim.AdamW(groups)), PLANS[name].plan, f"local:{PLANS[name].world}"
-    )
+    graph = ss.capture(module, args, kwargs, torch.optim.AdamW(groups), cache="small plans")
+    plan = ss.compile(graph, PLANS[name].plan, f"local:{PLANS[name].world}")
     return finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)

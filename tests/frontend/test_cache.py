@@ -116,6 +116,7 @@ def test_an_unchanged_model_hits_with_its_own_weights(tmp_path: Path, exports: l
     assert not torch.equal(first.values["first.weight"], second.values["first.weight"])
 
 
+@pytest.mark.slow
 def test_an_entry_has_one_row_of_a_mask_of_a_whole_batch(folder: Path, exports: list[nn.Module]) -> None:
     model = build("gpt3:size=tiny,seq=32,batch=64,attention=eager,device=meta")
     first, second = (capture(model.module, model.args, model.kwargs, check=False, cache="masks") for _ in range(2))

@@ -151,7 +151,7 @@ def test_each_op_says_where_it_comes_from_and_names_are_unique(gpt2_captured: Ca
             assert all(s is None or op.indices[s].size == e for s, e in zip(operand.slots, extents, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [(2,), *slow(((4, 16),))])
+@pytest.mark.parametrize("sizes", slow((2,), ((4, 16),)))
 def test_large_models_are_captured_without_memory_in_linear_time(sizes: tuple[int, ...]) -> None:
     def seconds(layers: int) -> float:
         with torch.device("meta"):

@@ -122,7 +122,7 @@ def test_plans_are_exact_in_float64_and_as_close_to_the_truth_as_eager_autocast(
     largest = max(float(g.norm()) for g in exact.values())
     telling = {n for n, g in exact.items() if g.norm() > 1e-3 * largest}
     bound = 1.5 * max(distance(gradients[n], exact[n]) for n in telling)
-    for plan, world in PLANS[2:]:
+    for plan, world in PLANS[2:3]:
         assert_equal(graph, plan, world)
         compiled = compile(graph, plan, Cluster.local(world))
         results = one_step(compiled)

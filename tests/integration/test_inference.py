@@ -25,7 +25,7 @@ from superscaler.store.checkpoint import CheckpointHead
 from superscaler.store.folder import read
 from tests.ran import SProgram, equal, on_ranks
 from tests.rewrites import on_top
-from tests.sweeps import slow
+from tests.sweeps import few, slow
 
 PLANS = [
     ("single", 1),
@@ -222,7 +222,7 @@ def test_the_mode_of_the_module_counts() -> None:
     assert [op.name for op in fixed("tensor")[0].ops if not op.is_forward] == ["return"]
 
 
-@pytest.mark.parametrize(("plan", "devices"), [*PLANS[1:], ("zero:stage=3", 2)])
+@pytest.mark.parametrize(("plan", "devices"), few([*PLANS[1:], ("zero:stage=3", 2)], 0, 3, 4))
 def test_a_step_that_trains_keeps_outputs_beside_its_loss(plan: str, devices: int) -> None:
     module, x = net("loss")
     module.norm.eval()

@@ -21,6 +21,7 @@ from superscaler.train.loop import _turns
 from tests.graphs import graph_of
 from tests.ran import captured, equal, on_ranks
 from tests.rewrites import on_top, swapped, unrolled
+from tests.sweeps import slow
 
 Batch = Mapping[str, Tensor]
 
@@ -94,8 +95,10 @@ class Spectral(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("plan", ["single", "bytescheduler"])
-@pytest.mark.parametrize("kind", [Normed, Spectral])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [(Normed, "single"), (Spectral, "bytescheduler"), *slow((Normed, "bytescheduler"), (Spectral, "single"))],
+)
 def test_buffers_and_random_numbers_go_on_from_iteration_to_iteration(kind: type[nn.Module], plan: str) -> None:
     graph = captured(lambda: (kind(), (torch.randn(6, 8), torch.randint(0, 4, (6,)))), lr=0.5)
     plain, given = ss.compile(graph, "single", "local:1"), (unrolled(plan), 1) if plan == "single" else (plan, 2)

@@ -29,8 +29,12 @@ RESIDUES, SEQUENCES, CHANNELS = "sequence", "msa.1", ("hidden", "hidden.2")
 @pytest.mark.parametrize(
     ("size", "published", "parameters"),
     [
-        ("87m", 87e6, 87_878_615),
-        *slow(("930m", 930e6, 947_228_759), ("2.4b", 2.4e9, 2_405_774_807), ("3.2b", 3.2e9, 3_207_652_823)),
+        *slow(
+            ("87m", 87e6, 87_878_615),
+            ("930m", 930e6, 947_228_759),
+            ("2.4b", 2.4e9, 2_405_774_807),
+            ("3.2b", 3.2e9, 3_207_652_823),
+        ),
     ],
 )
 def test_sizes_are_those_of_the_papers_table(size: str, published: float, parameters: int) -> None:

@@ -49,7 +49,7 @@ def test_batch_and_tensor_parallel_factors_reach_the_work(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("bert", "tensor_parallel"), ("swin", "data_parallel"), ("t5", "tensor_parallel")]
+    ("name", "plan"), [("bert", "tensor_parallel"), ("t5", "tensor_parallel"), *slow(("swin", "data_parallel"))]
 )
 def test_three_models_equal_one_device(name: str, plan: str) -> None:
     assert_equal(graph_of(MODELS[name]), plan, 4)

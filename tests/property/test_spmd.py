@@ -33,6 +33,7 @@ from superscaler.ir.model import Ref
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
 from tests.ran import SProgram
+from tests.sweeps import slow
 
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
 NEVER = 1000
@@ -219,7 +220,7 @@ def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(monkeypatch: py
 BROKEN = {"attention": (5097, 1444, 1062)}
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", [name if name in BROKEN else slow(name)[0] for name in MODELS])
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_random([*range(2), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
