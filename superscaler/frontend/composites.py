@@ -6,7 +6,7 @@ small one. Where nothing is changed in place, only those operators differ that m
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -27,14 +27,15 @@ _CHANGING = ("batch_norm", "instance_norm")
 
 def decomposed(exported: ExportedProgram, table: Mapping[Any, Any]) -> ExportedProgram:
     """Return the program of `run_decompositions(table)`, but for assertions, and the order of constants and buffers."""
-    if table or not _is_plain(exported):
-        return exported.run_decompositions(dict(table))
-    writer = _Writer()
-    for node in exported.graph.nodes:
-        writer.write(node)
-    # A random number that nobody reads is dead, too.
-    writer.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
-    return _with_graph(exported, writer.graph)
+    if _is_plain(exported):
+        writer = _Writer(table)
+        for node in exported.graph.nodes:
+            writer.write(node)
+        if writer.is_pure:
+            # A random number that nobody reads is dead, too.
+            writer.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+            return _with_graph(exported, writer.graph)
+    return exported.run_decompositions(dict(table))
 
 
 def _is_plain(exported: ExportedProgram) -> bool:
@@ -68,9 +69,11 @@ def _is_replaced(target: OpOverload) -> bool:
 class _Writer(TorchDispatchMode):
     """A writer of a new graph, which records the calls of a composite operator on the stand-ins of its operands."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Mapping[Any, Any]) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph, self.table = Graph(), table
+        # Whether no call changes a tensor in place, as some composite operators do inside.
+        self.is_pure = True
         # The result in the new graph of each node of the old one: a node, or a list of nodes.
         self.new: dict[Node, Any] = {}
         # The composite call that is run, and the nodes of the stand-ins by identity.
@@ -87,17 +90,21 @@ class _Writer(TorchDispatchMode):
         elif target is operator.getitem:
             results, k = cast(tuple[Any, int], map_arg(node.args, self.new.__getitem__))
             self.new[node] = results[k]
-        elif not _is_replaced(target):
+        elif (decompose := self._decomposition(target)) is None:
             self.new[node] = self._written(target, *map_arg((node.args, node.kwargs), self.new.__getitem__), node)
         else:
             self.call, self.known = node, {}
             args, kwargs = map_arg((node.args, node.kwargs), self._stand_in)
             with torch.no_grad(), self:
-                result = target.decompose(*args, **kwargs)
+                result = decompose(*args, **kwargs)
             self.new[node] = map_aggregate(result, self._node)
+
+    def _decomposition(self, target: OpOverload) -> Callable[..., Any] | None:
+        return self.table.get(target, target.decompose if _is_replaced(target) else None)
 
     def _written(self, target: OpOverload, args: Any, kwargs: Any, of: Node, value: Any = None) -> Any:
         """Write a call; return its node, or those of its several results."""
+        self.is_pure &= _is_pure(target)
         name = self.graph._target_to_str(target.overloadpacket.__name__)
         call = self.graph.create_node("call_function", target, args, kwargs, name)
         value = of.meta.get("val") if value is None else value
@@ -123,9 +130,9 @@ class _Writer(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_replaced(function):
+        if (decompose := self._decomposition(function)) is not None:
             with self:
-                return function.decompose(*args, **kwargs)
+                return decompose(*args, **kwargs)
         value = function(*args, **kwargs)
         # Neither reads of a device nor assertions return a tensor.
         if isinstance(value, Tensor | list | tuple):
