@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -113,7 +113,11 @@ class CompiledSegments:
 
     def __call__(self, segment: Segment, extra: dict[str, Any]) -> tuple[Segment, dict[str, Any]]:
         if segment not in self._made:
-            self._made[segment] = partial(_run, torch.compile(segment, dynamic=False), segment)
+            # Without the name of its module, which torch would import, but which is not on its path. Torch finds what
+            # it compiled by the code, in these globals: those of this rank alone.
+            names = {name: value for name, value in segment.__globals__.items() if name != "__name__"}
+            own = FunctionType(segment.__code__.replace(), names, segment.__name__, segment.__defaults__)
+            self._made[segment] = partial(_run, torch.compile(own, dynamic=False), segment)
         if "random" in extra:
             self._random = extra["random"]
             extra = {**extra, "random": self._draw}
