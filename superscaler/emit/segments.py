@@ -86,7 +86,7 @@ def _stem(path: str, default: str = "") -> str:
     """Return a name for a module path or a tensor: its last names, without numbers."""
     words = [w for w in path.split(".") if w and not w.isdigit()]
     name = re.sub(r"\W", "_", "_".join(words[-2:]) or default)
-    return name if name.isidentifier() else f"_{name}"
+    return name if name.isidentifier() and not keyword.iskeyword(name) else f"_{name}"
 
 
 class _Writer:

@@ -109,7 +109,7 @@ class Transfer:
 
     @cached_property
     def _shared(self) -> dict[str, Any]:
-        """Return a key that all transfers like this one share."""
+        """Return the attributes that all transfers like this one share."""
         return {name: getattr(self, name) for name in _SHARED}
 
     def of(self, tensor: str, made: Sequence[tuple[Place, ...]], read: Sequence[tuple[Place, ...]]) -> Transfer:

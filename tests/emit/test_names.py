@@ -71,9 +71,13 @@ def test_names_of_a_model_do_not_meet_those_of_its_code(plan: SProgram, module: 
     assert has_loop == (plan == "pipeline_1f1b:microbatches=16")
 
 
-def test_a_parameter_that_python_cannot_name_is_refused() -> None:
+def test_words_of_python_are_names_unless_a_tensor_is_changed_in_place() -> None:
+    module, batch = Taken(("and", "class")), (torch.randn(16, 8), torch.randn(16, 8))
+    for plan in ("tensor_parallel", "pipeline_1f1b:microbatches=16"):
+        equal(step_of(module, *batch), plan)
+    changing = Around(lambda m, x, y: m.inner(x.clone().mul_(2.0), y), inner=module)
     with pytest.raises(CaptureError, match=r"has a parameter, .* whose name is a word of Python; rename it"):
-        step_of(Taken(("and",)), torch.randn(4, 8), torch.randn(4, 8))
+        step_of(changing, *batch)
 
 
 def test_a_family_of_layers_has_a_name_that_no_value_of_a_microbatch_has() -> None:
