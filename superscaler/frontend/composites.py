@@ -7,6 +7,7 @@ small one. Where nothing is changed in place, only those operators differ that m
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -29,12 +30,14 @@ def decomposed(exported: ExportedProgram, table: Mapping[Any, Any]) -> ExportedP
     """Return the program of `run_decompositions(table)`, but for assertions, and the order of constants and buffers."""
     if _is_plain(exported):
         writer = _Writer(table)
-        for node in exported.graph.nodes:
-            writer.write(node)
-        if writer.is_pure:
-            # A random number that nobody reads is dead, too.
-            writer.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
-            return _with_graph(exported, writer.graph)
+        # An operator that cannot be run alone is traced with the whole program.
+        with suppress(LookupError, RuntimeError, AssertionError):
+            for node in exported.graph.nodes:
+                writer.write(node)
+            if writer.is_pure:
+                # A random number that nobody reads is dead, too.
+                writer.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+                return _with_graph(exported, writer.graph)
     return exported.run_decompositions(dict(table))
 
 
