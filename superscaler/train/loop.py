@@ -69,7 +69,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
     folder = resume.saving_folder(options.save, options.resume)
     with ExitStack() as stack:
         asked = stack.enter_context(resume.stop_requests(options.launched)) if folder else None
-        step = load(directory, torch_compile=True) if options.torch_compile else load(directory)
+        step = load(directory, torch_compile=options.torch_compile)
         if not step.trains:
             raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
         if options.ema is not None:

@@ -55,7 +55,7 @@ class Step:
     def close(self):
         self.communicator.close()
 
-main([str(Path(__file__).parent), *sys.argv[1:]], load=lambda directory: Step())
+main([str(Path(__file__).parent), *sys.argv[1:]], load=lambda directory, **options: Step())
 """
 
 

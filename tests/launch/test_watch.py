@@ -48,7 +48,7 @@ def forward(self, *args):
 
 executor.Rank.forward = forward
 # This file is not the one that compile wrote.
-main([str(here), *sys.argv[1:]], load=lambda directory: load(directory, manifest=False))
+main([str(here), *sys.argv[1:]], load=lambda directory, **options: load(directory, manifest=False))
 """
 TRAIN = "import sys, pathlib; from superscaler.train.launch import train; "
 TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=10**9)"

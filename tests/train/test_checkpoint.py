@@ -544,7 +544,7 @@ def test_a_run_looks_before_its_first_step_whether_it_can_save(tmp_path: Path, m
         found = []
         for folder in (tmp_path / "held", Path("/proc/kept"), tmp_path / "held" / ".lock" / "kept"):
             with pytest.raises(InputError) as caught:
-                train_rank(parser().parse_args(["--save", str(folder)]), tmp_path, load=lambda _: step)
+                train_rank(parser().parse_args(["--save", str(folder)]), tmp_path, load=lambda _, **options: step)
             found.append(str(caught.value))
         assert step.state.steps == 0
         return found

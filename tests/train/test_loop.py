@@ -47,7 +47,7 @@ FLOATS: dict[str, tuple[tuple[int, ...], str]] = {"x": ((4, 8), "float32"), "lab
 
 
 def train(arguments: list[str], step: FakeStep) -> None:
-    train_rank(parser().parse_args(arguments), Path(), lambda _: step)
+    train_rank(parser().parse_args(arguments), Path(), lambda _, **options: step)
 
 
 def test_a_rank_trains_and_writes_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
