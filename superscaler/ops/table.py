@@ -58,7 +58,8 @@ def with_linearity(ops: Iterable[Op]) -> list[Op]:
 
 def biased_products(ops: Sequence[Op], outputs: Container[str], tensors: Mapping[str, PTensor]) -> dict[str, Op]:
     """Return the matrix products of a segment that become one call with the addition of a bias, by the name of that
-    addition. It must be the only reader of the product, and add a tensor of one dim.
+    addition. It must be the only reader of the product, and add a tensor of one dim and the same dtype, as long as the
+    last dim of the product.
     """
     uses = Counter(o.tensor for op in ops for o in op.inputs)
     made = {op.outputs[0].tensor: op for op in ops if row_of(op.target).biased}
@@ -66,10 +67,11 @@ def biased_products(ops: Sequence[Op], outputs: Container[str], tensors: Mapping
     for op in ops:
         if op.target != "aten.add.Tensor" or op.kwargs or len(op.inputs) != 2:
             continue
-        product, bias = made.get(op.inputs[0].tensor), tensors[op.inputs[1].tensor]
-        is_alone = uses[op.inputs[0].tensor] == 1 and op.inputs[0].tensor not in outputs
-        if product and is_alone and bias.shape == tensors[op.outputs[0].tensor].shape[-1:]:
-            found[op.name] = product
+        product, bias = (tensors[o.tensor] for o in op.inputs)
+        is_alone = uses[product.name] == 1 and product.name not in outputs
+        is_bias = (bias.shape, bias.trained.dtype) == (product.shape[-1:], product.trained.dtype)
+        if product.name in made and is_alone and is_bias:
+            found[op.name] = made[product.name]
     return found
 
 

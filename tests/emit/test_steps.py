@@ -7,12 +7,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import superscaler as ss
 from superscaler.emit.segments import _source, _Writer
 from superscaler.ir.program import Function
 from superscaler.materialize.functions import Functions
 from tests.graphs import graph_of
+from tests.ran import Around, captured
 from tests.sweeps import slow
 
 HERE = Path(__file__).parent
@@ -92,3 +96,20 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
             parts += 1
     assert {len(found) for found in texts.values()} == {1}
     assert len(texts) < parts
+
+
+def test_only_what_is_a_bias_is_added_by_the_product() -> None:
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        def forward(m: Around, x: torch.Tensor) -> torch.Tensor:
+            # Of another dtype, of integers, and longer than the rows of the product.
+            h = F.linear(x.bfloat16(), m.narrow) + m.row
+            h = F.linear(h, m.own) + torch.arange(6)
+            return (F.linear(h, m.own[:1]) + m.row + F.linear(h, m.own) + m.row).square().mean()
+
+        own = {name: nn.Parameter(torch.randn(6, 6)) for name in ("narrow", "own")}
+        own["narrow"].data = own["narrow"].data.bfloat16()
+        return Around(forward, row=nn.Parameter(torch.randn(6)), **own), torch.randn(4, 6)
+
+    plan = ss.compile(captured(make), "data_parallel", "local:2")
+    assert plan.verify()["equal"]
+    assert plan.compiled.emitted.files["segments.py"].count("F.linear(") == 4
