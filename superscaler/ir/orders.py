@@ -101,7 +101,7 @@ class Order:
 
     def later(self, iteration: int) -> Order:
         """Return the same order in another iteration of a step."""
-        return Order(self.before.later(iteration), self.after.later(iteration), self.where)
+        return replace(self, before=self.before.later(iteration), after=self.after.later(iteration))
 
 
 def changed(orders: Iterable[Order], change: Callable[[Group], Group]) -> list[Order]:

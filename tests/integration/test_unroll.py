@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import InputError, ScheduleError, TransformError
 from superscaler.ir.model_text import parse_model, print_model
-from superscaler.ir.program import Copy, Slice, Update
+from superscaler.ir.program import Copy, Forward, Slice, Update
 from superscaler.plan import Plan
 from superscaler.runtime.step import Step
 from superscaler.train.loop import _turns
 from tests.graphs import graph_of
-from tests.ran import captured, equal, on_ranks
+from tests.ran import Around, captured, equal, on_ranks
 from tests.rewrites import on_top, swapped, unrolled
 from tests.sweeps import slow
 
@@ -66,6 +66,23 @@ def test_each_update_of_an_unrolled_plan_is_verified() -> None:
 )  # fmt: skip
 def test_any_plan_can_be_unrolled(plan: str, world: int, optimizer: str) -> None:
     equal(graph_of("gpt2:size=tiny", optimizer), unrolled(plan), world)
+
+
+def test_turns_are_taken_in_each_iteration() -> None:
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            parts = ss.op_trans(graph, op, ss.Microbatch(2))
+            factor = graph.updates["layers.0.weight"].indices[0].factor
+            ss.op_assign(graph, ss.op_trans(graph, parts, ss.Split(factor, 2)), cluster.devices)
+        ss.op_order(graph, *(graph.select(microbatch=k) for k in (0, 1)), turns=True)
+        graph.unroll(2)
+
+    module = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    graph = captured(lambda: (Around(lambda m, x: m.layers(x).square().mean(), layers=module), torch.randn(4, 4)))
+    code = equal(graph, plan).code()
+    turns = [i.task.microbatch for i in code if isinstance(i, Forward)]
+    assert turns == turns[: len(turns) // 2] * 2
+    assert turns[:4] == [0, 1, 0, 1]
 
 
 class Normed(nn.Module):
