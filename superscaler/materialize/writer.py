@@ -60,7 +60,11 @@ class Writer:
     def lowered(self, number: int) -> Lowered:
         if number not in self._lowered:
             transfer = self.transfers[number]
-            of = self.context.dtype(transfer), self.context.tensors[transfer.tensor].largest
+            dtypes = (
+                self.context.dtype(transfer, trained=True),
+                self.context.wire(transfer, "reduce_scatter", trained=True),
+            )
+            of = *dtypes, self.context.tensors[transfer.tensor].largest
             alike = id(transfer.like), *of
             if alike not in self._by_form:
                 self._by_form[alike] = self._lower(transfer, of)

@@ -37,7 +37,7 @@ from superscaler.simulate.memory import memories
 from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
-from tests.ran import Around, equal, moved, on_ranks
+from tests.ran import Around, captured, equal, moved, on_ranks
 from tests.simulate.counted import counted
 from tests.sweeps import few, slow
 
@@ -352,6 +352,19 @@ def test_each_addend_is_rounded_and_so_is_the_sum_of_all() -> None:
             exact += torch.equal(expected, weight.detach().float() - total)
     # The sums of float32 weights, of each rank.
     assert exact == 2 * 2
+
+
+def test_weights_of_one_size_travel_each_in_its_own_dtype() -> None:
+    """The float32 one comes first; both are cut alike, and so are their gradients."""
+    wide, narrow = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8).bfloat16())
+
+    def forward(m: Around, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ m.wide).bfloat16() @ m.narrow).float().square().mean()
+
+    graph = captured(lambda: (Around(forward, wide=wide, narrow=narrow), torch.randn(4, 8)))
+    found = moved(ss.compile(graph, "data_parallel:halves=true", "local:2").compiled.program)
+    ways = {(kind, "bfloat16", "float32"): 2 * 64 for kind in ("reduce_scatter", "all_gather")}
+    assert found == {**ways, ("all_reduce", "float32", ""): 2 * 4 * 64}
 
 
 def test_gradients_of_halves_travel_in_halves_and_are_added_in_float32() -> None:
