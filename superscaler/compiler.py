@@ -10,11 +10,11 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.emit.device import Emitted, emit
 from superscaler.errors import InputError, PlanError
-from superscaler.ir.communication import TransferRow, moves
+from superscaler.ir.communication import TransferRow, bytes_moved, moves
 from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, place_name
-from superscaler.ir.loops import Rolled
+from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.program import Free, Program
 from superscaler.materialize.build import materialize
 from superscaler.materialize.loops import Aperiodic
@@ -72,10 +72,10 @@ class Compiled:
         code = self.program.distinct
         return {
             "parts": sum(len(self.graph.grids[op.name]) * (1 + op.has_mirror) for op in self.graph.model.ops),
-            "instructions": sum(n * sum(not isinstance(i, Free) for i in d.instructions) for d, n in code),
+            "instructions": sum(n * w for d, n in code for i, w in weighted(d.instructions) if not isinstance(i, Free)),
             "distinct_programs": len(set(self.emitted.programs)),
             "emitted_bytes": sum(len(text) for text in self.emitted.files.values()),
-            "bytes_moved": self.program.bytes_moved,
+            "bytes_moved": bytes_moved(self.program),
         }
 
 

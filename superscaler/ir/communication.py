@@ -12,7 +12,7 @@ from superscaler.errors import ScheduleError, some
 from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
 from superscaler.ir.layout import Path, Provenance
-from superscaler.ir.loops import Rolled
+from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.model import width
 
 Meeting = tuple[object, ...]
@@ -138,6 +138,19 @@ def check_rendezvous(program: p.Program) -> None:
         waits = [(d, next(iter(left[d][at[d]].values()))[1]) for d in stuck[:8]]
         lines = [f"  device {d}, step {at[d]}: waits in {_described(i)}" for d, i in waits]
         raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))
+
+
+def bytes_moved(program: p.Program) -> int:
+    """Return the bytes that all devices put on links: a ring's share for collectives, everything for messages."""
+    found = Counter[int]()
+    for device, copies in program.distinct:
+        for i, weight in weighted(device.instructions):
+            if isinstance(i, p.Collective):
+                found[len(i.group)] += copies * weight * i.bytes * p.links(i.kind, len(i.group))
+            elif isinstance(i, p.Send):
+                found[1] += copies * weight * i.bytes
+    # Each member of a collective has counted all that the collective puts on links.
+    return sum(moved // members for members, moved in found.items())
 
 
 Key = tuple[str, bool, str, str, tuple[int, ...], str, int]

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,20 @@ def kinds_of(code: Sequence[Instruction]) -> Iterator[type]:
     """Yield the kind of each instruction, without making those of loops."""
     for run in code.runs if isinstance(code, Rolled) else (code,):
         yield from [*map(type, run.first)] * run.count if isinstance(run, Loop) else map(type, run)
+
+
+def weighted(code: Sequence[Instruction]) -> Iterator[tuple[Instruction, int]]:
+    """Yield instructions with weights. A weighted sum of their numbers is the sum over all instructions of the code.
+
+    A number is a + k (b - a) in the k-th of n repetitions. The sum is a (n - t) + b t, where t = n (n - 1) / 2.
+    """
+    for run in code.runs if isinstance(code, Rolled) else (code,):
+        if isinstance(run, Loop):
+            t = run.count * (run.count - 1) // 2
+            yield from zip(run.first, repeat(run.count - t))
+            yield from zip(run.second, repeat(t))
+        else:
+            yield from zip(run, repeat(1))
 
 
 def runs_of(device: Device) -> Sequence[Run]:

@@ -6,7 +6,6 @@ Names are local to a device. `view` is the shape of a local tensor in slots (siz
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -501,19 +500,6 @@ class Program:
         """Return the program with other devices. In a folded program `change` is called for the compiled ones."""
         known = getattr(self.devices, "changed", None)
         return replace(self, devices=tuple(map(change, self.devices)) if known is None else known(change))
-
-    @property
-    def bytes_moved(self) -> int:
-        """Return the bytes that all devices put on links: a ring's share for collectives, everything for messages."""
-        found = Counter[int]()
-        for device, count in self.distinct:
-            for i in device.instructions:
-                if isinstance(i, Collective):
-                    found[len(i.group)] += count * i.bytes * links(i.kind, len(i.group))
-                elif isinstance(i, Send):
-                    found[1] += count * i.bytes
-        # Each member of a collective has counted all that the collective puts on links.
-        return sum(moved // members for members, moved in found.items())
 
 
 def links(kind: str, p: int) -> int:

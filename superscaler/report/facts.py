@@ -11,7 +11,7 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import COPIES
 from superscaler.compiler import Compiled
-from superscaler.ir.communication import TransferRow, paths
+from superscaler.ir.communication import TransferRow, bytes_moved, paths
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Grid
 from superscaler.ir.grid import Axis as Cut
@@ -52,7 +52,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "counts": compiled.counts,
         "totals": _totals(compiled.moves),
         "paths": [every.path(path) for path in paths(compiled.program)],
-        "bytes_moved": compiled.program.bytes_moved,
+        "bytes_moved": bytes_moved(compiled.program),
     }
 
 

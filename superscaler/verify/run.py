@@ -14,6 +14,7 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import retyped
+from superscaler.ir.communication import bytes_moved
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
 from superscaler.runtime.batch import check_batch
@@ -178,7 +179,7 @@ def _certificate(
         "world": exact.program.world,
         "backend": backend,
         "bytes_moved": sum(steps[0].moved for steps in results),
-        "bytes_planned": exact.program.bytes_moved,
+        "bytes_planned": bytes_moved(exact.program),
         "stale": sorted({*model.ages.values()}) or [0],
         "dropped": _dropped(exact, {**values, **inputs}),
         "loss": float(results[0][0].loss) if results and model.loss else float("nan"),

@@ -8,6 +8,7 @@ from math import prod
 import pytest
 
 import superscaler as ss
+from superscaler.ir.communication import bytes_moved
 from superscaler.ir.program import Backward, Collective, Forward, Program, Send, Wait
 from superscaler.materialize import buckets
 from superscaler.schedule import segments
@@ -74,7 +75,7 @@ def test_uneven_slices_travel_in_collectives_too() -> None:
         assert not any(isinstance(i, Send) for i in device.instructions)
     # Gathered and reduced once each, in float64; slices differ by one row at most.
     weight = 8 * sum(prod(weight.shape) for weight in graph.model.parameters())
-    assert 4 * weight <= program.bytes_moved <= 4.2 * weight
+    assert 4 * weight <= bytes_moved(program) <= 4.2 * weight
 
 
 def test_sums_travel_between_servers_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

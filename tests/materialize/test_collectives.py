@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.ir.communication import bytes_moved
 from superscaler.materialize.collectives import match_boxes
 from tests.graphs import graph_of
 from tests.ran import Around, captured, equal, kinds
@@ -30,7 +31,7 @@ def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> 
     program, weights = equal(graph, weights_shared_out, WORLD).program, list(graph.model.parameters())
     assert kinds(program) == {"reduce": WORLD, "broadcast": len(weights), "all_reduce": 1}
     scalars = 8 * 2 * (WORLD - 1)
-    assert program.bytes_moved == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
+    assert bytes_moved(program) == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
 
 
 def wide(m: Around, x: Tensor, y: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
     program = equal(widened(), narrowing, WORLD).program
     assert kinds(program) == {"rd_gather": 1, "send": WORLD - 1}
     # A slice to device 1 from each other one, and its gradient back.
-    assert program.bytes_moved == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
+    assert bytes_moved(program) == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
 
 
 def test_slices_with_a_gap_or_an_overlap_are_no_collective() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError
+from superscaler.ir.communication import bytes_moved
 from superscaler.ir.parts import block_of
 from superscaler.ir.program import Backward, Collective, Free, Update, Wait
 from superscaler.models import build
@@ -33,12 +34,12 @@ def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int
     psi, repeated = elements(graph), elements(graph, graph.blocks[0].path.rpartition(".")[0] + ".")
     parallel = ss.compile(graph, resolve("data_parallel"), f"local:{n}").compiled.program
     # What is left are the parts of the loss.
-    left = parallel.bytes_moved - 4 * 2 * (n - 1) * psi
+    left = bytes_moved(parallel) - 4 * 2 * (n - 1) * psi
     for plan, again in (("zero:stage=1", 0), ("zero:stage=3", repeated), ("fsdp:recompute=false", repeated)):
         program = ss.compile(graph, resolve(f"{plan},shard={shard}"), f"local:{n}").compiled.program
         # Gathered, and scattered, within a group; a slice is then added up between groups.
         inside, between = copies * (shard - 1) * (2 * psi + again), 2 * (copies - 1) * psi
-        assert program.bytes_moved == 4 * (inside + between) + left
+        assert bytes_moved(program) == 4 * (inside + between) + left
         for device in program.devices:
             assert sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.trained) == psi // shard
 
@@ -48,7 +49,7 @@ def test_each_microbatch_gathers_and_scatters_where_gradients_or_weights_are_not
     psi, repeated = elements(graph), elements(graph, ".h.")
 
     def moved(plan: str) -> int:
-        return ss.compile(graph, resolve(plan), "local:2").compiled.program.bytes_moved // 4 - 2
+        return bytes_moved(ss.compile(graph, resolve(plan), "local:2").compiled.program) // 4 - 2
 
     assert moved("zero:stage=1,microbatches=4") == 2 * psi
     assert moved("zero:stage=2,microbatches=4") == psi + 4 * psi
@@ -137,8 +138,8 @@ def test_frozen_weights_rest_in_slices_and_are_gathered_for_forward_and_backward
     for device in program.devices:
         held = [prod(hi - lo for lo, hi in w.box) for w in device.weights if ".base." in w.tensor]
         assert sum(held) == frozen / 4
-    data = equal(adapted(), "data_parallel", 4).program.bytes_moved - 8 * 2 * 3 * trained
-    assert program.bytes_moved == data + 8 * 3 * (3 * trained + 2 * frozen)
+    data = bytes_moved(equal(adapted(), "data_parallel", 4).program) - 8 * 2 * 3 * trained
+    assert bytes_moved(program) == data + 8 * 3 * (3 * trained + 2 * frozen)
 
 
 PLANS = [

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, finish, place
+from superscaler.ir.communication import bytes_moved
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
@@ -224,8 +225,8 @@ def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float,
     worst, where = 0.0, ""
     ran = on_threads(compiled, values, run, 20.0)
     moved = sum(bytes_moved for *_, bytes_moved in ran)
-    if moved != compiled.program.bytes_moved:
-        worst, where = float("inf"), f"{moved} bytes on links, not {compiled.program.bytes_moved}"
+    if moved != bytes_moved(compiled.program):
+        worst, where = float("inf"), f"{moved} bytes on links, not {bytes_moved(compiled.program)}"
     for rank, (found, gradients, _) in enumerate(ran):
         worst = max(worst, float((found - loss).abs() / (loss.abs() + 1e-6)))
         for weight in compiled.program.devices[rank].weights:

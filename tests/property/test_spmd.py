@@ -25,6 +25,7 @@ from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.device import Tables
 from superscaler.errors import PlanError
 from superscaler.ir import program as p
+from superscaler.ir.communication import bytes_moved
 from superscaler.ir.communication import moves as moves_of
 from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
@@ -148,7 +149,7 @@ def check_checks(found: Compiled) -> None:
     """Every part runs once, every element is read once, nobody waits forever."""
     for check in CHECKS.values():
         check(found.program)
-    assert sum(move.moved for move in found.moves) == found.program.bytes_moved
+    assert sum(move.moved for move in found.moves) == bytes_moved(found.program)
 
 
 def check_counted(found: Compiled) -> None:
