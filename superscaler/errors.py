@@ -83,7 +83,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     >>> unknown("plan", "singel", ["single", "hybrid"])
     "unknown plan 'singel'; did you mean 'single'? Known: hybrid, single."
     """
-    names = sorted(known)
+    names = sorted(filter(None, known))
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
     hint = f"; did you mean '{lower[near[0]]}'?" if near else "."

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import numpy as np
 
 from superscaler.cluster import Cluster, Device, Mesh
-from superscaler.errors import InputError, TransformError, unknown
+from superscaler.errors import InputError, TransformError, brief, unknown
 from superscaler.ir.graph import Entry, Graph, caller
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, PTensor
@@ -228,7 +228,7 @@ def _items(target: Target, where: str) -> list[Op | Parts]:
         raise InputError(f"{where}: a verb is given an empty list; give at least one op.")
     for item in items:
         if not isinstance(item, Op | Parts):
-            raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")
+            raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {brief(repr(item))}.")
     return items
 
 

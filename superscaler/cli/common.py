@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from superscaler.cli.printing import Printer, printing
-from superscaler.errors import InputError, unknown
+from superscaler.errors import InputError, brief, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
 from superscaler.timing import phase
 
@@ -37,9 +37,11 @@ def option(name: str, text: str, metavar: str | None = None, known: Callable[[],
 def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:
     """Return an option that takes a path. It refuses an empty one: that is an unset variable of a shell."""
 
-    def read(given: str) -> Path:
-        if not given:
+    def read(given: object) -> Path:
+        if given == "":
             raise InputError(f"{name} is empty; name a {what} ('.' is the current one).")
+        if not isinstance(given, str | Path):
+            raise InputError(f"{name} is {given!r} in --config, but it must be a {what}; write its name in quotes.")
         return Path(given)
 
     return typer.Option(name, metavar=metavar, parser=read, help=text)
@@ -273,9 +275,13 @@ def _read_options(context: typer.Context, file: str | None) -> str | None:
 
         known = {_long(p): p for p in context.command.params}
         given = yaml_file.table(yaml_file.read(file, f"--config {file}"), f"--config {file}")
-        for name in given:
+        for name, value in given.items():
             if name not in known:
                 raise InputError(f"--config {file}: {unknown('option', name, known)}")
+            is_many = known[name].multiple or known[name].nargs != 1
+            if value is not None and (isinstance(value, list) != is_many or isinstance(value, dict)):
+                what = "a list, as [A, B]" if is_many else "one value"
+                raise InputError(f"--config {file}: {name} is {brief(repr(value))}, but it must be {what}.")
         context.default_map = {str(known[name].name): value for name, value in given.items()}
     return file
 

@@ -238,6 +238,12 @@ def _require_values(module: nn.Module, trace: Trace) -> None:
 
 def _device(module: nn.Module) -> torch.device:
     """Return the device of constants: the module's device, or the CPU for a module without data."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the module'} is a torch.jit.ScriptModule, which torch.export cannot capture; give the "
+                "module of which torch.jit made it."
+            )
     first: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):

@@ -27,12 +27,12 @@ def names() -> list[str]:
     return sorted({m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg}.union(RULES))
 
 
-def resolve(spec: str) -> SProgram:
+def resolve(spec: str, written: str = "") -> SProgram:
     """Return the sProgram named `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]`, or a product of
     plans along one axis, each with its size unless the others determine it: `zero:2,stage=3 x tensor_parallel`.
 
     Raises InputError for an unknown plan, function or key, a value of the wrong type, or a file that cannot be run. An
-    error of an sProgram in a file becomes an InputError that names its line.
+    error of an sProgram in a file becomes an InputError that names its line. `written`: the text that errors show.
     """
     terms = re.split(r"\s+x\s+", spec.strip())
     if len(terms) > 1 or _FACTOR.fullmatch(spec):
@@ -42,9 +42,11 @@ def resolve(spec: str) -> SProgram:
         return from_file(spec, "plan", ("graph", "cluster"), "is_sprogram")
     if name not in names():
         raise InputError(f"{unknown('plan', name, names())} Or give a file: path/to/file.py:function.")
+    if strange := [key for key in keys.split(",") if key.partition(":")[0].strip() in names()]:
+        raise InputError(f"'{written or spec}': {strange[0]} is a plan, not a key; write ' x ' between two plans.")
     module, given = ("pipeline", {"schedule": name}) if name in RULES else (name, {})
     function = getattr(importlib.import_module(f"{__name__}.{module}"), module)
-    return functools.partial(function, **(given | for_function(spec, keys, function, skip=2)))
+    return functools.partial(function, **(given | for_function(written or spec, keys, function, skip=2)))
 
 
 def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:
@@ -96,7 +98,7 @@ def _product(spec: str, terms: list[str]) -> SProgram:
         factor = _FACTOR.fullmatch(term)
         # A file whose function needs no name has an empty one before its keys.
         between = "::" if factor and factor["name"].endswith(".py") else ":"
-        plan = resolve(between.join(filter(None, factor.group("name", "keys"))) if factor else term)
+        plan = resolve(between.join(filter(None, factor.group("name", "keys"))) if factor else term, term)
         name = getattr(plan, "func", plan).__name__
         if name in found and name == "pipeline":
             raise InputError(

@@ -29,7 +29,8 @@ def parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise InputError(f"{where}: lists or mappings are nested too deep.") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        # The last two: a value that is not of its tag, as `!!bool x`.
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
 
 

@@ -114,6 +114,27 @@ def test_numbers_beyond_all_reason_are_refused(capsys: pytest.CaptureFixture[str
     assert run("train", MODEL, *ONE, "--steps", str(10**20)) == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("save: 2024", "--save is 2024 in --config, but it must be a file or folder; write its name in quotes."),
+        ("out: true", "--out is True in --config, but it must be a directory; write its name in quotes."),
+        ("set: weight_decay=0.1", "set is 'weight_decay=0.1', but it must be a list, as [A, B]."),
+        ("plan: {dp: 2}", "plan is {'dp': 2}, but it must be one value."),
+    ],
+)
+def test_an_option_of_another_form_in_a_file_is_one_line(
+    option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(f"model: {MODEL}\ncluster: local:1\n{option}\n")
+    assert run("train", "--config", file, "--plan", "single") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: --")
+    assert err.endswith(f"{message}\n")
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.dist
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("options", [(), ("--json",)])

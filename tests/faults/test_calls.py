@@ -133,6 +133,9 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "assign nan": (lambda c: assign(c, float("nan")), "needs devices of the cluster"),
     "assign too far": (lambda c: assign(c, 10**30), "needs devices of the cluster"),
     "assign to a number": (lambda c: ss.op_assign(c.graph.copy(), 1, 2), "a verb takes ops, parts"),
+    "assign tuples of ops": (
+        lambda c: ss.op_assign(c.graph.copy(), [c.graph.ops], 0), r"list of them, not \(Op\(.*\.\.\.\.$"
+    ),
     "select Q": (lambda c: c.graph.select(kind="Q"), "unknown kind of work 'Q'"),
     "select a microbatch of text": (lambda c: c.graph.select(kind="F", microbatch="x"), "microbatch is 'x' of type"),
     "sizes of a number": (lambda c: cut(c, ss.Split("batch", sizes=3)), "sizes of Split is 3 of type int"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,15 @@ def test_a_wrong_result_or_effect_is_said_of_the_forward(result: Callable[..., A
 def test_a_wrong_input_is_said(args: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Wrong(lambda m, x, y, e: y.sum()), args)
+
+
+def test_a_scripted_module_is_refused_by_name() -> None:
+    module = Wrong(lambda m, x, y, e: y.sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.linear = torch.jit.script(module.linear)
+    with pytest.raises(CaptureError, match=r"linear is a torch\.jit\.ScriptModule, .* give the module of which torch"):
+        capture(module, (torch.rand(3, 4),))
 
 
 def test_hooks_on_gradients_are_refused() -> None:

@@ -61,6 +61,7 @@ def test_each_module_is_where_its_row_says(row: dict[str, Any], expected: list[i
         ({"modules": {"*": {"devices": 3}}}, r"\*: devices is 3, but it must be a list"),
         ({"mesh": {"dp": 3}, "modules": {}}, "mesh dp=3 needs 3 devices, but there are 4"),
         ({"mesh": 4, "modules": {}}, "mesh is 4, but it must be a table of names"),
+        ("", "flexible needs a table; give choices=FILE.yaml"),
         ("no.yaml", "choices=no.yaml cannot be read: .*No such file"),
     ],
 )

@@ -97,6 +97,8 @@ def test_what_recomputes_leaves_the_devices_to_others(spec: str, sizes: str, mon
         ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; choose one, of the product of the two numbers"),
         ("single x zero", "single says where everything is; only plans along one axis have a product"),
         ("hybrid:2", "'hybrid:2': hybrid says where everything is"),
+        ("zero:2,tensor_parallel:2", "'zero:2,tensor_parallel:2': tensor_parallel:2 is a plan, not a key; write ' x '"),
+        ("zero:2,stage x zero:2", "'zero:2,stage': the key 'stage' has no value"),
         ("data:2 x zero", "unknown plan 'data'; did you mean 'dap'? Known: "),
         ("zero:2,stag=1 x data_parallel:2", "unknown key 'stag'; did you mean 'stage'"),
         ("hybrid:dp=2,tp=2,pp=2", "mesh pp=2,dp=2,tp=2 needs 8 devices, but there are 4"),

@@ -25,6 +25,8 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     [
         ("a: [", "here is not YAML: while parsing"),
         ("a: 1\na: 2", "the key 'a' is given twice, at line 1 and below"),
+        ("a: !!bool x", "here is not YAML: 'x'"),
+        ("a: !!timestamp x", "here is not YAML: "),
         ("[1]", r"here is \[1\], but it must be a table of names"),
         ("1: 2", "here is {1: 2}, but it must be a table of names"),
         ("mush: {}", "here: unknown key 'mush'; did you mean 'mesh'"),
