@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.func import functional_call
 from torch.fx import Interpreter, Node
 
 from superscaler.frontend.results import names_of
@@ -77,6 +78,24 @@ def gradients_of(
             made = torch.autograd.grad(end, list(own.values()), retain_graph=bool(name), allow_unused=True)
             found |= zip(own, made, strict=True)
     return found
+
+
+def call_with(
+    module: nn.Module, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a module with other parameters and buffers, by name; `tensors` then has those that it ended with.
+
+    Each is put in all of its places, and in each place once: torch would leave it in a submodule with two names.
+    """
+    own = [*module.named_parameters(), *module.named_buffers()]
+    of, places = {id(x): tensors[name] for name, x in own if name in tensors}, dict[str, Tensor]()
+    for path, part in module.named_modules():
+        for named in (part.named_parameters, part.named_buffers):
+            found = named(path, recurse=False, remove_duplicate=False)
+            places |= {name: of[id(x)] for name, x in found if id(x) in of}
+    result = functional_call(module, places, args, dict(kwargs or {}), tie_weights=False)
+    tensors |= {name: places[name] for name in tensors}
+    return result
 
 
 def largest(x: Tensor) -> float:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +17,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from superscaler.errors import PlanError, brief
 from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.checks.agreement import WithoutDropout
-from superscaler.frontend.oracle import DRAWN, Draw, Reference, dense, gradients_of, is_same, packed, pieces, retyped
+from superscaler.frontend.oracle import (
+    DRAWN,
+    Draw,
+    Reference,
+    call_with,
+    dense,
+    gradients_of,
+    is_same,
+    packed,
+    pieces,
+    retyped,
+)
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
@@ -111,7 +121,7 @@ class Eager:
             # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
             with replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
                 whole = _Gradients(self.call, self.model)
-                ran: _Ran = functional_call(whole, state, (self.args, self.kwargs, leaves))
+                ran: _Ran = call_with(whole, state, (self.args, self.kwargs, leaves))
                 return ran
         except (PlanError, Unlike):
             raise

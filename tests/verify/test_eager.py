@@ -17,7 +17,7 @@ from superscaler.frontend.oracle import reference_step
 from superscaler.verify.eager import Eager, _grouped
 from tests.frontend.examples import Net, gpt2, llama, tokens
 from tests.graphs import assert_equal, step_of
-from tests.ran import equal
+from tests.ran import Around, equal
 from tests.sweeps import slow
 
 
@@ -75,6 +75,19 @@ def rounded(m: Any, h: Tensor) -> Tensor:
         + m.first(torch.zeros(4, 8).add_(m.table).mul_(h))
         + F.linear(m.table.half().float(), m.first.weight, m.first.bias)
     )
+
+
+def test_layers_with_two_names_keep_their_weights() -> None:
+    """One linear is in the module twice, and another one has its weight."""
+    first, second, norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+    second.weight = first.weight
+    module = Around(
+        lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(first, norm, nn.Tanh(), second, first)
+    )
+    before = [(x, x.detach().clone()) for x in (*module.parameters(), *module.buffers())]
+    assert verified(module)["module_compared"]
+    after = [*module.parameters(), *module.buffers()]
+    assert all(x is own and torch.equal(x, old) for x, (own, old) in zip(after, before, strict=True))
 
 
 def test_autocast_rounds_what_is_part_of_the_model() -> None:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from superscaler.frontend.checks.agreement import MOST_ELEMENTS, WithoutDropout, untouched
-from superscaler.frontend.oracle import dense, largest, largest_gap, retyped
+from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
 from superscaler.ops.inputs import bounds, fillings
 
@@ -101,7 +100,7 @@ def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -
     trained = [x for x in leaves.values() if x.requires_grad]
     try:
         with WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
-            loss = loss_of(functional_call(module, {**leaves, **buffers}, args, kwargs), "the module")
+            loss = loss_of(call_with(module, {**leaves, **buffers}, args, kwargs), "the module")
         found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
     except Exception:
         # A module's code may raise any exception, in its backward too.
