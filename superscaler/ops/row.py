@@ -125,8 +125,13 @@ def each(op: Op) -> Groups:
 
 
 def together(terms: int) -> Callable[[Op], Groups]:
-    """Return all operands as linear together; a number among the first `terms` arguments makes the op affine."""
-    return lambda op: (tuple(range(len(op.inputs))),) * all(isinstance(a, Ref | tuple) for a in op.args[:terms])
+    """Return all operands as linear together; a number but zero among the first `terms` arguments makes the op affine.
+
+    Losses are often added up from zero on.
+    """
+    return lambda op: (
+        (tuple(range(len(op.inputs))),) * all(isinstance(a, Ref | tuple) or a == 0 for a in op.args[:terms])
+    )
 
 
 def of_result(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:

@@ -69,9 +69,11 @@ def losses_of_labels(m: Around, x: Tensor, y: Tensor) -> Tensor:
 
 @trap(labeled)
 def losses_of_elements(m: Around, x: Tensor, y: Tensor) -> Tensor:
+    """Losses that are added up from zero on."""
     found, wanted = m.first(x), m.weights * x
     return (
-        F.mse_loss(found, wanted)
+        0.0
+        + F.mse_loss(found, wanted)
         + F.l1_loss(found, wanted, reduction="sum") * 0.1
         + F.huber_loss(found, wanted)
         + F.kl_div(found.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")

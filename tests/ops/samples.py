@@ -116,6 +116,7 @@ def _elementwise() -> list[Row]:
         ("fill.Scalar", lambda d: call(d.x(), 2.0)),
         ("fill.Tensor", lambda d: call(d.x(), d.floats())),
         ("add.Tensor sub.Tensor rsub.Tensor", lambda d: call(*d.pair(), **d.one_of({}, {"alpha": 3}))),
+        ("add.Tensor sub.Tensor", lambda d: call(d.x(), d.one_of(0, 0.0, 0.5))),
         (
             """mul.Tensor div.Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor remainder.Tensor
             fmod.Tensor xlogy.Tensor pow.Tensor_Tensor logical_and logical_or logical_xor maximum minimum atan2
