@@ -70,14 +70,20 @@ def _stay(graph: Graph, op: Op, before: Op) -> None:
     elsewhere.
     """
     own, theirs = graph.grids[op.name], graph.grids[before.name]
-    is_same = own.signature() == theirs.signature() and (op.name in graph.hosted) == (before.name in graph.hosted)
-    if own.is_touched and not is_same:
+    is_same = own.signature() == theirs.signature() or _parts(graph, op) == _parts(graph, before)
+    if own.is_touched and not (is_same and (op.name in graph.hosted) == (before.name in graph.hosted)):
         raise ScheduleError(
             f"{op.name} is cut or placed otherwise than {before.name}, but a weight stays where it is between the "
             "iterations of a step; cut and place both alike, or the first only."
         )
-    graph.grids[op.name] = theirs
+    graph.grids[op.name] = own if own.is_touched else theirs
     graph.hosted |= {op.name} if before.name in graph.hosted else set()
+
+
+def _parts(graph: Graph, op: Op) -> tuple[object, ...]:
+    """Return the places and the boxes of an op's parts, in whichever way a plan named them."""
+    rows = graph.rows(op)
+    return rows.keys, rows.boxes
 
 
 def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Located]]) -> frozenset[Located]:

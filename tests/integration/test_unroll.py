@@ -254,3 +254,12 @@ def test_updates_of_one_weight_stay_where_the_first_is() -> None:
 
     with pytest.raises(ScheduleError, match=r"update.head.weight\+1 is cut or placed otherwise than update.head"):
         ss.compile(graph_of("mlp"), on_top(unrolled("single"), moved), "local:2")
+
+
+def test_updates_of_one_weight_may_name_its_place_in_other_ways() -> None:
+    def named(graph: ss.Graph) -> None:
+        for name, devices in (("update.head.weight", 0), ("update.head.weight+1", [0, 0])):
+            op = graph.op(name)
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(op.indices[0].factor, 2)), devices)
+
+    equal(graph_of("mlp"), on_top(unrolled("single"), named), 1)
