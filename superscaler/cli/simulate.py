@@ -63,7 +63,8 @@ def simulate(
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
         from superscaler.verify.plan_dir import simulate_directory
 
-        only = simulate_directory(Path(request.model), capacity)
+        request.check_directory(but="cluster")
+        only = simulate_directory(Path(request.model), capacity, request.cluster)
         _show(printer, {request.model: only})
         return only.fits
     request.check_plan()

@@ -1,7 +1,7 @@
 """`superscaler validate`: certifies a plan without running it."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,13 @@ import typer
 from superscaler.cli.common import PlanRequest, command, option
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
+
+# The options of a request that a saved plan has.
+_FIXED = {
+    **{name: f"--{name}" for name in ("plan", "cluster", "optimizer", "lr", "autocast", "precision")},
+    "options": "--set",
+    "no_overlap": "--no-overlap",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,13 @@ class Request(PlanRequest):
                     f"{self.model} is no directory that can be read, so it is taken for a model; give --{name}, too."
                 )
 
+    def check_directory(self, but: str = "") -> None:
+        """Raise InputError for an option that a saved plan has already, other than `but`."""
+        plain = {field.name: field.default for field in fields(self)}
+        for name, flag in _FIXED.items():
+            if name != but and getattr(self, name) != plain[name]:
+                raise InputError(f"{self.model} is a saved plan, which has its {flag}; leave it out, or compile anew.")
+
 
 @command
 def validate(
@@ -46,6 +60,7 @@ def validate(
     if request.directory:
         return _compare(printer, request, not no_manifest)
     if os.path.isdir(request.model) and not request.plan:
+        request.check_directory()
         from superscaler.verify.plan_dir import validate_directory
 
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)

@@ -21,6 +21,7 @@ from pydantic import (
 
 from superscaler.cluster.devices import PRESETS, Attention, DeviceKind, Speeds
 from superscaler.cluster.links import LINKS, LOCAL, Link, Links
+from superscaler.cluster.seconds import COLLECTIVES, MESSAGES
 from superscaler.errors import InputError, unknown
 from superscaler.specs.yaml_file import parse
 
@@ -91,7 +92,7 @@ class SpeedsFile(_Checked):
     """The fields of `Speeds`. Tables are joined with those of the preset."""
 
     units: NonNegativeInt | None = None
-    products: dict[StrictStr, _Pair] | None = None
+    products: Annotated[dict[StrictStr, _Pair], Field(min_length=1)] | None = None
     memory: _Pair | None = None
     attention: dict[StrictStr, AttentionFile] | None = None
     operators: dict[StrictStr, LineFile] | None = None
@@ -173,11 +174,28 @@ def read(text: str, where: str) -> ClusterFile:
     if not isinstance(content, dict):
         raise InputError(f"{where} must be a mapping with the keys {', '.join(keys)}.")
     try:
-        return ClusterFile.model_validate(content)
+        found = ClusterFile.model_validate(content)
     except ValidationError as error:
         # An unknown key comes first: it may be the misspelled missing one.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] not in _STRANGE)
         raise InputError(f"{where}: {_message(problems[0])}") from None
+    _check_names(found, where)
+    return found
+
+
+def _check_names(found: ClusterFile, where: str) -> None:
+    """Raise InputError for a name that nothing reads in a table of numbers by dtype, pass or kind of collective."""
+    speeds, links = found.device.speeds or SpeedsFile(), found.links
+    passes = [f"{name}{dtype}" for name in ("forward", "backward") for dtype in ("", *(f" {d}" for d in _DTYPES))]
+    for table, names, known in (
+        ("device.flops", found.device.flops, _DTYPES),
+        ("device.speeds.products", speeds.products, _DTYPES),
+        ("device.speeds.attention", speeds.attention, passes),
+        ("links.curves", links.curves, _KINDS),
+        ("links.starts", links.starts, _KINDS),
+    ):
+        if strange := [name for name in names or () if name not in known]:
+            raise InputError(f"{where}: {unknown('key', strange[0], known)} It is in {table}.")
 
 
 def write(preset: str, links: Links, device: DeviceKind | None) -> str:
@@ -202,6 +220,9 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, tuple) else value
 
 
+# The dtypes that products and attention may have, and the kinds of communication.
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_KINDS = (*COLLECTIVES, *MESSAGES)
 _STRANGE = ("extra_forbidden", "invalid_key")
 _MODELS: Mapping[str, type[_Checked]] = {
     "links": LinksFile, "device": DeviceFile, "device.speeds": SpeedsFile,

@@ -27,6 +27,7 @@ from superscaler.simulate.rates import (
     is_attention,
     operations_of,
     products_of,
+    rate_of,
     scores_of,
     segment_seconds,
     waiting_seconds,
@@ -74,7 +75,6 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
-    rate = sum(kind.speeds.products[dtype]) / 2
     overheads = _overheads(cluster)
     has = capacity or kind.memory
     found = memories(program, work.works.segments, overheads=overheads, capacity=has)
@@ -89,7 +89,7 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
         tokens=tokens,
         model_flops=sum(flops.values()),
         peak_flops=kind.flops.get(dtype, 0.0),
-        bound=sum(needed.values()) / rate / program.world,
+        bound=sum(needed.values()) / rate_of(speeds, dtype, 0.5) / program.world,
         devices=tuple(_times(program, table, lane, found, work.waits(n)) for n, lane in enumerate(table.lanes)),
         capacity=has,
         reserved=overheads.context,

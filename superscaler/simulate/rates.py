@@ -235,7 +235,7 @@ def _is_in_place(kernel: Kernel) -> bool:
     return name_of(kernel).endswith("_")
 
 
-def _rate(speeds: Speeds, dtype: str, share: float) -> float:
+def rate_of(speeds: Speeds, dtype: str, share: float) -> float:
     """Return the speed of products of a dtype; an unknown dtype has the slowest speed."""
     known = speeds.products.get(dtype) or min(speeds.products.values())
     return _at(known, share)
@@ -248,7 +248,7 @@ def _fresh(kernel: Kernel, speeds: Speeds) -> float:
 
 
 def _product(speeds: Speeds, batch: int, m: int, n: int, k: int, *, dtype: str, share: float) -> float:
-    rate, width = _rate(speeds, dtype, share), width_of(dtype)
+    rate, width = rate_of(speeds, dtype, share), width_of(dtype)
     moved = batch * (m * k + k * n + m * n) * width
     if not speeds.units:
         line = speeds.operators.get(f"product {dtype}", Link(speeds.floor, inf))
@@ -283,7 +283,7 @@ def _attend(kernel: Kernel, speeds: Speeds, share: float) -> float:
     key = next((key for key in wanted if key in speeds.attention), None)
     if key is None:
         rows, keys, channels = scores_of(kernel, 1)
-        return speeds.floor + operations_of(kernel) * rows * keys * channels / _rate(speeds, dtype, share)
+        return speeds.floor + operations_of(kernel) * rows * keys * channels / rate_of(speeds, dtype, share)
     table = speeds.attention[key]
     rows, keys, channels = scores_of(kernel, table.tile)
     found = rows * keys * _score(table, channels, bool(speeds.units), operations_of(kernel), share)
@@ -291,7 +291,7 @@ def _attend(kernel: Kernel, speeds: Speeds, share: float) -> float:
     found /= table.causal if kernel.causal else 1.0
     if key == direction and width_of(dtype) > 2:
         # Rates are those of halves.
-        found *= _rate(speeds, "float16", share) / _rate(speeds, dtype, share)
+        found *= rate_of(speeds, "float16", share) / rate_of(speeds, dtype, share)
     found *= max(1.0, speeds.units / ceil(rows / _QUERIES))
     return speeds.floor + max(found, bytes_of(kernel) / _at(speeds.memory, share) if speeds.units else 0.0)
 

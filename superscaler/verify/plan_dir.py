@@ -63,11 +63,19 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
 
 
-def simulate_directory(directory: Path, capacity: int | None = None) -> Prediction:
-    """Return the prediction for a step of the plan in a directory. Raises InputError for one that cannot be read."""
+def simulate_directory(directory: Path, capacity: int | None = None, cluster: str = "") -> Prediction:
+    """Return the prediction for a step of the plan in a directory, on its own cluster or on another one. Raises
+    InputError for a directory that cannot be read, or a cluster of another size.
+    """
     saved = read_plan(directory)
     saved.check()
-    return predict(program_of(saved), Cluster.parse(saved.head["cluster"]), capacity)
+    program, found = program_of(saved), Cluster.parse(cluster or saved.head["cluster"])
+    if len(found.devices) != program.world:
+        raise InputError(
+            f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
+            "cluster of as many, or compile the model for this one."
+        )
+    return predict(program, found, capacity)
 
 
 def subject_of(directory: Path, run: Path | None = None) -> Subject:

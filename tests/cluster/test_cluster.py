@@ -72,11 +72,13 @@ def test_a_file_replaces_numbers_of_the_preset() -> None:
 
 
 def test_a_file_replaces_what_is_known_of_the_devices() -> None:
-    text = "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {memory: 40e9, flops: {float8: 1e15}}}"
+    text = (
+        "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {memory: 40e9, flops: {float64: 1e13}}}"
+    )
     kind = Cluster.parse(text).device_kind
-    assert kind == replace(PRESETS["a100"], memory=40 * 10**9, flops={**PRESETS["a100"].flops, "float8": 1e15})
+    assert kind == replace(PRESETS["a100"], memory=40 * 10**9, flops={**PRESETS["a100"].flops, "float64": 1e13})
     local = Cluster.parse(text.replace("a100", "local"))
-    assert local.device_kind == DeviceKind("local", 40 * 10**9, {"float8": 1e15})
+    assert local.device_kind == DeviceKind("local", 40 * 10**9, {"float64": 1e13})
     assert local.is_local
 
 
@@ -135,6 +137,10 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
         ("device: {memory: 0.5}}", "device.memory is 0.5, but input should be greater than or equal to 1."),
         ("device: {flops: {float32: x}}}", "device.flops.float32 is 'x', but input should be a valid number."),
         ("device: {flops: {1: 2}}}", "device.flops.1"),
+        ("device: {flops: {bf16: 2e14}}}", "unknown key 'bf16'; did you mean 'bfloat16'?"),
+        ("device: {speeds: {products: {}}}}", "device.speeds.products is {}, but dictionary should have at least 1"),
+        ("device: {speeds: {attention: {fwd: {rates: {64: 1}}}}}}", "unknown key 'fwd'; did you mean 'forward'?"),
+        ("links: {curves: {allreduce: {1: 2}}}}", "unknown key 'allreduce'; did you mean 'all_reduce'?"),
         ("device: {speeds: {memory: [1, x]}}}", "device.speeds.memory.1 is 'x', but input should be a valid number."),
         ("device: {speeds: {memory: [1, 2, 3]}}}",
          "device.speeds.memory is (1, 2, 3), but tuple should have at most 2"),

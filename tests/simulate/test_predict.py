@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
 from superscaler.runtime.optimizer import LISTED
 from superscaler.simulate.ports import Floats
-from superscaler.simulate.predict import flops_of, model_flops, needed_of, products, simulate
+from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
 from superscaler.simulate.prediction import words
 from tests.commands import answer, run
 from tests.graphs import graph_of
@@ -50,6 +51,14 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     assert all(0.3 < d.host / d.compute < 1 for d in found.devices)
     assert "launch-bound" in words(found)
     assert "launch-bound" not in words(replace(found, devices=tuple(replace(d, host=0.0) for d in found.devices)))
+
+
+def test_products_of_a_dtype_without_a_speed_take_the_slowest_one() -> None:
+    lab = "{preset: local, servers: 1, devices_per_server: 1, device: {memory: 1e9, flops: {}, speeds: "
+    speeds = ("{products: {" + dtype + ": 1e9}, memory: 1e10}}}" for dtype in ("float32", "bfloat16"))
+    graph = graph_of("mlp:layers=1,hidden=8")
+    known, unknown = (ss.compile(graph, "single", lab + some).simulate() for some in speeds)
+    assert (unknown.step_seconds, unknown.bound) == (known.step_seconds, known.bound)
 
 
 def test_an_optimizer_on_the_host_takes_the_time_of_its_memory() -> None:
@@ -122,6 +131,27 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
     assert printed["step_seconds"] > 0
     assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
     assert "plans" not in answer(capfd, *given, "--memory", "1MB", code=1)[0]
+
+
+def test_a_saved_plan_is_predicted_on_another_cluster_of_its_size(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = ss.compile(graph_of("mlp:layers=1,hidden=8"), "data_parallel", "local:2")
+    plan.save(tmp_path / "plan")
+    given = "simulate", tmp_path / "plan"
+    assert run(*given) == 2
+    assert "nothing is known about the speed of local:2" in capfd.readouterr().err
+    found, _ = answer(capfd, *given, "--cluster", "a100:1x2")
+    wanted = predict(plan.compiled.program, ss.Cluster.parse("a100:1x2"))
+    assert (found["cluster"], found["step_seconds"]) == ("a100:1x2", wanted.step_seconds)
+    for option, why in (
+        (("--cluster", "a100:1x4"), f"{tmp_path / 'plan'} is for 2 devices, but a100:1x4 has 4"),
+        (("--precision", "bf16"), "is a saved plan, which has its --precision; leave it out"),
+    ):
+        assert run(*given, *option) == 2
+        assert why in capfd.readouterr().err
+    assert run("validate", tmp_path / "plan", "--cluster", "local:2") == 2
+    assert "which has its --cluster" in capfd.readouterr().err
 
 
 REFUSED = [
