@@ -11,6 +11,7 @@ import pytest
 
 from superscaler.timing import cores
 from tests.quick import quick_python
+from tests.sweeps import COVERED, UNKNOWN
 
 PYTHON = os.environ["REAL_PYTHON"] = sys.executable
 
@@ -26,8 +27,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return a process per core for the whole suite, and none for what is named (workers take seconds to start) or to
     write golden files, of which several tests share one.
     """
-    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.update_golden
-    return min(cores(), 8) if is_whole else 0
+    return min(cores(), 8) if is_whole(config) and not config.option.update_golden else 0
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether all tests are asked for. A worker gets the folders by name."""
+    return [Path(name).name for name in config.args] == config.getini("testpaths")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +66,13 @@ NOT_WITH_2_11 = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    known = {item.nodeid: item for item in items}
+    config.stash[UNKNOWN] = [name for name in COVERED if name not in known] if is_whole(config) else []
+    for name in COVERED:
+        if name in known:
+            known[name].add_marker(pytest.mark.slow)
     if version("torch").startswith("2.11."):
         for item in items:
             if item.nodeid.endswith(NOT_WITH_2_11):

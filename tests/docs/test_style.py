@@ -7,6 +7,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from tests.sweeps import UNKNOWN
+
 PACKAGE = Path(__file__).parents[2] / "superscaler"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RIDDLES = re.compile(r"\b(told|tells?|whom|of which)\b|\bReturn (what|which|how|where)\b")
@@ -25,3 +29,7 @@ def test_a_room_has_at_most_seventeen_files() -> None:
     """But for the plans, which are one a file."""
     rooms = Counter(file.parent.relative_to(PACKAGE).as_posix() for file in FILES)
     assert {room: count for room, count in rooms.items() if count > 17 and room != "plans"} == {}
+
+
+def test_covered_rows_are_tests(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.stash[UNKNOWN] == []
