@@ -288,6 +288,12 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("gradients live until all are in their sums", "    del found\n", "", "plans/test_memory"),
     ("a result that others read is left out", "is_unread &= self.unread.issuperset(o.tensor for o in op.outputs)",
      "is_unread &= bool(op.origin)", "integration/test_recompute"),
+    ("a schedule's momentum is not saved", 'more |= {"options": changed} if any(changed) else {}', "",
+     "train/test_schedule"),
+    ("what a schedule set last is not saved", '"""Take the options that schedules have set."""\n',
+     '"""Take the options that schedules have set."""\n        return\n', "train/test_schedule"),
+    ("frozen weights are trained", "if p.requires_grad else -1 for p in self._module", "for p in self._module",
+     "integrations/test_integrations"),
 )]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """A plan as the forward, the backward and the update of another library's loop.
 
-The loop keeps its own module and optimizer. A step reads the optimizer's learning rates; the module and the optimizer
-get the trained weights and states before they are saved or evaluated, so that checkpoints are the loop's own.
+The loop keeps its own module and optimizer. A step reads the options of the optimizer's parameter groups, the learning
+rates among them; the module and the optimizer get the trained weights and states before they are saved or evaluated, so
+that checkpoints are the loop's own.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from superscaler.store.folder import digest
 _LOG = logging.getLogger(__name__)
 # From the user's module and a batch: the loss, and values to log by name.
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
+# Of a module and its optimizer: see `Planned._form`.
+Form = tuple[tuple[bool, ...], tuple[int, ...]]
 
 
 class Planned:
-    """The steps of a loop under a plan, which rank 0 compiles for the shapes of the first batch.
+    """The steps of a loop under a plan, which rank 0 compiles for the shapes of the first batch, and again for others,
+    and when other weights are trained.
 
     All ranks pass equal global batches. `cluster`: default, the processes of this machine. `directory`: of the plan,
     read by all ranks. `steps`: the earlier steps of the module and the optimizer. `notes`: what `compute` notes during
@@ -47,8 +51,8 @@ class Planned:
         self._plan, self._cluster, self._directory = plan, cluster, directory
         self._autocast, self._seed, self._steps = autocast, seed, steps
         self._is_stale = False
-        # By the shapes of their batches; of several, one has the present state.
-        self._made: dict[str, Step] = {}
+        # By what each was compiled for; of several, one has the present state.
+        self._made: dict[tuple[str, Form], Step] = {}
         self.step: Step | None = None
         self.notes = {} if notes is None else notes
 
@@ -58,7 +62,7 @@ class Planned:
         if self.step is not None:
             tensors = self.step.padding.filled(tensors, self.step.inputs)
         self.step = step = self._for(tensors, spec)
-        step.set_rates([group["lr"] for group in self._optimizer.param_groups])
+        step.set_options(self._optimizer.param_groups)
         loss: Tensor = step({name: tensors[name] for name in step.inputs}, clip=clip)
         self._steps, self._is_stale = step.state.steps, True
         return loss
@@ -74,21 +78,28 @@ class Planned:
         return _Loss(self._module, self._compute)
 
     def _for(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
-        """Return the step for the shapes of a batch, with the present state."""
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        known = self._made.get(shapes)
+        """Return the step for the shapes of a batch and the form of the module, with the present state."""
+        key = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items()), self._form()
+        known = self._made.get(key)
         if known is not None and known is self.step:
             return known
         self.put()
         if self._made and known is None:
-            _LOG.warning(
-                "a batch has other shapes, %s: a plan is compiled for it, with weights of its own in memory; drop the "
-                "last batch, or pad it, to save that.", shapes,
-            )  # fmt: skip
-        step = self._made[shapes] = known or self._compiled(tensors, spec)
+            is_batch = all(form == key[1] for _, form in self._made)
+            what = "a batch has other shapes or dtypes" if is_batch else "other weights or modules are trained"
+            _LOG.warning("%s: a plan is compiled for %s, with weights of its own in memory.", what, key[0])
+        step = self._made[key] = known or self._compiled(tensors, spec)
         state.take(step, self._around, self._optimizer, has_weights=known is None)
         step.state.steps = self._steps
         return step
+
+    def _form(self) -> Form:
+        """Return the facts of the module and the optimizer that a capture reads and a loop may change: the modes of
+        modules, and the parameter group of each parameter, -1 if it is not trained.
+        """
+        groups = {id(p): n for n, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        trained = (groups.get(id(p), -1) if p.requires_grad else -1 for p in self._module.parameters())
+        return tuple(module.training for module in self._module.modules()), tuple(trained)
 
     def _compiled(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
         """Return the step of a new plan, with the weights of rank 0."""

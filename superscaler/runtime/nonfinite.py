@@ -107,8 +107,13 @@ class WatchedRank:
 
     def origin(self) -> Origin | None:
         """Return the first origin of a value that reached the loss, a gradient or another rank."""
-        with self.watch:
-            self._program(self)
+        # Compiled code has no lines to name.
+        compiled, self.rank.compiled = self.rank.compiled, None
+        try:
+            with self.watch:
+                self._program(self)
+        finally:
+            self.rank.compiled = compiled
         return min(self.left, key=lambda origin: (KINDS.index(origin.kind), origin.number), default=None)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from superscaler.specs.options import kind_of
+from superscaler.errors import InputError
+from superscaler.specs.options import CLASS, kind_of
 from superscaler.store.checkpoint import AVERAGE
 
 # More elements than the vector of any kernel, and a rate at which an update is visible.
@@ -23,6 +24,8 @@ ROUNDING = 4 * torch.finfo(torch.float32).eps
 # On a GPU torch updates all weights in one list, and makes lists of temporary tensors. Lists of so many bytes of
 # float32 are as fast. The fused kernel of Adam, which makes none, takes 1 - 0.999 for 0.00099999 there (torch 2.11).
 LISTED = 1 << 28
+# Options that a plan chooses, or that no schedule changes.
+CHOSEN = (CLASS, "params", "fused", "foreach", "capturable", "differentiable")
 
 
 class WithCopies(torch.optim.Optimizer):
@@ -125,6 +128,23 @@ def _made(name: str, groups: list[dict[str, Any]], is_mixed: bool) -> torch.opti
     made: torch.optim.Optimizer = getattr(torch.optim, name)(groups)
     made.register_load_state_dict_post_hook(_lay_out_states)
     return made
+
+
+def for_schedules(name: str, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer with parameter groups of these options, but without parameters and without a state."""
+    made = together(name, [{**group, "params": [torch.nn.Parameter(torch.zeros(0, 0))]} for group in groups])
+    # Schedules warn of an optimizer that has taken no step; this one takes none.
+    made._opt_called = True  # type: ignore[attr-defined]
+    made.register_state_dict_pre_hook(_refuse_state)
+    made.register_load_state_dict_pre_hook(_refuse_state)
+    return made
+
+
+def _refuse_state(*_: Any) -> NoReturn:
+    raise InputError(
+        "step.optimizer has no state: it has the options of the parameter groups, for schedules. step.state_dict() and "
+        "step.save(folder) have the state of the optimizer too."
+    )
 
 
 class Together(torch.optim.Optimizer):

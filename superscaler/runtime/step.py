@@ -21,7 +21,7 @@ from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.batch import Padding, check_batches, put_together
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.optimizer import Scaler, averaged
+from superscaler.runtime.optimizer import CHOSEN, Scaler, averaged, for_schedules
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -70,7 +70,7 @@ class Step:
         self._form = json.loads(plan.get("result") or "null")
         self._function = programs[plan["programs"][self.rank]].step
         # All parameter groups, also those without a weight on this rank: all ranks must agree whether they are equal.
-        self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
+        self._options = [{**group, "lr": float(group["lr"])} for group in plan["optimizer"]["groups"]]
 
     def __call__(
         self,
@@ -90,8 +90,7 @@ class Step:
             raise InputError("step() trains: call it outside of torch.no_grad() and torch.inference_mode().")
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
-        if "optimizer" in vars(self) and (given := _rates(self.optimizer)) != self.rates():
-            self.set_rates(given)
+        self._follow()
         self.state.batch, self.state.clip = batch, clip
         # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
@@ -162,14 +161,15 @@ class Step:
         return put_together(self._form, self.state.outputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of training on this rank: slices of `weights`, `optimizer`, `lr` of all parameter groups,
-        `steps`, and `scaler` (in the form of `torch.amp.GradScaler.state_dict`; None without one).
+        """Return the state of training on this rank: slices of `weights`, `optimizer`, `lr` and other `options` of all
+        parameter groups, `steps`, and `scaler` (in the form of `torch.amp.GradScaler.state_dict`; None without one).
         """
         state = self.state
         return {
             "weights": {name: weight.detach() for name, weight in state.weights.items()},
             "optimizer": state.optimizer.state_dict() if state.optimizer else None,
             "lr": self.rates(),
+            "options": self.options(),
             "steps": state.steps,
             "scaler": state.scaler.state_dict() if state.scaler else None,
         }
@@ -193,7 +193,7 @@ class Step:
             state.optimizer.load_state_dict(saved["optimizer"])
         if state.scaler:
             state.scaler.load_state_dict(saved["scaler"])
-        self._lr = list(saved.get("lr", self._lr))
+        self.set_options(saved.get("options") or [{"lr": rate} for rate in saved.get("lr", self.rates())])
         state.steps = saved["steps"]
 
     def save(self, directory: str | Path, keep: int | None = None) -> Path:
@@ -278,42 +278,45 @@ class Step:
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer for schedules of `torch.optim.lr_scheduler`, with the learning rates of the parameter
-        groups: `schedule = CosineAnnealingLR(step.optimizer, 100)`. A step reads the rates when it starts.
+        """Return an optimizer for schedules of `torch.optim.lr_scheduler`, whose parameter groups have the options that
+        steps take: `schedule = CosineAnnealingLR(step.optimizer, 100)`.
         """
-        groups = [{"params": [torch.nn.Parameter(torch.zeros(0))], "lr": rate} for rate in self.rates()]
-        made = torch.optim.SGD(groups)
-        # Schedules warn of an optimizer that has taken no step; this one takes none.
-        made._opt_called = True  # type: ignore[attr-defined]
-        return made
+        return for_schedules(self.plan["optimizer"]["name"], self.options())
 
     def set_rates(self, rates: Sequence[Any]) -> None:
         """Set the learning rate of each parameter group of the user's optimizer."""
-        self._lr = [float(rate) for rate in rates]
+        self.set_options([{"lr": rate} for rate in rates])
+
+    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set options of each parameter group of the user's optimizer, the learning rate among them."""
+        shown = self.optimizer.param_groups if "optimizer" in vars(self) else []
+        for number, own in (*enumerate(self._options), *enumerate(shown), *self.groups().items()):
+            own |= {key: x for key, x in groups[number].items() if key in own and key not in CHOSEN}
+            own["lr"] = float(own["lr"])
+
+    def _follow(self) -> None:
+        """Take the options that schedules have set."""
         if "optimizer" in vars(self):
-            for group, rate in zip(self.optimizer.param_groups, self._lr, strict=True):
-                group["lr"] = rate
-        for number, group in self.groups().items():
-            group["lr"] = self._lr[number]
+            self.set_options(self.optimizer.param_groups)
 
     def groups(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer's groups on this rank by number: those of its weights."""
         numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
         return dict(zip(numbers, self.state.optimizer.param_groups if self.state.optimizer else [], strict=True))
 
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of each parameter group of the user's optimizer, as they are now."""
+        self._follow()
+        return [dict(group) for group in self._options]
+
     def rates(self) -> list[float]:
         """Return the learning rate of each parameter group of the user's optimizer."""
-        here = self.groups()
-        return [float(here[number]["lr"]) if number in here else rate for number, rate in enumerate(self._lr)]
+        return [group["lr"] for group in self.options()]
 
     def close(self) -> None:
         if self.watch is not None:
             self.watch.close()
         self.state.communicator.close()
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def build_step(

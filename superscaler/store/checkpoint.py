@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, StringConstraints, model_validator
 from torch import Tensor
 
 from superscaler.errors import InputError, brief
@@ -75,9 +75,18 @@ class Entry(Checked):
 
 
 class OptimizerEntry(Checked):
+    """The optimizer. `options`: of each parameter group those that differ from the plan's; none if all are equal."""
+
     name: Name
     lr: list[Rate]
     precision: Literal["", "bf16", "fp16"] = ""
+    options: list[dict[Name, bool | FiniteFloat | list[FiniteFloat] | None]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        if len(self.options) not in (0, len(self.lr)):
+            raise ValueError(f"it has options of {len(self.options)} parameter groups, and rates of {len(self.lr)}")
+        return self
 
 
 class ScalerEntry(Checked):

@@ -47,8 +47,11 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     set_states(step, states)
     if step.state.scaler and head["scaler"]:
         step.state.scaler.load_state_dict(head["scaler"])
-    if head["optimizer"]:
-        step.set_rates(head["optimizer"]["lr"])
+    if kept := head["optimizer"]:
+        planned = step.plan["optimizer"]["groups"]
+        changed = kept.get("options") or [{}] * len(planned)
+        rows = zip(planned, changed, kept["lr"], strict=True)
+        step.set_options([{**group, **more, "lr": rate} for group, more, rate in rows])
     step.state.steps = head["step"]
     step.state.seed = step.state.seed if head["seed"] is None else head["seed"]
     return head

@@ -4,6 +4,7 @@ A folder of checkpoints has one folder per checkpoint, and a file `latest` that 
 has one shard per rank, each with elements that no other shard has, and a manifest, which is written after all shards.
 """
 
+import json
 import os
 import threading
 import time
@@ -37,9 +38,9 @@ class TrainingStep(Protocol):
     world: int
     directory: Path | None
 
-    def rates(self) -> list[float]: ...
     def groups(self) -> dict[int, dict[str, Any]]: ...
-    def set_rates(self, rates: Sequence[Any]) -> None: ...
+    def options(self) -> list[dict[str, Any]]: ...
+    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 @dataclass
@@ -258,15 +259,21 @@ def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
 
 def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entries of a manifest beside its tensors."""
-    state, chosen = step.state, step.plan["optimizer"]
-    precision = {"precision": chosen["precision"]} if chosen.get("precision") else {}
+    state, chosen, now = step.state, step.plan["optimizer"], step.options()
+    more = {"precision": chosen["precision"]} if chosen.get("precision") else {}
+    # Those that a schedule has changed, as the momentum. A tuple of a plan is a list in JSON.
+    changed = [
+        {key: x for key, x in group.items() if key != "lr" and json.dumps(x) != json.dumps(planned[key])}
+        for group, planned in zip(now, chosen["groups"], strict=True)
+    ]
+    more |= {"options": changed} if any(changed) else {}
     return {
         "plan": hash_without(step.plan, "manifest"),
         "world": step.world,
         "step": state.steps,
         "seed": state.seed,
         # Inference has none.
-        "optimizer": {"name": chosen["name"], "lr": step.rates(), **precision} if chosen["name"] else None,
+        "optimizer": {"name": chosen["name"], "lr": [group["lr"] for group in now], **more} if chosen["name"] else None,
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "aliases": step.plan["aliases"],
         "training": None if training is None else dict(training),

@@ -43,7 +43,9 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 def own(plans: list[str], folder: Path) -> list[float]:
-    """Return the largest differences of losses, weights and states from a plain loop, with a last batch of two rows."""
+    """Return the largest differences of losses, weights and states from a plain loop, with a last batch of two rows, a
+    step without the last layer's weights, and options that change.
+    """
     from superscaler.integrations.planned import Planned
 
     torch.manual_seed(0)
@@ -62,9 +64,11 @@ def own(plans: list[str], folder: Path) -> list[float]:
     found = [0.0]
     for number, plan in enumerate(plans):
         planned = Planned(layers, ours, compute, plan, None, folder / f"plan{number}", steps=number * len(batches))
-        for batch in batches:
-            for optimizer in (ours, theirs):
+        for turn, batch in enumerate(batches):
+            for module, optimizer in ((layers, ours), (plain, theirs)):
+                module[3].requires_grad_(turn != 1)
                 optimizer.param_groups[0]["lr"] *= 0.9
+                optimizer.param_groups[1] |= {"betas": (0.9 - 0.1 * turn, 0.99), "weight_decay": 0.1 * turn}
             theirs.zero_grad()
             loss, _ = compute(plain, batch)
             loss.backward()

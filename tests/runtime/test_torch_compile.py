@@ -85,6 +85,17 @@ def test_gpt2_trains_as_before(plan: str, backend: Counted) -> None:
     assert backend.graphs
 
 
+def test_the_origin_of_a_loss_that_is_not_finite_is_named(backend: Counted) -> None:
+    def work(step: Step) -> None:
+        step.state.compiled = CompiledSegments()
+        with pytest.raises(RuntimeFailure, match=r"comes from input x on rank 0, which has 1 of 24 elements"):
+            step({"x": torch.rand(6, 4).put(torch.tensor(5), torch.tensor(torch.nan))}, check_finite=True)
+        assert step.state.compiled is not None
+
+    on_ranks(ss.compile(step_of(Net(), torch.rand(6, 4)), "single", "local:1"), work)
+    assert backend.graphs
+
+
 def test_split_backwards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("superscaler.comm.distributed.world_size", lambda: 2)
     graph = step_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Net()), torch.rand(4, 4))

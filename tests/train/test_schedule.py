@@ -116,6 +116,52 @@ def test_a_schedule_of_torch_takes_the_step() -> None:
     assert ours == (pytest.approx(theirs[0]), theirs[1])
 
 
+def test_a_schedule_changes_other_options_and_goes_on_under_another_plan(tmp_path: Path) -> None:
+    """OneCycleLR changes Adam's betas, also of the group that one rank has none of."""
+    torch.manual_seed(0)
+    module, x = make()
+    plain = copy.deepcopy(module)
+
+    def optimizer_of(module: Any) -> torch.optim.Optimizer:
+        groups = [{"params": list(module.first.parameters())}, {"params": list(module.last.parameters()), "lr": 0.2}]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    def cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=8)
+
+    theirs = optimizer_of(plain)
+    graph, schedule = ss.capture(module, (x,), optimizer=optimizer_of(module)), cycle(theirs)
+    for number in range(6):
+        theirs.zero_grad()
+        plain(x).backward()
+        theirs.step()
+        schedule.step()
+        if number == 2:
+            kept = schedule.state_dict()
+
+    def work(step: Step) -> Any:
+        ours = cycle(step.optimizer)
+        if plan == "single":
+            step.restore(tmp_path)
+            ours.load_state_dict(kept)
+        found, before = copy.deepcopy(step.state_dict()), ours.state_dict()
+        for _ in range(2):
+            step.load_state_dict(copy.deepcopy(found))
+            ours.load_state_dict(before)
+            for _ in range(3):
+                step({"inputs_0": x})
+                ours.step()
+        step.save(tmp_path)
+        with pytest.raises(InputError, match=r"step\.optimizer has no state: .* step\.save\(folder\) have the state"):
+            step.optimizer.state_dict()
+
+    for plan in ("pipeline_1f1b:2,microbatches=2", "single"):
+        on_ranks(ss.compile(graph, plan, "local:2" if plan != "single" else "local:1"), work)
+    ss.load_weights(module, tmp_path)
+    for mine, want in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, want)
+
+
 def test_a_named_schedule_warms_up_and_goes_on_where_it_was() -> None:
     def run(start: int, steps: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
