@@ -314,7 +314,7 @@ def _work(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], known: Kno
 
 def _in_all(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
     """Return the parts of an action in all microbatches."""
-    if work.stage >= len(stages):
+    if work.stage not in range(len(stages)):
         raise InputError(f"order at {where}: {work} names stage {work.stage}, but there are {len(stages)}; give all.")
     ops = stages[work.stage]
     if work.kind != "F" and not any(op.name in graph.twins if work.kind == "R" else op.has_mirror for op in ops):

@@ -82,6 +82,8 @@ class Groups(tuple[Group, ...]):
     """Several groups that are ordered as one: `a | b`."""
 
     def __or__(self, other: Group | Groups) -> Groups:
+        if not isinstance(other, Group | Groups):
+            raise InputError(f"a group | {other!r}: only groups of graph.select are joined; select it first.")
         return Groups((*self, *(other if isinstance(other, Groups) else (other,))))
 
     __slots__ = ()

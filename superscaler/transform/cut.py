@@ -328,7 +328,7 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
     kinds = {*map(type, listed)}
     if not kinds or not all(issubclass(kind, Integral) for kind in kinds) or min(listed) < 1:
         return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."
-    if axis.at and (len(axis.at) != len(listed) or min(axis.at) < 0):
+    if axis.at and (len(axis.at) != len(listed) or any(not isinstance(k, Integral) or k < 0 for k in axis.at)):
         return f"has the places {axis.at} for {len(listed)} parts; give each one from 0 on."
     if axis.mirror not in ("copy", "route"):
         return f"has an {unknown('mirror', str(axis.mirror), ['copy', 'route'])}"

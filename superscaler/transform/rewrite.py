@@ -143,6 +143,8 @@ class Insert:
     tensor: str = ""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        if not isinstance(self.tensor, str):
+            raise TransformError(f"Insert({self.tensor!r}) names no tensor; give the name of one, or leave it out.")
         makers = model.producers
         weights = {self.tensor} if first(self.tensor) in {tensor.name for tensor in model.parameters()} else set()
         names = {op.name for op in ops if op.is_forward}

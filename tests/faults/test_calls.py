@@ -63,6 +63,11 @@ def assign(c: Context, device: Any) -> None:
     ss.op_assign(graph, graph.ops, device)
 
 
+def stage(c: Context, number: Any) -> None:
+    graph = c.graph.copy()
+    ss.order(graph, [[ss.Action(number, "F", 0)]], [graph.forward_ops])
+
+
 def generator(graph: ss.Graph, cluster: ss.Cluster) -> Iterator[int]:
     yield 1
 
@@ -136,6 +141,12 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "assign tuples of ops": (
         lambda c: ss.op_assign(c.graph.copy(), [c.graph.ops], 0), r"list of them, not \(Op\(.*\.\.\.\.$"
     ),
+    "a copy of a number": (
+        lambda c: ss.op_trans(c.graph.copy(), c.graph.forward_ops, ss.Insert(5)), r"Insert\(5\) names no tensor"  # type: ignore[arg-type]
+    ),
+    "a group and an op": (lambda c: c.graph.select() | c.graph.ops[0], r"\| Op\(.* only groups of graph.select are"),
+    "a stage of text": (lambda c: stage(c, "0"), r"names stage 0, but there are 1; give all"),
+    "a stage from the end": (lambda c: stage(c, -1), r"names stage -1, but there are 1; give all"),
     "select Q": (lambda c: c.graph.select(kind="Q"), "unknown kind of work 'Q'"),
     "select a microbatch of text": (lambda c: c.graph.select(kind="F", microbatch="x"), "microbatch is 'x' of type"),
     "sizes of a number": (lambda c: cut(c, ss.Split("batch", sizes=3)), "sizes of Split is 3 of type int"),
