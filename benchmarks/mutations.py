@@ -143,6 +143,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "materialize/test_loops"),
     ("gradients of halves travel as those before them", 'self.context.wire(transfer, "reduce_scatter", trained=True),',
      '"",', "plans/test_traffic"),
+    ("addends of a microbatch go to any", "min(own) if len(own) == 1 else (turn[n] if own else n) % parts", "n % parts",
+     "plans/test_products"),
     ("places of an update are compared as they were named", "or _parts(graph, op) == _parts(graph, before)\n", "\n",
      "integration/test_unroll"),
     # Emitted code.

@@ -6,10 +6,11 @@ arithmetic on labels, irregular trees by taking one branch at each replication. 
 paper.
 """
 
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from math import prod
 
 import numpy as np
@@ -132,8 +133,9 @@ def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[
     input.
 
     `places` has, for each wanted row, from outer to inner value axis, its coordinate and the number of parts. An addend
-    goes to the coordinate of a part on a device and microbatch that hold it, else in turn. All parts share out the same
-    tiling, so together they read every addend once.
+    goes to the coordinate of a part on a device and microbatch that hold it, else to that of its microbatch, else in
+    turn: of its microbatch where parts are of one. All parts share out the same tiling, so together they read every
+    addend once.
     """
     rows = list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
     tile = np.array(rows, dtype=np.int64)
@@ -141,9 +143,11 @@ def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[
     flat = Produced(*held.columns(tile), labels)
     found = _join_labels(flat, wanted)
     near: dict[Hashable, int] = {}
+    of_microbatch: dict[Hashable, set[int]] = {}
     for place, at in zip(places, wanted.at, strict=True):
-        for level, (coordinate, count) in enumerate(place):
-            near.setdefault((place[:level], count, *at), coordinate)
+        for level, (coordinate, parts) in enumerate(place):
+            near.setdefault((place[:level], parts, *at), coordinate)
+            of_microbatch.setdefault((place[:level], parts, at[1]), set()).add(coordinate)
     addends = list(flat.replicas(range(len(rows))).values())
     here = [[flat.at[r] for r in some] for some in addends]
     if (fold := held.fold) is not None:
@@ -151,13 +155,18 @@ def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[
         for owners in here:
             owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
     number = {r: n for n, some in enumerate(addends) for r in some}
+    microbatch = [owners[0][1] for owners in here]
+    turns: dict[int, count[int]] = defaultdict(count)
+    turn = [next(turns[own]) for own in microbatch]
+
+    def taker(above: Turn, parts: int, n: int) -> int:
+        close = (near.get((above, parts, *where)) for where in here[n])
+        own = of_microbatch.get((above, parts, microbatch[n]), set())
+        in_turn = min(own) if len(own) == 1 else (turn[n] if own else n) % parts
+        return next((c for c in close if c is not None), in_turn)
 
     def takes(place: Turn, n: int) -> bool:
-        for level, (coordinate, count) in enumerate(place):
-            close = (near.get((place[:level], count, *where)) for where in here[n])
-            if next((c for c in close if c is not None), n % count) != coordinate:
-                return False
-        return True
+        return all(taker(place[:level], parts, n) == at for level, (at, parts) in enumerate(place))
 
     pairs = zip(places, found, strict=True)
     return [[rows[r] for r in sources if takes(place, number[r])] for place, sources in pairs]

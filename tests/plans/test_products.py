@@ -6,15 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from chains import chain
+from torch import nn
 
 import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
-from superscaler.ir.program import Collective
+from superscaler.ir.program import Collective, Send
 from superscaler.plans import names, over_servers, resolve
 from tests.graphs import graph_of
-from tests.ran import equal
+from tests.ran import Around, captured, equal
 
 HIDDEN = """
 import superscaler as ss
@@ -136,3 +138,21 @@ def test_the_plans_along_one_axis_are_told_by_their_mark() -> None:
 def test_layers_that_wait_for_other_servers_are_said(spec: str, said: str) -> None:
     line = over_servers(spec, ss.Cluster.parse("a100:2x8"))
     assert said in line if said else not line
+
+
+def test_a_loss_added_up_over_stages_stays_in_its_microbatch_and_in_its_pipeline() -> None:
+    """Each stage adds its own losses to the sum that it is sent: of the same microbatch, from the same pipeline."""
+
+    def forward(m: Around, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer in m.layers:
+            x = x + layer(x).tanh()
+            total = total + x.abs().mean()
+        return x.square().mean() + total
+
+    graph = captured(
+        lambda: (Around(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4))), torch.randn(8, 4))
+    )
+    program = equal(graph, "data_parallel:2 x pipeline_1f1b:2,microbatches=4", 4).program
+    for device in program.devices:
+        assert len({i.peer for i in device.instructions if isinstance(i, Send)}) == 1
