@@ -86,6 +86,11 @@ def form_and_tensors(output: Any, name: str, loss: Tensor | None = None) -> tupl
         if isinstance(value, Tensor):
             if value is loss:
                 return {"value": None}
+            if path in tensors:
+                raise CaptureError(
+                    f"{name} returns two results at {path.removeprefix(RESULT).removeprefix('.')}; give them keys that "
+                    "differ as text, and no dots in keys."
+                )
             tensors[path] = value
             return {"tensor": path}
         if is_dataclass(value) and not isinstance(value, Mapping | type):

@@ -102,7 +102,12 @@ class Trace:
         if found is NotImplemented:
             return
         results: list[Any] = [writer.known.get(id(x)) for x in (found if isinstance(found, tuple) else (found,))]
-        for old, new in zip(outputs(node), results, strict=False):
+        for number, old in enumerate(outputs(node)):
+            new = results[number] if number < len(results) else None
+            if new is None and old.users:
+                raise CaptureError(
+                    f"{place_of(node)} reads result {number} of {node.target}, which is not captured; drop out ones."
+                )
             if new in writer.made:
                 new.name = old.name
         drawn = next((x for x in writer.made if target_of(x) in RANDOM), results[0])

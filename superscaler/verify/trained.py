@@ -48,7 +48,7 @@ class InParts(TorchDispatchMode):
             return torch.add(bias * kwargs.get("beta", 1), self._product(torch.mm, a, b), alpha=kwargs.get("alpha", 1))
         if func in (aten.mm.default, aten.bmm.default):
             return self._product(func, *args)
-        if func is aten.sum.dim_IntList and args[1] and args[0].is_floating_point():
+        if func is aten.sum.dim_IntList and args[1] and args[0].dim() and args[0].is_floating_point():
             pieces = args[0].chunk(self.parts, args[1][0])
             return reduce(torch.add, (func(x, *args[1:], **kwargs) for x in pieces))
         return self._rounded(func, args, kwargs)

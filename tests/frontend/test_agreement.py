@@ -198,3 +198,17 @@ class Labelled(nn.Module):
 def test_an_index_out_of_range_in_the_example_is_one_line(ids: list[int], labels: list[int], message: str) -> None:
     with pytest.raises(CaptureError, match=rf"^\S*test_agreement\.py:\d+ does not run .*{message}[^\n]*$"):
         step_of(Labelled(), torch.tensor(ids), torch.tensor(labels))
+
+
+class Scored(Labelled):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy(self.last(self.rows(ids)), F.one_hot(labels, 4).float())
+
+
+def test_values_that_an_operator_refuses_are_one_line() -> None:
+    """Without data, torch.export sees no probabilities below 0."""
+    message = "all elements of input should be between 0 and 1; capture with a batch on which the module runs"
+    with pytest.raises(
+        CaptureError, match=rf"^\S*test_agreement\.py:\d+ does not run on the example batch: {message}\.$"
+    ):
+        step_of(Scored(), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]))

@@ -61,6 +61,8 @@ LINES = {
     "y = y + torch.ones(4, device='meta')":
         r"mixes tensors of two devices; create tensors with device=x\.device .* cpu and meta",
     "y = y * torch.poisson(torch.full((4,), 0.5))": r"draws random numbers by aten\.poisson\.default",
+    "y = y * torch.native_dropout(y, 0.5, True)[1]":
+        r"reads result 1 of aten\.native_dropout\.default, which is not captured; drop out ones",
     "y = torch.cond(x.sum() > 0, torch.sum, torch.mean, (y,))":
         r"runs cond, which chooses at run time what is computed; compute both branches",
     "y = torch.fft.fft(y).abs()": r"has fft_fft in complex numbers, which are not supported; compute with real ones",
@@ -142,6 +144,14 @@ def test_a_wrong_result_or_effect_is_said_of_the_forward(result: Callable[..., A
     with pytest.raises(CaptureError, match=message) as raised:
         capture(Wrong(result), (torch.rand(3, 4), []))
     assert "loss depends" in str(raised.value) or "test_refusals.py:" in str(raised.value)
+
+
+@pytest.mark.parametrize("keys", [("a.b", "a"), (1, "1")])
+def test_results_of_one_name_are_refused(keys: tuple[Any, Any]) -> None:
+    """A step would return one of them at both places."""
+    results = Wrong(lambda m, x, y, e: {keys[0]: y, keys[1]: {"b": 2 * y} if keys[1] == "a" else 2 * y})
+    with pytest.raises(CaptureError, match=r"returns two results at (a\.b|1); give them keys that differ as text"):
+        capture(results, (torch.rand(3, 4),), is_trained=False, is_kept=True)
 
 
 @pytest.mark.parametrize(

@@ -132,16 +132,16 @@ def _graph_step(captured: Captured, values: Mapping[str, Tensor]) -> Reference:
     try:
         made = reference_step(captured, captured.batch, values)
     except (IndexError, RuntimeError) as error:
-        if not _BEYOND.search(str(error)):
-            raise
-        raise CaptureError(_beyond(captured, error)) from None
+        raise CaptureError(_failure(captured, error)) from None
     gradients = {n: dense(g, values[n]) for n, g in made.gradients.items()}
     pieces = {n: torch.zeros_like(values[n]) for n in captured.model.segments} | gradients
     return made._replace(gradients={**gradients, **packed(captured.model, pieces)})
 
 
-def _beyond(captured: Captured, error: Exception) -> str:
-    """Return the message for an index out of range in the example batch: the line, and the inputs that may have it."""
+def _failure(captured: Captured, error: Exception) -> str:
+    """Return the message for an example batch that cannot run, as one with an index out of range: the line, and the
+    integer inputs that it reads.
+    """
     running, nodes = _RUNNING.search(str(error)), {node.name: node for node in captured.exported.graph.nodes}
     node = nodes[running[1]] if running else None
     found, todo = dict[str, Tensor](), [node] if node else []
@@ -152,10 +152,11 @@ def _beyond(captured: Captured, error: Exception) -> str:
                 found |= {read.name: captured.batch[read.name]} if read.name in captured.batch else {}
                 todo.append(read)
     inputs = ", ".join(f"{name} has {x.min()} to {x.max()}" for name, x in found.items() if x.numel())
-    where = source_of(node) if node else ""
+    where, is_beyond = source_of(node) if node else "", _BEYOND.search(str(error))
     return (
         f"{where or forward_line(captured.call.module)} does not run on the example batch: {brief(error).rstrip('.')}"
-        f"{f' (input {inputs})' if inputs else ''}; capture with a batch whose indices are in range."
+        f"{f' (input {inputs})' if inputs else ''}; capture with a batch "
+        f"{'whose indices are in range' if is_beyond else 'on which the module runs'}."
     )
 
 

@@ -115,10 +115,10 @@ def _faults(node: Node) -> Iterator[str]:
 
 
 def _is_random(node: Node) -> bool:
-    """Return whether an operator draws numbers; recurrent layers and their like draw only for dropout."""
+    """Return whether an operator draws numbers; recurrent layers and their like draw only for dropout in training."""
     operator: Any = node.target
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    names = [a.name for a in operator._schema.arguments]
-    rates = [argument(node, k, name) for k, name in enumerate(names) if name in ("dropout", "dropout_p")]
-    return not rates or any(rates)
+    given = {a.name: argument(node, k, a.name) for k, a in enumerate(operator._schema.arguments)}
+    rates = [value for name, value in given.items() if name in ("dropout", "dropout_p")]
+    return not rates or (any(rates) and given.get("train") is not False)
