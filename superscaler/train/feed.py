@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,21 @@ def batches(step: Step, data: Any, seed: int = 0) -> Iterator[Batch]:
         number += 1
 
 
+@contextmanager
+def own_numbers() -> Iterator[None]:
+    """Leave the random numbers of Python, numpy and torch after the block as they were before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
 class Samples:
-    """A data set with a length and samples by number. The last batch of an epoch is filled, or else left out.
+    """A data set with a length and samples by number. The last batch of an epoch is filled, or else left out. What a
+    sample draws depends on the seed, the epoch and its number only: not on the rows that a rank reads, nor on a resume.
 
     `read`: how many samples this rank has read.
     """
@@ -96,17 +110,27 @@ class Samples:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(size)
         batch = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in self._inputs.items()}
-        for row in sorted(set[int]().union(*self._rows.values())):
-            position = place * self._count + row
-            sample = self._data[int(self._order[min(position, size - 1)])]
-            self.read += 1
-            check_names(sample, self._inputs, "a sample")
-            own = {name: torch.as_tensor(sample[name])[None] for name, rows in self._rows.items() if row in rows}
-            for name, value in self._padding.lengthened(own, self._inputs).items():
-                _put(batch[name], row, name, value[0])
-                if position >= size and name in self._padding.rows:
-                    batch[name][row] = self._padding.rows[name]
+        with own_numbers():
+            for row in sorted(set[int]().union(*self._rows.values())):
+                position = place * self._count + row
+                sample = self._sample(epoch, position)
+                own = {name: torch.as_tensor(sample[name])[None] for name, rows in self._rows.items() if row in rows}
+                for name, value in self._padding.lengthened(own, self._inputs).items():
+                    _put(batch[name], row, name, value[0])
+                    if position >= size and name in self._padding.rows:
+                        batch[name][row] = self._padding.rows[name]
         return batch
+
+    def _sample(self, epoch: int, position: int) -> Any:
+        """Read a sample, with random numbers of its own."""
+        number = int(np.random.SeedSequence([self._seed, epoch, position]).generate_state(1)[0])
+        # Not torch.manual_seed, which sets those of GPUs too.
+        for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+            set_seed(number)
+        sample = self._data[int(self._order[min(position, len(self._data) - 1)])]
+        self.read += 1
+        check_names(sample, self._inputs, "a sample")
+        return sample
 
 
 class Stream:

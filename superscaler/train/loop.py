@@ -20,7 +20,7 @@ from superscaler.specs.user_file import from_file
 from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
-from superscaler.train.feed import feed, fitting, is_function
+from superscaler.train.feed import feed, fitting, is_function, own_numbers
 from superscaler.train.log import Reporter, logs_of
 from superscaler.train.schedule import advance, schedule_of
 
@@ -152,6 +152,8 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         return None
     make = from_file(str(spec), "evaluation", may_yield=True, is_new=False)
 
+    # A resumed run does not repeat it: later batches draw what they would without it.
+    @own_numbers()
     def evaluate() -> dict[str, float]:
         made = make()
         batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

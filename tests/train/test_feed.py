@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,6 +123,37 @@ def test_each_rank_reads_its_rows_of_the_same_batches(name: str, shares: list[in
     epochs = [torch.cat(whole[0][k : k + 3])[:10].tolist() for k in (0, 3)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(10)]
     assert epochs[0] != epochs[1]
+
+
+class Drawn(Rows):
+    """Samples that draw, as augmented images do."""
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        x, _ = self.names
+        drawn = torch.rand(8) + random.random() + np.random.rand()
+        return {**super().__getitem__(row), x: drawn}
+
+
+def test_what_samples_draw_is_the_same_on_all_ranks_and_after_a_resume() -> None:
+    # Ranks are threads here, which share the generators.
+    lock = threading.Lock()
+
+    def work(step: Step) -> list[Tensor]:
+        x, _ = names(step)
+        with lock:
+            before = random.getstate(), torch.get_rng_state()
+            samples = Samples(step, Drawn(10, names(step)), seed=3)
+            found = [samples.at(number)[x] for number in range(4)]
+            assert random.getstate() == before[0]
+            assert torch.equal(torch.get_rng_state(), before[1])
+            assert torch.equal(Samples(step, Drawn(10, names(step)), seed=3).at(3)[x], found[3])
+        return found
+
+    (whole,) = on_ranks(plan("single", 1), work)
+    halves = on_ranks(plan("data_parallel"), work)
+    # Rows that a rank does not read are zeros.
+    assert all(torch.equal(sum(some), x) for some, x in zip(zip(*halves, strict=True), whole, strict=True))
+    assert len({float(x) for batch in whole for x in batch[:, 0]}) == 16
 
 
 def test_batches_come_in_order_and_go_on_after_the_last() -> None:
