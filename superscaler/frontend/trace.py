@@ -106,7 +106,8 @@ class Trace:
             new = results[number] if number < len(results) else None
             if new is None and old.users:
                 raise CaptureError(
-                    f"{place_of(node)} reads result {number} of {node.target}, which is not captured; drop out ones."
+                    f"{place_of(node)} reads result {number} of {node.target}, which is not captured; for a mask, "
+                    "apply dropout to a tensor of ones."
                 )
             if new in writer.made:
                 new.name = old.name

@@ -62,7 +62,7 @@ LINES = {
         r"mixes tensors of two devices; create tensors with device=x\.device .* cpu and meta",
     "y = y * torch.poisson(torch.full((4,), 0.5))": r"draws random numbers by aten\.poisson\.default",
     "y = y * torch.native_dropout(y, 0.5, True)[1]":
-        r"reads result 1 of aten\.native_dropout\.default, which is not captured; drop out ones",
+        r"reads result 1 of aten\.native_dropout\.default, which is not captured; for a mask, apply dropout",
     "y = torch.cond(x.sum() > 0, torch.sum, torch.mean, (y,))":
         r"runs cond, which chooses at run time what is computed; compute both branches",
     "y = torch.fft.fft(y).abs()": r"has fft_fft in complex numbers, which are not supported; compute with real ones",
