@@ -379,7 +379,8 @@ class Rank:
         norm = self._world_sum(total).sqrt()
         self.last_norm = float(norm)
         factor = limit / (self.last_norm + 1e-6)
-        if factor < 1.0:
+        # As torch does: a norm of nan makes all gradients nan.
+        if not factor >= 1.0:
             scale(gradients, factor)
 
     def loss(self, parts: Sequence[Tensor], counted: int, of: Sequence[int] = ()) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from benchmarks.live import Live
 from superscaler.comm.threads import ThreadCommunicator
 from superscaler.runtime.executor import Rank, Segment
 from superscaler.runtime.saved_tensors import Copies
+from superscaler.runtime.step import Step
+from tests.ran import Around, on_ranks
 
 
 class Net(nn.Module):
@@ -104,3 +107,24 @@ def test_on_a_gpu_copies_are_pinned_and_in_time() -> None:
         assert back.device == device
         assert torch.equal(back.sum(), expected)
     copies.flush()
+
+
+def test_a_gradient_that_is_not_finite_is_clipped_as_by_torch() -> None:
+    """Torch multiplies all gradients by the limit over the norm, also where that is nan, or infinite."""
+    module = Around(lambda self, x, y: self.a(x).sum() + self.b(y).sum(), a=nn.Linear(2, 1), b=nn.Linear(2, 1))
+    given = torch.ones(2, 2), torch.ones(2, 2)
+    graph = ss.capture(module, given, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    plan = ss.compile(graph, "single", "local:1")
+    for bad in (torch.nan, torch.inf):
+        plain, x = copy.deepcopy(module), torch.full((2, 2), bad)
+        plain(x, given[1]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+
+        def work(step: Step, x: Tensor = x) -> dict[str, Tensor]:
+            step({"inputs_0": x, "inputs_1": given[1]}, clip=1.0)
+            return {w["tensor"]: step.state.weights[w["name"]].detach() for w in step.state.tables["weights"]}
+
+        (found,) = on_ranks(plan, work)
+        for name, want in plain.named_parameters():
+            torch.testing.assert_close(found[name], want.detach(), equal_nan=True)
