@@ -108,13 +108,18 @@ def owned(model: Model, name: str) -> dict[str, Any]:
 
 
 def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Return every weight, buffer and constant; those of a model captured on meta are drawn from the seed."""
+    """Return every weight, buffer and constant; those of a model captured on meta are drawn from the seed.
+
+    Raises InputError for a seed that torch does not take.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise InputError(f"seed is {seed!r}, but it must be a whole number from 0 to 2**64 - 1.")
     found = dict(values)
     for number, (name, tensor) in enumerate(model.tensors.items()):
         if tensor.kind == "buffer" and tensor.origin:
             found.setdefault(name, found[tensor.origin])
         elif tensor.kind in ("parameter", "buffer", "constant") and name not in found:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**64)
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.02
             found[name] = drawn.to(getattr(torch, tensor.dtype))
     return found

@@ -16,7 +16,9 @@ from superscaler.launch.jobs import how_to_start
 Out = Annotated[
     Path | None, path("--out", "DIR", "Plan directory to write; another plan there is replaced.", "directory")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of dropout, and of weights captured on meta.")
+]
 
 
 @command

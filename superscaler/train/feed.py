@@ -49,8 +49,8 @@ def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = p
     """
     make = from_file(str(data), "data", may_yield=True, is_new=False) if isinstance(data, Path) else lambda: data
     if isinstance(data, Path):
-        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-            set_seed(seed)
+        for set_seed, largest in ((random.seed, 2**64), (np.random.seed, 2**32), (torch.manual_seed, 2**64)):
+            set_seed(seed % largest)
     made = make()
     if _is_samples(made, step):
         return Samples(step, made, seed).at
@@ -155,7 +155,7 @@ class Stream:
 
     def _start(self) -> Iterator[Batch]:
         # All ranks shuffle alike.
-        torch.manual_seed(self._seed + self._epoch)
+        torch.manual_seed((self._seed + self._epoch) % 2**64)
         return fitting(self._made, self._inputs, self._say, self._padding)
 
     def _next(self) -> Batch:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,6 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
                     reporter.add(turn, value, seconds, _amount(batch), step.last_norm, step.lr)
             advance(schedule, turns.step)
             done = number + turns.step
-            if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
-                found = evaluate()
-                if reporter is not None:
-                    reporter.evaluated(done, found)
             if saver is not None and asked is not None:
                 is_asked, has_failed = resume.signs(saver, asked)
                 if has_failed:
@@ -121,6 +117,13 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
                     saver.save(position)
                 why = "SIGTERM" if is_asked else ""
                 why = "a failed save" if saver.failures and options.on_failed_save == resume.STOP else why
+                if done == options.steps:
+                    # It is on disk before the last evaluation, in which the user's code may raise.
+                    saver.finish()
+            if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
+                found = evaluate()
+                if reporter is not None:
+                    reporter.evaluated(done, found)
             if why:
                 break
         if saver is not None:
@@ -157,6 +160,9 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
     def evaluate() -> dict[str, float]:
         made = make()
         batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(batches, Iterable):
+            kind = type(batches).__name__
+            raise InputError(f"--eval {spec} returned a {kind} as batches; return an iterable, or (batches, metrics).")
         say: Callable[[str], None] = resume.say if step.rank == 0 else lambda _: None
         own = step.evaluating
         with step.averaged():

@@ -3,12 +3,13 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from math import inf
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from superscaler.errors import InputError, unknown
+from superscaler.errors import InputError, brief, unknown
 from superscaler.specs.options import for_function
 
 SCHEDULES: dict[str, Callable[..., LRScheduler]] = {
@@ -22,6 +23,8 @@ SCHEDULES: dict[str, Callable[..., LRScheduler]] = {
 }
 # Arguments that are the number of steps, where they are not given.
 _LENGTHS = ("T_max", "total_iters")
+# The least numbers with which torch's schedules end: with others a step of training fails.
+_LEAST = {"step_size": 1, "T_max": 1, "power": 0}
 
 
 def schedule_of(optimizer: Optimizer, spec: str | None, warmup: int, steps: int) -> LRScheduler | None:
@@ -45,10 +48,16 @@ def _named(optimizer: Optimizer, spec: str, length: int) -> LRScheduler:
     kind = SCHEDULES[name]
     known = inspect.signature(kind).parameters
     defaults = "".join(f",{key}={length}" for key in _LENGTHS if key in known and f"{key}=" not in keys)
+    options = for_function(spec, keys + defaults, kind, skip=1)
+    for key, value in options.items():
+        least = _LEAST.get(key, -inf)
+        if isinstance(value, float | int) and not least <= value < inf:
+            what = "a finite number" if least == -inf else f"{least} or more"
+            raise InputError(f"--schedule {spec}: {key} is {value}, but it must be {what}.")
     try:
-        return kind(optimizer, **for_function(spec, keys + defaults, kind, skip=1))
-    except (ValueError, TypeError) as error:
-        raise InputError(f"--schedule {spec}: {error}.") from None
+        return kind(optimizer, **options)
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"--schedule {spec}: {brief(error.args[0]).rstrip('.')}.") from None
 
 
 def advance(schedule: LRScheduler | None, steps: int) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import superscaler as ss
 from superscaler.cli import launch
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.plan import Plan
 from superscaler.store.plan import plan_files
 from tests.commands import run
+from tests.graphs import graph_of
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]
@@ -108,7 +110,15 @@ def test_a_plan_may_import_what_is_beside_it_and_has_typed_keys(tmp_path: Path) 
     assert run("validate", MODEL, "--plan", f"{tmp_path}/plans.py:typed:n=2,flag=yes", "--cluster", "local:1") == 0
 
 
-def test_numbers_beyond_all_reason_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_beyond_all_reason_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, shapes = str(tmp_path / "plan"), f"{MODEL},device=meta"
+    assert run("compile", MODEL, *ONE, "--seed", str(2**64), "--out", out) == 2
+    with pytest.raises(InputError, match="seed is 18446744073709551616, but it must be a whole number from 0"):
+        ss.compile(graph_of(MODEL), "single", "local:1").save(out, seed=2**64)
+    assert not list(tmp_path.iterdir())
+    # The largest seed gives a plan that is read again, also where weights are drawn from it.
+    assert run("compile", shapes, *ONE, "--seed", str(2**64 - 1), "--out", out) == 0
+    assert run("explain", out) == 0
     assert run("compile", "mlp:layers=1000000000", *ONE) == 2
     assert "layers is 1000000000, but no more than 10000 can be built" in capsys.readouterr().err
     assert run("train", MODEL, *ONE, "--steps", str(10**20)) == 2

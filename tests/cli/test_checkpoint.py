@@ -131,6 +131,17 @@ def test_a_full_disk_ends_training_where_that_is_asked_for(tmp_path: Path) -> No
     assert told.endswith("nothing was saved; 1 checkpoint was not saved\n")
 
 
+@pytest.mark.parametrize(("made", "why"), [("None", "returned a NoneType as batches"), ("[{}]", "no 'x', but")])
+def test_an_evaluation_that_fails_at_the_end_loses_no_training(
+    made: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "held_out.py").write_text(f"def batches():\n    return {made}\n")
+    given = "--plan", "single", "--cluster", "local:1", "--steps", "2", "--save", tmp_path / "kept"
+    assert run("train", "mlp:layers=1,hidden=4", *given, "--eval", f"{tmp_path}/held_out.py:batches") == 2
+    assert why in capfd.readouterr().err
+    assert steps(tmp_path / "kept") == 2
+
+
 def test_wrong_input_is_said_before_anything_is_built(
     stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

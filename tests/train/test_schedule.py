@@ -186,6 +186,11 @@ def test_a_named_schedule_warms_up_and_goes_on_where_it_was() -> None:
         ("cosin", 0, "unknown schedule 'cosin'; did you mean 'cosine'"),
         ("step:size=3", 0, "unknown key 'size'; did you mean 'step_size'"),
         ("linear:start_factor=2", 0, "--schedule linear:start_factor=2: "),
+        ("step:step_size=0", 0, "--schedule step:step_size=0: step_size is 0, but it must be 1 or more."),
+        ("polynomial:power=-1", 0, "power is -1.0, but it must be 0 or more."),
+        ("cosine:T_max=0", 2, "T_max is 0, but it must be 1 or more."),
+        ("cosine:eta_min=nan", 0, "eta_min is nan, but it must be a finite number."),
+        ("cosine:last_epoch=5", 0, "param 'initial_lr' is not specified"),
         (None, 6, "--warmup is 6, but it must be 0 or more, and less than the 6 steps"),
     ],
 )
