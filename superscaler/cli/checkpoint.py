@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import HELP, command
+from superscaler.cli.common import HELP, command, path
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError, unknown
 
@@ -15,7 +15,7 @@ app = typer.Typer(
 
 FORMATS = ("safetensors", "distributed")
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: its last.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; it must be empty or not there.")]
+Out = Annotated[Path, path("--out", "DIR", "Folder to write; it must be empty or not there.", "folder")]
 
 
 @command

@@ -77,6 +77,8 @@ def test_an_empty_out_is_not_the_current_directory(
     for command in ("compile", "train"):
         assert run(command, MODEL, *ONE, "--out", "") == 2
         assert capsys.readouterr().err == "error: --out is empty; name a directory ('.' is the current one).\n"
+    assert run("checkpoint", "import", str(tmp_path / "weights"), "--out", "") == 2
+    assert capsys.readouterr().err == "error: --out is empty; name a folder ('.' is the current one).\n"
     with pytest.raises(InputError, match="save needs the name of a file or directory"):
         Plan(None).save("")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
