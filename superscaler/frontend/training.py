@@ -182,7 +182,9 @@ def read_optimizer(
                 )
             if parameter.requires_grad:
                 groups[names[id(parameter)]] = number
-    options = tuple(_options(type(optimizer), g) for g in optimizer.param_groups)
+    # Adagrad takes this from its own arguments, whatever a group has.
+    more = {key: x for key, x in optimizer.defaults.items() if key == "initial_accumulator_value"}
+    options = tuple(_options(type(optimizer), {**g, **more}) for g in optimizer.param_groups)
     return Training(Optimizer(kind, options, scaling), groups)
 
 

@@ -34,13 +34,13 @@ class WithCopies(torch.optim.Optimizer):
     The copy of a weight is one of its states, `copy`. A missing copy is made from the weight.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take parameter groups; gradients of 16-bit weights are float32, and so are states that are made here."""
+    def __init__(self, groups: Sequence[dict[str, Any]], **more: Any) -> None:
+        """Take groups and options; gradients of 16-bit weights are float32, and so are states that are made here."""
         some = _halves(groups)
         for weight in some:
             weight.grad_dtype = torch.float32
         with _as_data(some, _empty(some)):
-            super().__init__(groups)  # type: ignore[call-arg]
+            super().__init__(groups, **more)  # type: ignore[call-arg]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights that have gradients."""
@@ -123,9 +123,11 @@ def together(name: str, groups: Sequence[Mapping[str, Any]], is_mixed: bool = Fa
 
 
 def _made(name: str, groups: list[dict[str, Any]], is_mixed: bool) -> torch.optim.Optimizer:
+    # Adagrad makes its states when it is made, and reads this of its own arguments alone.
+    more = {key: x for key, x in groups[0].items() if key == "initial_accumulator_value"}
     if is_mixed:
-        return with_copies(name)(groups)
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(groups)
+        return with_copies(name)(groups, **more)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **more)
     made.register_load_state_dict_post_hook(_lay_out_states)
     return made
 
