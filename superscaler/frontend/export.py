@@ -25,6 +25,7 @@ from superscaler.frontend.effects import StateWasSet, call, refuse_hooks
 from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
+from superscaler.frontend.trace import argument, source_of
 from superscaler.replaced import quiet, replaced
 
 # Synonyms of operators that have a rule, and composites that torch decomposes into such operators.
@@ -69,6 +70,7 @@ def export(
             if casts.has_regions(exported) and any(p.is_meta for p in module.parameters()):
                 with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
+            _refuse_strided(exported)
             casts.open_regions(exported)
             exported = decomposed(exported, _decompositions(exported))
             casts.share_casts(exported)
@@ -91,6 +93,19 @@ def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return torch.export.export(module, args, kwargs, strict=False)
         except StateWasSet as error:
             raise CaptureError(str(error)) from None
+
+
+def _refuse_strided(exported: ExportedProgram) -> None:
+    """Raise CaptureError for strides of a tensor whose elements do not lie in order: a plan keeps no other layout."""
+    for node in exported.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        source, size, stride = node.args[:3]
+        x, start = source.meta["val"], argument(node, 3, "storage_offset")
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if not x.is_contiguous() or last >= x.numel() or start not in (None, x.storage_offset()):
+            raise CaptureError(
+                f"{source_of(node) or 'the model'} calls as_strided on a tensor whose elements do not lie in order, or "
+                "reads beyond it; give it x.contiguous(), or use unfold, transpose or indices."
+            )
 
 
 def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:

@@ -173,6 +173,12 @@ def _made_dims(op: Op, tensors: Mapping[str, PTensor]) -> Dims:
     return [(len(op.inputs), dim) for dim, own in dims if {next(slots) for _ in own} - read]
 
 
+def _as_strided(x: Local) -> str:
+    """Return the source for elements in order, as they are in the model."""
+    size, stride = map(x.literal, x.op.args[1:3])
+    return f"{x.names[0]}.contiguous().as_strided({size}, {stride})"
+
+
 _VIEW = {"linear": first, "is_view": True}
 
 ROWS = {
@@ -187,7 +193,8 @@ ROWS = {
     **row("unbind.int", _select, is_view=True),
     **row("diagonal", _diagonal, **_VIEW),
     **row("unfold", _unfold, **_VIEW),
-    **row("as_strided view.dtype", is_view=True),
+    **row("as_strided", text=_as_strided, is_view=True),
+    **row("view.dtype", is_view=True),
     **row("repeat", _repeat, text=_repeat_text),
     # The second half of a dim gates the first.
     **row("glu", lambda site: _packed(site, site.dims(1, "dim", -1)[0], 2)),

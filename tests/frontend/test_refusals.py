@@ -63,6 +63,11 @@ LINES = {
     "y = y * torch.poisson(torch.full((4,), 0.5))": r"draws random numbers by aten\.poisson\.default",
     "y = y * torch.native_dropout(y, 0.5, True)[1]":
         r"reads result 1 of aten\.native_dropout\.default, which is not captured; for a mask, apply dropout",
+    "y = y.t().as_strided((4, 3), (3, 1))":
+        r"calls as_strided on a tensor whose elements do not lie in order, .*; give it x\.contiguous\(\)",
+    "y = y[:2].as_strided((3, 4), (4, 1))": r"calls as_strided on a tensor whose elements .*, or reads beyond it",
+    "y = y[:2].as_strided((2, 4), (4, 1), 4)": r"calls as_strided on a tensor whose elements do not lie in order",
+    "y = y * y.view(torch.int32)": r"reads the bits of floating-point numbers as another dtype",
     "y = torch.cond(x.sum() > 0, torch.sum, torch.mean, (y,))":
         r"runs cond, which chooses at run time what is computed; compute both branches",
     "y = torch.fft.fft(y).abs()": r"has fft_fft in complex numbers, which are not supported; compute with real ones",

@@ -74,3 +74,9 @@ def test_a_plan_along_the_dim_is_equal(name: str) -> None:
             ss.op_assign(graph, parts, cluster.devices)
 
     assert_equal(graph, plan, devices)
+
+
+def test_strides_are_those_of_elements_in_order() -> None:
+    """Capture leaves out the copy that puts them in order."""
+    step = Step(lambda _, x: x.transpose(1, 2).contiguous().as_strided((4, 8, 4), (64, 8, 1)), 8)
+    assert_equal(step_of(step, torch.randn(X)), "single", 1)

@@ -105,6 +105,9 @@ def _faults(node: Node) -> Iterator[str]:
             "looks rows up with scale_grad_by_freq=True, which is not supported; leave it out or count the rows in the "
             "model and scale by that."
         )
+    # Steps in float64 would read other bits.
+    if target_of(node) == "aten.view.dtype" and any(dtype_of(x).is_floating_point for x in (node, *reads(node))):
+        yield "reads the bits of floating-point numbers as another dtype, which is not supported; compute with numbers."
     # The tensors without data of export allow such products.
     dtypes = {str(d).removeprefix("torch.") for d in map(dtype_of, reads(node)) if d.is_floating_point}
     if len(dtypes) > 1 and target_of(node) in _PRODUCTS:
