@@ -20,10 +20,10 @@ Found = dict[int, dict[str, Row | None]]
 
 
 def found_of(rows: Rows, window: int) -> Found:
-    """Return the rows by size and system; those of another window only where they are known."""
+    """Return the rows by size and system."""
     if window == 24:
         return {
-            size: {s: rows.known.get(single(small_swin(options, 24), s, parts).key) for s in SINGLE}
+            size: {s: rows.get(single(small_swin(options, 24), s, parts)) for s in SINGLE}
             for size, (options, parts) in NARROW_SIZES.items()
         }
     return {
@@ -73,6 +73,9 @@ def run(rows: Rows) -> str:
     again, offload, mine = next(iter(reached.values())).values()
     lean, first = reached[f"windows of 48, {LEAN}"], found[min(found)]["recompute"]
     needs = [f"recompute of {min(found)} M needs {first['peak'] / 1e9:.1f} GB"] if first else []
+    other, most = found[min(found)]["ZeRO-3 offload"], found[max(found)]["co-shard"]
+    spilled = f"ZeRO-3 offload of {min(found)} M needs {other['peak'] / 1e9:.1f} GB" if other else ""
+    lacks = f"co-shard of {max(found)} M needs {most['peak'] / 1e9:.1f} GB" if most else ""
     leaned = over(lean["co-shard"], lean["recompute"])
     cause = "; ".join(needs + ([f"{LEAN}: {leaned:.2g}"] if leaned else []))
     return "\n".join([
@@ -84,9 +87,9 @@ def run(rows: Rows) -> str:
             for size, row in found.items()
         }, "GB", (CAPACITY / 1e9, "capacity of a V100")),
         table(VERDICTS, [
-            verdict("largest model of co-shard, millions of parameters", 1300, mine),
+            verdict("largest model of co-shard, millions of parameters", 1300, mine, lacks),
             verdict("over that of recompute", 3.7, over(mine, again), cause, "out of memory"),
-            verdict("over that of ZeRO-3 offload", 3.7, over(mine, offload)),
+            verdict("over that of ZeRO-3 offload", 3.7, over(mine, offload), spilled, "out of memory"),
         ]),
         "The largest that fits, in millions, by what the paper does not say (its numbers: 351, 351, 1300):\n",
         table(("assumption", *SINGLE), ([name, *map(said, row.values())] for name, row in reached.items())),

@@ -25,9 +25,8 @@ Found = dict[int, dict[str, Row | None]]
 
 
 def found_of(rows: Rows, softmax: str) -> Found:
-    """Return the rows by sequence and system; those of another softmax only where they are known."""
-    get = rows.get if softmax == "float16" else lambda point: rows.known.get(point.key)
-    return {s: {name: get(single(long(s, softmax), name, PARTS)) for name in SINGLE} for s in SEQUENCES}
+    """Return the rows by sequence and system."""
+    return {s: {name: rows.get(single(long(s, softmax), name, PARTS)) for name in SINGLE} for s in SEQUENCES}
 
 
 def dropped_out(row: Row) -> Row:

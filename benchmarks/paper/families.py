@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from figures import bars
@@ -18,13 +18,15 @@ As = Callable[[Row], Row]
 LEAN = "8 bytes a parameter"
 
 
-def found_of(rows: Rows, family: str, variant: str = "", as_if: As | None = None) -> Found:
-    """Return the best row of each system; of those clusters alone that have this variant, if one is given."""
-    clusters = {gpus: OTHERS.get(CLUSTERS[gpus], {}).get(variant, "") for gpus in GPUS}
+def found_of(rows: Rows, family: str, variant: str = "", as_if: As | None = None, sizes: Sequence[int] = GPUS) -> Found:
+    """Return the best row of each system on so many GPUs; of those clusters alone that have this variant, if one is
+    given.
+    """
+    clusters = {gpus: OTHERS.get(CLUSTERS[gpus], {}).get(variant, "") for gpus in sizes}
     return {
-        gpus: {system: rows.best(ladders, as_if) for system, ladders in spaces(family, gpus, clusters[gpus]).items()}
-        for gpus in GPUS
-        if clusters[gpus] or not variant
+        gpus: {system: rows.best(ladders, as_if) for system, ladders in spaces(family, gpus, cluster).items()}
+        for gpus, cluster in clusters.items()
+        if cluster or not variant
     }
 
 

@@ -306,9 +306,13 @@ def simulated(row: Row) -> int:
 
 
 def is_steady(row: Row) -> bool:
-    """Return whether the period of a row was found: it is more than the work of a device, and not half of the pace."""
+    """Return whether the period of a row was found: by two programs, or it is more than the work of a device, and not
+    half of the pace.
+    """
     if "error" in row:
         return False
+    if row.get("programs") == 2:
+        return True
     few = simulated(row)
     return bool(row["period"] > 1.0001 * row["compute"] / few and row["simulated"] < 2 * few * row["period"])
 
@@ -334,7 +338,7 @@ def predicted(plan: Any, cluster: str, point: Point, half: Any = None) -> Row:
         "tflops": found.model_flops * point.whole / point.few / whole / 1e12, "fits": found.fits,
         "peak": full.peak_bytes, "memory": {k: v for k, v in full.memory.items() if v > 10**7},
         "largest": list(full.largest), "peak_at": full.peak_at, **{part: found.mean(part) for part in parts},
-        "links": dict(found.links), "ops": len(plan.compiled.graph.ops),
+        "links": dict(found.links), "ops": len(plan.compiled.graph.ops), "programs": 2 if half else 1,
     }  # fmt: skip
 
 
