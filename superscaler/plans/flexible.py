@@ -25,9 +25,7 @@ from superscaler.verbs import Cluster, Graph, InputError, Mesh, Microbatch, Spli
 @sprogram
 def flexible(graph: Graph, cluster: Cluster, choices: Any = "") -> None:
     if choices == "":
-        raise InputError(
-            "flexible needs a table; give choices=FILE.yaml, in the form that superscaler plans flexible shows."
-        )
+        raise InputError("flexible needs a table; give choices=FILE.yaml, as superscaler plans flexible shows.")
     known = {"mesh": {"copies": -1}, "microbatches": 1, "modules": {}}
     shape, microbatches, modules = table(read(choices, f"choices={choices}"), "choices: the table", known).values()
     mesh = cluster.mesh(**shape)

@@ -40,6 +40,9 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
 positive = st.floats(1e-30, 1e30)
 
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     name=st.one_of(
@@ -49,7 +52,7 @@ positive = st.floats(1e-30, 1e30)
     servers=st.integers(1, 5),
     links=st.none()
     | st.builds(Links, *[st.builds(Link, alpha=st.floats(0, 1), bandwidth=positive)] * 4, nics=st.sampled_from([1, 3])),
-    device=st.none() | st.tuples(st.integers(1, 10**15), st.dictionaries(st.text(min_size=1, max_size=5), positive)),
+    device=st.none() | st.tuples(st.integers(1, 10**15), st.dictionaries(st.sampled_from(DTYPES), positive)),
 )
 def test_every_cluster_reads_back_from_its_text(
     name: str, kind: str, servers: int, links: Links | None, device: tuple[int, dict[str, float]] | None
