@@ -300,8 +300,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "integrations/test_integrations"),
     ("samples draw by the rank that reads them", "            set_seed(number)\n", "            pass\n",
      "train/test_feed"),
-    ("Adagrad begins with sums of zero", 'for key, x in groups[0].items() if key == "initial_accumulator_value"',
-     "for key, x in ()", "train/test_schedule"),
+    ("Adagrad begins with sums of zero", "for key in CONSTRUCTED if key in groups[0]",
+     "for key in ()", "train/test_schedule"),
 )]  # fmt: skip
 
 

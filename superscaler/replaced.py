@@ -1,7 +1,8 @@
-"""Attributes of objects, and levels of loggers, replaced within a block."""
+"""Attributes of objects, levels of loggers and random numbers, replaced within a block."""
 
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,3 +35,18 @@ def quiet(level: int, *names: str) -> Iterator[None]:
     finally:
         for logger, old in before.items():
             logger.setLevel(old)
+
+
+@contextmanager
+def own_numbers(devices: Iterable[int] = ()) -> Iterator[None]:
+    """Restore the random generators of Python, numpy and torch after the block, on the CPU and on these GPUs."""
+    import numpy as np
+    import torch
+
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

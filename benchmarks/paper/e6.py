@@ -21,15 +21,13 @@ Found = dict[int, dict[str, Row | None]]
 
 def found_of(rows: Rows, window: int) -> Found:
     """Return the rows by size and system."""
-    if window == 24:
-        return {
-            size: {s: rows.get(single(small_swin(options, 24), s, parts)) for s in SINGLE}
-            for size, (options, parts) in NARROW_SIZES.items()
-        }
-    return {
-        size: {s: too_large(size, s) or rows.get(single(small_swin(options, 48), s, parts)) for s in SINGLE}
-        for size, (options, parts) in SWIN_SIZES.items()
-    }
+    sizes = NARROW_SIZES if window == 24 else SWIN_SIZES
+
+    def row(size: int, options: str, parts: int, system: str) -> Row | None:
+        known = too_large(size, system) if window == 48 else None
+        return known or rows.get(single(small_swin(options, window), system, parts))
+
+    return {size: {s: row(size, *found, s) for s in SINGLE} for size, found in sizes.items()}
 
 
 def scores(millions: int) -> float:

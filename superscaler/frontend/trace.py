@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -102,8 +103,8 @@ class Trace:
         if found is NotImplemented:
             return
         results: list[Any] = [writer.known.get(id(x)) for x in (found if isinstance(found, tuple) else (found,))]
-        for number, old in enumerate(outputs(node)):
-            new = results[number] if number < len(results) else None
+        olds = outputs(node)
+        for number, (old, new) in enumerate(zip_longest(olds, results[: len(olds)])):
             if new is None and old.users:
                 raise CaptureError(
                     f"{place_of(node)} reads result {number} of {node.target}, which is not captured; for a mask, "

@@ -17,7 +17,7 @@ from superscaler.frontend.results import RESULT
 from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
 from superscaler.ir.model import Optimizer, TensorKind
 from superscaler.ops.table import row_of
-from superscaler.specs.options import CLASS, OPTIMIZERS, WHOLE, by_looks
+from superscaler.specs.options import CLASS, CONSTRUCTED, OPTIMIZERS, WHOLE, by_looks
 
 _DETACH = "aten.detach.default"
 
@@ -182,8 +182,7 @@ def read_optimizer(
                 )
             if parameter.requires_grad:
                 groups[names[id(parameter)]] = number
-    # Adagrad takes this from its own arguments, whatever a group has.
-    more = {key: x for key, x in optimizer.defaults.items() if key == "initial_accumulator_value"}
+    more = {key: optimizer.defaults[key] for key in CONSTRUCTED if key in optimizer.defaults}
     options = tuple(_options(type(optimizer), {**g, **more}) for g in optimizer.param_groups)
     return Training(Optimizer(kind, options, scaling), groups)
 

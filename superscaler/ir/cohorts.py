@@ -217,7 +217,7 @@ def form(device: Device) -> Hashable:
     """
     form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, w.host, len(w.box)) for w in device.weights)]
     groups: dict[object, int] = {}
-    runs = runs_of(device)
+    runs = runs_of(device.instructions)
     form += [(len(run), run.count if isinstance(run, Loop) else 1) for run in runs]
     # Two repetitions determine all.
     for i in (i for run in runs for i in ((*run.first, *run.second) if isinstance(run, Loop) else run)):

@@ -13,7 +13,7 @@ import numpy as np
 
 from superscaler.ir.fold import evenly
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Device, Instruction, Value
+from superscaler.ir.program import Instruction, Value
 
 # The least number of repetitions of a body that counts as a loop, unless fewer are asked for.
 SEEN = 3
@@ -160,7 +160,7 @@ class Rolled(Sequence[Instruction]):
 
 def kinds_of(code: Sequence[Instruction]) -> Iterator[type]:
     """Yield the kind of each instruction, without making those of loops."""
-    for run in code.runs if isinstance(code, Rolled) else (code,):
+    for run in runs_of(code):
         yield from [*map(type, run.first)] * run.count if isinstance(run, Loop) else map(type, run)
 
 
@@ -169,7 +169,7 @@ def weighted(code: Sequence[Instruction]) -> Iterator[tuple[Instruction, int]]:
 
     A number is a + k (b - a) in the k-th of n repetitions. The sum is a (n - t) + b t, where t = n (n - 1) / 2.
     """
-    for run in code.runs if isinstance(code, Rolled) else (code,):
+    for run in runs_of(code):
         if isinstance(run, Loop):
             t = run.count * (run.count - 1) // 2
             yield from zip(run.first, repeat(run.count - t))
@@ -178,9 +178,8 @@ def weighted(code: Sequence[Instruction]) -> Iterator[tuple[Instruction, int]]:
             yield from zip(run, repeat(1))
 
 
-def runs_of(device: Device) -> Sequence[Run]:
+def runs_of(code: Sequence[Instruction]) -> Sequence[Run]:
     """Return the instructions of a device as its loops and the runs between them."""
-    code = device.instructions
     return code.runs if isinstance(code, Rolled) else (tuple(code),)
 
 

@@ -89,7 +89,7 @@ def _lines(program: p.Program) -> Iterator[str]:
 def _section(devices: Sequence[p.Device]) -> Iterator[str]:
     tables: dict[tuple[Any, ...], int] = {}
     yield from _rows(zip(*(d.weights for d in devices), strict=True), tables)
-    for some in zip(*map(runs_of, devices), strict=True):
+    for some in zip(*(runs_of(device.instructions) for device in devices), strict=True):
         instructions = [run.first + run.second if isinstance(run, Loop) else run for run in some]
         if isinstance(loop := some[0], Loop):
             yield f"loop {loop.count} of {len(loop.first)}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.specs.options import CLASS, kind_of
+from superscaler.specs.options import CLASS, CONSTRUCTED, kind_of
 from superscaler.store.checkpoint import AVERAGE
 
 # More elements than the vector of any kernel, and a rate at which an update is visible.
@@ -123,8 +123,7 @@ def together(name: str, groups: Sequence[Mapping[str, Any]], is_mixed: bool = Fa
 
 
 def _made(name: str, groups: list[dict[str, Any]], is_mixed: bool) -> torch.optim.Optimizer:
-    # Adagrad makes its states when it is made, and reads this of its own arguments alone.
-    more = {key: x for key, x in groups[0].items() if key == "initial_accumulator_value"}
+    more = {key: groups[0][key] for key in CONSTRUCTED if key in groups[0]}
     if is_mixed:
         return with_copies(name)(groups, **more)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **more)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from superscaler.errors import InputError, some
+from superscaler.replaced import own_numbers
 from superscaler.runtime.batch import Batch, Padding
 from superscaler.specs.user_file import from_file
 from superscaler.store.pieces import runs
@@ -67,18 +67,6 @@ def batches(step: Step, data: Any, seed: int = 0) -> Iterator[Batch]:
     while True:
         yield at(number)
         number += 1
-
-
-@contextmanager
-def own_numbers() -> Iterator[None]:
-    """Leave the random numbers of Python, numpy and torch after the block as they were before."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 class Samples:

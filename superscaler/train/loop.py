@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
+from superscaler.replaced import own_numbers
 from superscaler.runtime.batch import Padding
 from superscaler.runtime.load import load
 from superscaler.runtime.profile import Profile
@@ -20,7 +21,7 @@ from superscaler.specs.user_file import from_file
 from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
-from superscaler.train.feed import feed, fitting, is_function, own_numbers
+from superscaler.train.feed import feed, fitting, is_function
 from superscaler.train.log import Reporter, logs_of
 from superscaler.train.schedule import advance, schedule_of
 

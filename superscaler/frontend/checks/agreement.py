@@ -8,9 +8,7 @@ current weights and buffers of the copy, so that rounding never adds up. Dropout
 from __future__ import annotations
 
 import copy
-import random
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +28,7 @@ from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.frontend.trace import source_of
 from superscaler.frontend.training import optimizers_of
+from superscaler.replaced import own_numbers
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -273,18 +272,13 @@ def _lowest(captured: Captured) -> torch.dtype:
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Restore the random generators and the buffers of a module after the block."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
     # Batch norm changes its statistics without a new version of these tensors.
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    with own_numbers(devices):
         try:
             yield
         finally:
-            random.setstate(states[0])
-            if numpy:
-                numpy.random.set_state(states[1])
             with torch.no_grad():
                 for buffer, value in buffers:
                     if not is_same(buffer, value).all():
