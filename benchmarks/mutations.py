@@ -301,7 +301,9 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("samples draw by the rank that reads them", "            set_seed(number)\n", "            pass\n",
      "train/test_feed"),
     ("Adagrad begins with sums of zero", "for key in CONSTRUCTED if key in groups[0]",
-     "for key in ()", "train/test_schedule"),
+     "for key in ()", "verify/test_eager train/test_schedule"),
+    ("all parameters have the learning rate of the first group", "_options(type(optimizer), {**g, **more})",
+     "_options(type(optimizer), {**g, **more, 'lr': optimizer.param_groups[0]['lr']})", "verify/test_eager"),
 )]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import superscaler as ss
-from superscaler.frontend.training import read_optimizer
+from superscaler.frontend.training import given_optimizers, read_optimizer
 from superscaler.models import build
 from tests.ran import equal
 
@@ -31,10 +31,12 @@ def graph_of(spec: str, optimizer: str = "AdamW", lr: float | None = None) -> ss
     if (optimizer, lr) == ("AdamW", None):
         return captured_with(spec, optimizer)
     once = graph_of(spec).captured
-    trained = read_optimizer(once.call.module, optimizer_of(once.call.module, optimizer, lr)).optimizer
+    made = optimizer_of(once.call.module, optimizer, lr)
+    trained = read_optimizer(once.call.module, made).optimizer
     ops = tuple(replace(op, target=f"ss.{trained.name}") if op.is_update else op for op in once.model.ops)
     model = replace(once.model, ops=ops, optimizer=trained)
-    return ss.Graph(model, replace(once, model=model))
+    call = replace(once.call, optimizers=given_optimizers(once.call.module, made))
+    return ss.Graph(model, replace(once, model=model, call=call))
 
 
 def captured_with(spec: str, optimizer: str) -> ss.Graph:
@@ -50,7 +52,8 @@ def optimizer_of(module: nn.Module, name: str, lr: float | None = None) -> torch
 
 def step_of(module: nn.Module, *args: Any, lr: float = 0.1, **options: Any) -> ss.Graph:
     """Return the training step of a module by SGD."""
-    return ss.capture(module, args, optimizer=torch.optim.SGD(module.parameters(), lr=lr), **options)
+    options.setdefault("optimizer", torch.optim.SGD(module.parameters(), lr=lr))
+    return ss.capture(module, args, **options)
 
 
 def assert_equal(graph: ss.Graph, plan: Any = "data_parallel", cluster: int = 2) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
 from superscaler.frontend.rewrites.several_losses import separate
 from superscaler.frontend.trace import Trace, base_of, read
-from superscaler.frontend.training import Optimizers, Training, read_optimizers
+from superscaler.frontend.training import Given, Optimizers, Training, given_optimizers, read_optimizers
 from superscaler.ir.model import Model, Optimizer
 from superscaler.specs.options import WHOLE
 from superscaler.specs.reads import watched
@@ -40,8 +40,8 @@ from superscaler.timing import timed, without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """The captured call of a module, its autocast, the modes of its submodules, and the updated parameters. For several
-    losses, also their keys, and for each parameter the output that is its loss.
+    """The captured call of a module, its autocast, the modes of its submodules, and the optimizers as the user made
+    them. For several losses, also their keys, and for each parameter the output that is its loss.
     """
 
     module: nn.Module
@@ -50,9 +50,14 @@ class Call:
     inputs: Inputs
     training: tuple[bool, ...]
     autocast: Autocast | None = None
-    updated: frozenset[str] = frozenset()
+    optimizers: tuple[Given, ...] = ()
     losses: tuple[Any, ...] = ()
     loss_of: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def updated(self) -> frozenset[str]:
+        """Return the names of the parameters that the optimizers have."""
+        return frozenset(name for one in self.optimizers for _, names in one.groups for name in names)
 
     def batch(self) -> dict[str, Tensor]:
         """Return the example inputs by their exported names, in export's order."""
@@ -122,6 +127,7 @@ def capture(
     device = _device(module)
     cast = read_autocast(autocast, device.type)
     training = read_optimizers(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})
+    made = given_optimizers(module, optimizer) if is_trained else ()
     is_kept = is_kept or bool(training.losses)
     refuse_shared(module, training.groups)
     if precision is not None:
@@ -164,7 +170,7 @@ def capture(
     _warn_of_underflow(model)
     modes = tuple(m.training for m in module.modules())
     given, losses = (tuple(args), dict(kwargs or {})), (training.losses, training.of_pieces(model.segments).loss_of)
-    call = Call(module, *given, names, modes, cast, frozenset(training.groups), *losses)
+    call = Call(module, *given, names, modes, cast, made, *losses)
     captured = Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model), checked)
     if is_new and check:
         with timed(seconds, "check"), torch.autocast(device.type, enabled=False):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
+from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError, unknown
 from superscaler.frontend.refusals import line_of
@@ -105,6 +106,46 @@ class Training:
         groups = {piece: self.groups[whole] for piece, whole in of.items() if whole in self.groups}
         losses = {piece: self.loss_of[whole] for piece, whole in of.items() if whole in self.loss_of}
         return replace(self, groups=self.groups | groups, loss_of=self.loss_of | losses)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An optimizer as the user made it: its class and arguments, and the options and names of each parameter group.
+
+    It is no part of the model, so that `verify` does not depend on what capture reads of an optimizer.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+
+    def over(self, slices: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer | None:
+        """Return a new optimizer of the class over slices of its parameters, by name; None if there are none."""
+        groups = [
+            {**options, "params": params}
+            for options, names in self.groups
+            if (params := [piece for name in names for piece in slices.get(name, ())])
+        ]
+        return self.kind(groups, **self.arguments) if groups else None  # type: ignore[call-arg, arg-type]
+
+
+def given_optimizers(module: nn.Module, optimizer: Optimizers | None) -> tuple[Given, ...]:
+    """Return each optimizer of a step as the user made it, with the options that it has now."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    if optimizer is None:
+        return (Given(torch.optim.SGD, dict(_DEFAULT.groups[0]), [({}, list(names.values()))]),)
+    found = []
+    for _, one in optimizers_of(optimizer):
+        known = inspect.signature(type(one)).parameters
+        groups = [(_now(group), [names[id(p)] for p in group["params"]]) for group in one.param_groups]
+        found.append(Given(type(one), _now({key: x for key, x in one.defaults.items() if key in known}), groups))
+    return tuple(found)
+
+
+def _now(options: Mapping[str, Any]) -> Any:
+    """Return options without parameters, and without tensors, which a schedule changes in place."""
+    kept = {key: x for key, x in options.items() if key not in ("params", "param_names")}
+    return pytree.tree_map_only(Tensor, Tensor.item, kept)
 
 
 def read_optimizers(

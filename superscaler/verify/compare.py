@@ -16,7 +16,6 @@ from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
 from superscaler.replaced import replaced
 from superscaler.runtime.executor import Rank, put, take
-from superscaler.runtime.optimizer import together
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
 
@@ -82,23 +81,24 @@ class Comparison:
         self.known = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         self.errors = Errors()
         self.steps = 0
-        self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if op.is_update}
+        self.updated = {op.inputs[0].tensor for op in self.model.ops if op.is_update}
         self.weights = [exact.program.weights(rank) for rank in range(exact.program.world)]
         self.trained = [self._trained_slices(weights) for weights in self.weights]
 
-    def _trained_slices(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:
-        """Return slices of a device's trained weights, or their float32 copies, and torch's optimizer over them."""
-        optimizer = self.model.optimizer
-        members: list[list[Tensor]] = [[] for _ in optimizer.groups]
-        found = {}
+    def _trained_slices(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], list[torch.optim.Optimizer]]:
+        """Return slices of a device's trained weights, or their float32 copies, and the user's optimizers over them.
+
+        These are made as the user made them, by torch alone: by none of the code that makes those of ranks.
+        """
+        found, by_name = {}, defaultdict[str, list[Tensor]](list)
         for weight in weights:
-            if weight.tensor in self.groups:
+            if weight.tensor in self.updated:
                 piece = self._slice(self.known, weight).clone()
-                piece = piece.float() if optimizer.has_copy(self.model.tensors[weight.tensor].dtype) else piece
-                found[str(weight.name)] = piece.requires_grad_()
-                members[self.groups[weight.tensor]].append(piece)
-        groups = [{"params": p, **dict(g)} for p, g in zip(members, optimizer.groups, strict=True) if p]
-        return found, together(optimizer.name, groups) if groups else None
+                is_copied = self.model.optimizer.has_copy(self.model.tensors[weight.tensor].dtype)
+                found[str(weight.name)] = piece = (piece.float() if is_copied else piece).requires_grad_()
+                by_name[self.model.segments.get(weight.tensor, (weight.tensor,))[0]].append(piece)
+        made = (given.over(by_name) for given in self.exact.graph.captured.call.optimizers)
+        return found, [one for one in made if one is not None]
 
     def _slice(self, whole: Values, weight: Weight) -> Tensor:
         return take(whole[weight.tensor], slots_of(self.model, weight.tensor), weight.box)
@@ -154,7 +154,7 @@ class Comparison:
             home = name.rpartition(".")[0]
             near[home] = max(near[home], FLOOR * largest(value))
         placed = set()
-        for rank, (slices, optimizer) in enumerate(self.trained):
+        for rank, (slices, optimizers) in enumerate(self.trained):
             for name, weight in ((str(w.name), w) for w in self.weights[rank]):
                 if name in slices:
                     if slices[name].dtype == self.known[weight.tensor].dtype:
@@ -162,8 +162,9 @@ class Comparison:
                     has_none = expected.gradients.get(weight.tensor) is None
                     given = None if has_none else results[rank].gradients.get(name)
                     slices[name].grad = None if given is None else given.to(slices[name].dtype)
-            if optimizer is not None:
+            for optimizer in optimizers:
                 optimizer.step()
+            states = {piece: state for optimizer in optimizers for piece, state in optimizer.state.items()}
             for name, weight in ((str(w.name), w) for w in self.weights[rank]):
                 placed.add(weight.tensor)
                 state = dict(results[rank].state.get(name, {}))
@@ -175,8 +176,8 @@ class Comparison:
                     floor = near[weight.tensor.rpartition(".")[0]]
                 error = relative_error(results[rank].weights[name], want, whole, floor)
                 self._found("parameter_error", error, weight, rank, "after its update ", here)
-                if name in slices and optimizer is not None:
-                    error = _state_error(state, optimizer.state[slices[name]])
+                if name in slices:
+                    error = _state_error(state, states.get(slices[name], {}))
                     self._found("parameter_error", error, weight, rank, "the optimizer's state of ", here)
         for name in expected.buffers.keys() - placed:
             self.errors.add("parameter_error", float("inf"), name, f"{name}, a buffer that the module changes{here},")

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.frontend import training
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
+from superscaler.runtime import optimizer
 from superscaler.verify.eager import Eager, _grouped
 from tests.frontend.examples import Net, gpt2, llama, tokens
 from tests.graphs import assert_equal, step_of
@@ -190,6 +192,32 @@ def test_what_capture_gets_wrong_is_its_fault(other: Callable[[Any, Tensor], Ten
     assert result["first_difference"].startswith("the captured graph is not the module: ")
     assert message in result["first_difference"]
     assert result["first_difference"].endswith("; the plan equals the graph")
+
+
+def forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Capture and the ranks leave out an option that only the constructor reads."""
+    patch.setattr(training, "CONSTRUCTED", ())
+    patch.setattr(optimizer, "CONSTRUCTED", ())
+
+
+def of_one_group(patch: pytest.MonkeyPatch) -> None:
+    """All parameters have the options of the first group."""
+    plain = training._options
+    patch.setattr(training, "_options", lambda kind, group: plain(kind, {**group, "lr": 0.1}))
+
+
+@pytest.mark.parametrize("fault", [None, forgotten, of_one_group])
+def test_the_reference_has_the_users_optimizer(
+    fault: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault is not None:
+        fault(monkeypatch)
+    module = Net(lambda m, h: h)
+    groups: Any = [{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(module.parameters())]
+    graph = step_of(module, torch.randn(4, 8), optimizer=torch.optim.Adagrad(groups, initial_accumulator_value=0.3))
+    found = ss.compile(graph, "data_parallel", "local:2").verify()
+    assert found["equal"] == (fault is None)
+    assert found["first_difference"].startswith("after its update " if fault else "")
 
 
 def test_a_module_without_data_is_compared_with_its_export() -> None:
