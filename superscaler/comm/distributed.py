@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from queue import Queue
 from threading import Thread
 from typing import Any, NoReturn
@@ -222,8 +223,9 @@ class DistributedCommunicator(c.Communicator):
         mine = _bytes(x.detach().contiguous())
 
         def finish() -> Tensor:
-            if dim == 0 and group == tuple(sorted(group)) and x.dim():
-                return gathered.flatten(0, 1)
+            # Chunks with nothing above 1 before their dim lie as they are joined.
+            if x.dim() and prod(x.shape[:dim]) == 1 and group == tuple(sorted(group)):
+                return gathered.view([-1 if at == dim % x.dim() else size for at, size in enumerate(x.shape)])
             return c.join(c.to_plan_order(gathered, group), dim)
 
         if root is None:

@@ -222,6 +222,10 @@ class CollectiveArg:
         chunks = 1 if self.take >= 0 else len(self.sizes)
         return prod(self.view) // self.view[slot] * max(self.sizes) * chunks if self.sizes else prod(self.view)
 
+    def leads(self, slot: int) -> bool:
+        """Return whether the chunks of a slot lie in memory one after the other, or the slot is none."""
+        return prod(self.view[: max(slot, 0)]) == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:

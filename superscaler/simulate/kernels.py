@@ -316,7 +316,8 @@ def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:
     """Return the copies into the buffer of a collective, and the work on each result, as `comm/buckets.py` has them."""
     # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
     is_read = i.kind.endswith("gather") and not found.shared
-    is_plain = len(i.ways) == 1 and max(i.ways[0].take, i.ways[0].give) <= 0
+    first = i.ways[0]
+    is_plain = len(i.ways) == 1 and first.leads(first.take if first.give < 0 else first.give)
     into = () if is_read or is_plain else tuple(k for way in i.ways for k in _copied(((way.elements,), i.dtype)))
     after = [_copied((way.shape, i.dtype)) if found.made else () for way in i.ways]
     if i.wide and i.kind == "reduce_scatter":

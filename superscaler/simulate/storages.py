@@ -183,14 +183,16 @@ def buffers(i: Collective, place: int) -> Buffers:
         case "reduce_scatter":
             return _scattered(i, is_one, ascending, given, flat, block(flat // p))
         case _:
-            # Chunks of the first dim, in the order of the ranks, lie in memory as they are sent.
-            is_read = way.give == 0 and ascending
-            return Buffers(flat if way.give else 0, shared=flat * (2 - is_read), made=results, sources=is_read)
+            # Chunks that lie one after the other, in the order of the ranks, are sent as they are.
+            is_read = way.leads(way.give) and ascending
+            return Buffers(
+                0 if way.leads(way.give) else flat, shared=flat * (2 - is_read), made=results, sources=is_read
+            )
 
 
 def _scattered(i: Collective, is_one: bool, ascending: bool, given: Sequence[int], flat: int, result: int) -> Buffers:
-    # Chunks of another dim than the first are copied; those that do not lie in the order of the ranks are stacked.
-    copied = sum(size for size, way in zip(given, i.ways, strict=True) if way.give or way.sizes)
+    # Chunks that do not lie one after the other are copied; those in another order than the ranks are stacked.
+    copied = sum(size for size, way in zip(given, i.ways, strict=True) if not way.leads(way.give) or way.sizes)
     if not is_one:
         # The copies are joined, and freed before the result is made.
         return Buffers(max(copied - result, 0 if ascending else flat), shared=flat, result=result)
@@ -204,7 +206,7 @@ def _gathered(i: Collective, p: int, is_one: bool, ascending: bool, flat: int, r
         return Buffers(shared=flat, last=p * flat, made=results)
     if way.sizes:
         return Buffers(shared=flat if _is_padded(way) else 0, last=p * flat, made=results, sources=True)
-    if way.take == 0 and ascending:
+    if way.leads(way.take) and ascending:
         return Buffers(result=p * flat, sources=True)
     return Buffers(last=p * flat, made=results, sources=True)
 

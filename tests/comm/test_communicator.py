@@ -55,6 +55,11 @@ def check_collectives(comm: Communicator, group: Group) -> None:
             expected = torch.cat([inputs[r].chunk(n, 1 - dim)[k] for r in group], dim)
             assert torch.equal(exchanged.wait(), expected)
             assert exchanged.wait() is exchanged.wait()
+        # Nothing before dim 1 is above 1: chunks lie as they are joined.
+        row, rows = comm.all_gather(x[None], group, 1).wait(), torch.cat([inputs[r] for r in group])[None]
+        assert torch.equal(row, rows)
+        if isinstance(comm, DistributedCommunicator) and len(group) > 1 and group == tuple(sorted(group)):
+            assert row._is_view()
         given = x if comm.rank == group[-1] else None
         assert torch.equal(comm.broadcast(given, group[-1], group, x.shape, dtype).wait(), inputs[group[-1]])
         if dtype != torch.bool:

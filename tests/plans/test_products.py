@@ -94,8 +94,8 @@ def test_what_recomputes_leaves_the_devices_to_others(spec: str, sizes: str, mon
     [
         ("data_parallel:2", "mesh data_parallel=2 needs 2 devices, but there are 4; make the two numbers equal"),
         ("data_parallel:3 x zero", "mesh data_parallel=3,zero=-1: 3 does not divide the 4 devices; choose 1, 2 or 4"),
-        ("data_parallel x zero x recompute", "mesh data_parallel=-1,zero=-1,recompute=1: every size"),
-        ("data_parallel x zero", "every size must be at least 1, and one may be -1"),
+        ("data_parallel x zero x recompute", "data_parallel and zero have no number of devices"),
+        ("data_parallel x zero", "data_parallel and zero have no number of devices; write it for all but one, as data"),
         ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; choose one, of the product of the two numbers"),
         ("single x zero", "single says where everything is; only plans along one axis have a product"),
         ("hybrid:2", "'hybrid:2': hybrid says where everything is"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -74,6 +75,19 @@ def test_a_bucket_is_copied_in_and_each_result_out() -> None:
     waits = {i.work: kernels[i] for i in kernels if isinstance(i, Wait)}
     shapes = [[(k.name, *k.outputs) for k in waits[work]] for work in bucket.works]
     assert shapes == [[("copy_", (way.shape, "float32"))] for way in bucket.ways]
+
+
+@pytest.mark.parametrize(("plan", "copies"), [("", {"copy_"}), ("gradient_accumulation:1,microbatches=2 x ", set())])
+def test_what_is_gathered_along_the_sequence_is_copied_unless_the_batch_is_one(plan: str, copies: set[str]) -> None:
+    graph = graph_of("gpt2:size=tiny,batch=2")
+    program = ss.compile(graph, f"{plan}sequence_parallel", "local:2").compiled.program
+    device = program.devices[0]
+    kernels = dict(zip(device.instructions[:], Works(program).of(device), strict=True))
+    exchanges = [i for i in kernels if isinstance(i, Collective) and i.dtype == "float32" and len(i.ways[0].view) == 3]
+    started = {work for i in exchanges for work in i.works}
+    waits = [i for i in kernels if isinstance(i, Wait) and i.work in started]
+    assert {i.kind for i in exchanges} == {"all_gather", "reduce_scatter"}
+    assert {k.name for i in (*exchanges, *waits) for k in kernels[i]} == copies
 
 
 def test_the_peak_of_a_work_depends_on_what_others_hold() -> None:

@@ -71,7 +71,7 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     """Return the sProgram that cuts along several axes, the outer first: per name the size and the plan along it.
 
     One size may be -1: the devices that the others leave. If several are, plans that recompute get 1. Raises InputError
-    for a plan that is not along one axis.
+    for a plan that is not along one axis, or if several sizes are still -1.
     """
     whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]
     if whole:
@@ -79,6 +79,11 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     sizes = {name: size for name, (size, _) in terms.items()}
     for name in (name for name in reversed([*terms]) if sizes[name] == -1 and _mark(terms[name][1], "recomputes")):
         sizes[name] = 1 if [*sizes.values()].count(-1) > 1 else -1
+    unsized = [name for name, size in sizes.items() if size == -1]
+    if len(unsized) > 1:
+        raise InputError(
+            f"'{spec}': {' and '.join(unsized)} have no number of devices; write it for all but one, as {unsized[0]}:2."
+        )
 
     def run(graph: Graph, cluster: Cluster) -> None:
         mesh = cluster.mesh(**sizes)
