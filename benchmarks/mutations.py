@@ -301,6 +301,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      '"""Take the options that schedules have set."""\n        return\n', "train/test_schedule"),
     ("frozen weights are trained", "if p.requires_grad else -1 for p in self._module", "for p in self._module",
      "integrations/test_integrations"),
+    ("weights that one rank reads are not put", "            if any(reads):", "            if all(reads):",
+     "integrations/test_integrations"),
     ("samples draw by the rank that reads them", "            set_seed(number)\n", "            pass\n",
      "train/test_feed"),
     ("Adagrad begins with sums of zero", "for key in CONSTRUCTED if key in groups[0]",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import proxy
 
 import torch
 import transformers
@@ -13,12 +14,17 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
-from superscaler.integrations.planned import Planned, put
+from superscaler.integrations.planned import Planned, put, users, warn_of_stale
 
 # In the folder of the run.
 _FOLDER = "plan"
 # The input of a plan that is the Trainer's count of labels.
 _COUNT = "num_items_in_batch"
+# Events of callbacks between steps, where the model has older weights, and those around an epoch's end.
+_STEPS = (
+    "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_log"
+)  # fmt: skip
+_EPOCHS = ("on_epoch_end", "on_epoch_begin")
 
 
 class Trainer(transformers.Trainer):
@@ -27,13 +33,15 @@ class Trainer(transformers.Trainer):
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. The loss is that of
     `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
     Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
-    rank. Raises InputError for gradient accumulation and fp16.
+    rank. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of an epoch or of
+    the training; at other events after `put_weights`. Raises InputError for gradient accumulation and fp16.
     """
 
     def __init__(self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._plan, self._cluster = plan, cluster
         self._planned: Planned | None = None
+        self.callback_handler.callbacks.insert(0, _First(self))
         if self.args.gradient_accumulation_steps != 1:
             raise InputError(
                 "gradient_accumulation_steps must be 1 under a plan: give a larger batch, and the plan "
@@ -95,6 +103,15 @@ class Trainer(transformers.Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return None if self._planned is None or self._planned.step is None else self._planned.step.last_norm
 
+    def put_weights(self) -> None:
+        """Set the trained weights and states in the model and the optimizer of each rank; all ranks call this."""
+        put(self._planned)
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Save the model with the trained weights."""
+        put(self._planned)
+        super().save_model(*args, **options)
+
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:
         put(self._planned)
         super()._save_checkpoint(*args, **options)
@@ -107,3 +124,23 @@ class Trainer(transformers.Trainer):
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         put(self._planned)
         return super()._finalize_training(*args, **options)
+
+
+class _First(transformers.TrainerCallback):
+    """The callback before all others, which gives the model of a Trainer the trained weights."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        # A cycle would keep the processes' groups up to the end of Python.
+        self._trainer = proxy(trainer)
+
+    def _users(self, events: Sequence[str]) -> list[str]:
+        return users(self._trainer.callback_handler.callbacks, events, "transformers")
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Say which callbacks get older weights."""
+        warn_of_stale(self._users(_STEPS), "trainer.put_weights()")
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Give the model the trained weights if a callback may read them."""
+        if self._trainer._planned is not None:
+            self._trainer._planned.put_if(bool(self._users(_EPOCHS)))

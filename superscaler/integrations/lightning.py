@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import proxy
 
 import numpy as np
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.integrations.planned import Planned, put
+from superscaler.integrations.planned import Planned, put, users, warn_of_stale
 
 # In the folder of the run.
 _FOLDER = "plan"
+# Hooks between steps, where the module has older weights, and those around an epoch's end.
+_STEPS = (
+    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_before_zero_grad", "on_train_batch_end",
+)  # fmt: skip
+_EPOCHS = ("on_train_epoch_end", "on_train_epoch_start")
+# Lightning's callbacks that read or change weights between steps.
+_REFUSED = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 _AUTOCAST = {"32-true": None, "bf16-mixed": "bf16"}
 
 
@@ -27,7 +37,9 @@ class PlanStrategy(DDPStrategy):
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `training_step` of the
     module is captured, with the tensors that it logs, for the first batch number that it gets. The batches of the
     module's loader are the global ones. Callbacks, loggers, schedules and checkpoints are Lightning's own. Validation
-    runs in the whole module on each rank. Raises InputError for loops that no plan can run: see `_check`.
+    runs in the whole module on each rank. Callbacks find the trained weights in the module at a validation, a
+    checkpoint and the end of an epoch or of the training; in other hooks after `put_weights`. Raises InputError for
+    loops that no plan can run: see `_check`.
     """
 
     def __init__(self, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
@@ -44,6 +56,12 @@ class PlanStrategy(DDPStrategy):
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         super().setup(trainer)
+        if not any(isinstance(one, _First) for one in trainer.callbacks):
+            trainer.callbacks.insert(0, _First(self))
+
+    def put_weights(self) -> None:
+        """Set the trained weights and states in the module and the optimizer of each rank; all ranks call this."""
+        put(self._planned)
 
     def configure_ddp(self) -> None:
         """Leave the module as it is: nothing sums its gradients."""
@@ -105,6 +123,15 @@ class PlanStrategy(DDPStrategy):
                 trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value",
                 "clipping by value; clip by the norm",
             ),
+            *(
+                (
+                    isinstance(one, getattr(callbacks, name, ())),
+                    f"{type(one).__name__}, which reads or changes weights "
+                    "between steps; leave it out, or write the loop yourself",
+                )
+                for one in trainer.callbacks
+                for name in _REFUSED
+            ),
             (trainer.precision not in _AUTOCAST, f"precision {trainer.precision}; take one of {', '.join(_AUTOCAST)}"),
         ):
             if is_wrong:
@@ -119,10 +146,30 @@ class PlanStrategy(DDPStrategy):
         put(self._planned)
         return super().lightning_module_state_dict()
 
-    def on_validation_start(self) -> None:
-        """Give the module the trained weights."""
-        put(self._planned)
 
-    def on_train_end(self) -> None:
+class _First(callbacks.Callback):
+    """The callback before all others, which gives the module the trained weights. The hooks of a strategy run last."""
+
+    def __init__(self, strategy: PlanStrategy) -> None:
+        # A cycle would keep the processes' groups up to the end of Python.
+        self._strategy = proxy(strategy)
+
+    def _users(self, events: Sequence[str]) -> list[str]:
+        return users((*self._strategy._trainer.callbacks, self._strategy.lightning_module), events, "lightning")
+
+    def on_train_start(self, *_: Any) -> None:
+        """Say which hooks get older weights."""
+        warn_of_stale(self._users(_STEPS), "trainer.strategy.put_weights()")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Give the module the trained weights if a hook may read them."""
+        if self._strategy._planned is not None:
+            self._strategy._planned.put_if(bool(self._users(_EPOCHS)))
+
+    def on_validation_start(self, *_: Any) -> None:
         """Give the module the trained weights."""
-        put(self._planned)
+        self._strategy.put_weights()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Give the module the trained weights."""
+        self._strategy.put_weights()

@@ -8,9 +8,10 @@ that checkpoints are the loop's own.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ class Planned:
         if self.step is not None and self._is_stale:
             state.put(self.step, self._around, self._optimizer)
         self._is_stale = False
+
+    def put_if(self, is_read: bool) -> None:
+        """Put the weights if they are read on any rank; all ranks call this."""
+        if self.step is not None and self._is_stale:
+            reads = [False] * dist.get_world_size()
+            dist.all_gather_object(reads, is_read)
+            if any(reads):
+                self.put()
 
     @property
     def _around(self) -> nn.Module:
@@ -145,6 +154,28 @@ def put(planned: Planned | None) -> None:
     """Set the trained weights and states as `Planned.put` does, if a step was made."""
     if planned is not None:
         planned.put()
+
+
+def users(objects: Iterable[object], events: Sequence[str], library: str) -> list[str]:
+    """Return the events of objects, as `Class.event`, that are no functions of the library itself."""
+    found = ((one, event, getattr(one, event, None)) for one in objects for event in events)
+    own = re.compile(rf"({library}|superscaler)\b")
+    return [
+        f"{type(one).__name__}.{event}"
+        for one, event, function in found
+        if function is not None and not own.match(getattr(function, "__module__", ""))
+    ]
+
+
+def warn_of_stale(found: Sequence[str], put: str) -> None:
+    """Log once which of the user's functions get older weights, and the call that puts the present ones."""
+    if found and os.environ.get("RANK", "0") == "0":
+        _LOG.warning(
+            "%s: the module has older weights there, since a plan trains its own, of the last evaluation, checkpoint, "
+            "or end of an epoch with a callback. To read the present ones, call %s on all ranks; changes are lost.",
+            ", ".join(found),
+            put,
+        )
 
 
 class _Loss(nn.Module):

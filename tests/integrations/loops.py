@@ -42,6 +42,10 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids.sum() % 2 if self.has_classes else ids}
 
 
+def size_of(module: nn.Module) -> float:
+    return sum(float(p.detach().norm()) for name, p in module.named_parameters() if name != "0.bias")
+
+
 def own(plans: list[str], folder: Path) -> list[float]:
     """Return the largest differences of losses, weights and states from a plain loop, with a last batch of two rows, a
     step without the last layer's weights, and options that change.
@@ -75,6 +79,9 @@ def own(plans: list[str], folder: Path) -> list[float]:
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             theirs.step()
             found.append(float((planned(batch, 1.0) - loss).abs()))
+            if turn == 2:
+                planned.put_if(os.environ["RANK"] == "1")
+                found.append(abs(size_of(layers) - size_of(plain)))
         planned.put()
     pairs = zip(layers.state_dict().values(), plain.state_dict().values(), strict=True)
     # Adam makes noise of the bias before the norm, whose gradient is zero, but for this.
@@ -109,6 +116,9 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = state.global_step == stop
 
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            state.log_history.append({"weights": size_of(given["model"])})
+
     kept: dict[str, Any] = {"train_dataset": Tokens(kind != "gpt2"), "eval_dataset": Tokens(kind != "gpt2")}
     if plan == "none":
         trainer = hf.Trainer(model, args, callbacks=[Stop()], **kept)
@@ -117,7 +127,7 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
 
         trainer = Trainer(model, args, callbacks=[Stop()], **kept, plan=plan)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
-    names = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    names = ("loss", "eval_loss", "grad_norm", "learning_rate", "weights")
     return [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
 
 
@@ -154,6 +164,9 @@ def lightning(kind: str, plan: str, folder: Path, stop: int) -> Log:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             log.append({name: float(trainer.callback_metrics[name]) for name in ("loss", "right")})
             log[-1]["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            log.append({"weights": size_of(module)})
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
             log.append({"eval_loss": float(trainer.callback_metrics["eval_loss"])})

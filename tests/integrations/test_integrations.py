@@ -60,3 +60,7 @@ def test_trainers_train_and_resume_as_on_one_device(
     assert len(losses) == 8
     assert losses == [pytest.approx(e, rel=2e-5, abs=1e-6) for e in expected if "loss" in e]
     assert [e for e in found if "eval_loss" in e][-1] == pytest.approx([e for e in expected if "eval_loss" in e][-1])
+    # What callbacks find in the module at the end of an epoch, or at a validation.
+    sizes = [e for e in found if "weights" in e]
+    assert len(sizes) == 2
+    assert sizes == [pytest.approx(e, rel=1e-4) for e in expected if "weights" in e]
