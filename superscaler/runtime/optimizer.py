@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.specs.options import CLASS, CONSTRUCTED, kind_of
+from superscaler.specs.options import CONSTRUCTED, kind_of
 from superscaler.store.checkpoint import AVERAGE
 
 # More elements than the vector of any kernel, and a rate at which an update is visible.
@@ -24,8 +24,6 @@ ROUNDING = 4 * torch.finfo(torch.float32).eps
 # On a GPU torch updates all weights in one list, and makes lists of temporary tensors. Lists of so many bytes of
 # float32 are as fast. The fused kernel of Adam, which makes none, takes 1 - 0.999 for 0.00099999 there (torch 2.11).
 LISTED = 1 << 28
-# Options that a plan chooses, or that no schedule changes.
-CHOSEN = (CLASS, "params", "fused", "foreach", "capturable", "differentiable")
 
 
 class WithCopies(torch.optim.Optimizer):

@@ -23,6 +23,8 @@ OPTIMIZERS = {
 }  # fmt: skip
 # The option of a parameter group that names its optimizer, where a step has several.
 CLASS = "class"
+# Options that a plan chooses, or that no schedule changes.
+CHOSEN = (CLASS, "params", "fused", "foreach", "capturable", "differentiable")
 # Options that an optimizer takes from its own arguments, whatever a parameter group has: Adagrad's first states.
 CONSTRUCTED = ("initial_accumulator_value",)
 # 16-bit dtypes of autocast and of weights.

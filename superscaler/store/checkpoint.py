@@ -75,12 +75,14 @@ class Entry(Checked):
 
 
 class OptimizerEntry(Checked):
-    """The optimizer. `options`: of each parameter group those that differ from the plan's; none if all are equal."""
+    """The optimizer. `options`: of each parameter group, but `lr`; checkpoints of older versions lack those of the
+    plan.
+    """
 
     name: Name
     lr: list[Rate]
     precision: Literal["", "bf16", "fp16"] = ""
-    options: list[dict[Name, bool | FiniteFloat | list[FiniteFloat] | None]] = Field(default_factory=list)
+    options: list[dict[Name, bool | int | FiniteFloat | list[FiniteFloat] | Name | None]] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

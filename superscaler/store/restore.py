@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.specs.options import CHOSEN
 from superscaler.store.checkpoint import AVERAGE
 from superscaler.store.pieces import located, whole
 from superscaler.store.save import TrainingStep
@@ -47,11 +48,8 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     set_states(step, states)
     if step.state.scaler and head["scaler"]:
         step.state.scaler.load_state_dict(head["scaler"])
-    if kept := head["optimizer"]:
-        planned = step.plan["optimizer"]["groups"]
-        changed = kept.get("options") or [{}] * len(planned)
-        rows = zip(planned, changed, kept["lr"], strict=True)
-        step.set_options([{**group, **more, "lr": rate} for group, more, rate in rows])
+    if head["optimizer"]:
+        step.set_options(_options(step, head["optimizer"]))
     step.state.steps = head["step"]
     step.state.seed = step.state.seed if head["seed"] is None else head["seed"]
     return head
@@ -107,14 +105,24 @@ def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
         )
 
 
-def _state_names(step: TrainingStep, group: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
-    """Return the names of the optimizer's state of a weight after a step."""
+def _options(step: TrainingStep, kept: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each parameter group: as in torch, those of the checkpoint, where it has them."""
+    planned = step.plan["optimizer"]["groups"]
+    rows = zip(planned, kept.get("options") or [{}] * len(planned), kept["lr"], strict=True)
+    return [{**group, **{key: x for key, x in more.items() if key in group}, "lr": rate} for group, more, rate in rows]
+
+
+def _state_names(
+    step: TrainingStep, group: Mapping[str, Any], options: Mapping[str, Any], dtype: torch.dtype
+) -> set[str]:
+    """Return the names of the optimizer's state of a weight after a step with these options of its group."""
     # Some take matrices only.
     weight = torch.nn.Parameter(torch.zeros(1, 1, device=step.state.device, dtype=dtype))
     # Several that step together, or the only one.
     members = getattr(step.state.optimizer, "members", [step.state.optimizer])
     (kind,) = (type(one) for one in members if any(group is own for own in one.param_groups))
-    optimizer = kind([{**group, "params": [weight]}])
+    changed = {key: x for key, x in options.items() if key not in CHOSEN}
+    optimizer = kind([{**group, **changed, "params": [weight]}])
     weight.grad = torch.ones(1, 1, device=step.state.device, dtype=weight.grad_dtype)
     optimizer.step()
     return {name for name, value in optimizer.state[weight].items() if value is not None}
@@ -175,14 +183,14 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
     not skipped. Raises InputError for a state of another optimizer.
     """
     found: dict[str, dict[str, Any]] = {}
-    made, groups = dict[tuple[int, torch.dtype], set[str]](), step.groups()
+    made, groups, head = dict[tuple[int, torch.dtype], set[str]](), step.groups(), stored.head["optimizer"]
     for entry in (entry for entry in step.state.tables["weights"] if entry["trained"]):
         name, ranges = located(step.plan, entry)
         name = next(n for n in _called(step, name) if n in stored.tensors)
         weight, number = step.state.weights[entry["name"]], entry["group"]
         key = number, weight.dtype
         if key not in made:
-            made[key] = _state_names(step, groups[number], weight.dtype)
+            made[key] = _state_names(step, groups[number], _options(step, head)[number] if head else {}, weight.dtype)
         kept, wanted = stored.tensors[name], made[key]
         counted = {key: torch.tensor(x, dtype=torch.float32) for key, x in numbers_of(kept).items()}
         own = [state for state in kept.states if state != AVERAGE or step.state.ema is not None]

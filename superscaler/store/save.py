@@ -4,7 +4,6 @@ A folder of checkpoints has one folder per checkpoint, and a file `latest` that 
 has one shard per rank, each with elements that no other shard has, and a manifest, which is written after all shards.
 """
 
-import json
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.specs.options import CHOSEN
 from superscaler.store import checkpoint
 from superscaler.store.checkpoint import CheckpointHead, commit, discard, lock, new_folder, prune, reason, write_shard
 from superscaler.store.folder import Draft, hash_without
@@ -261,12 +261,9 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
     """Return the entries of a manifest beside its tensors."""
     state, chosen, now = step.state, step.plan["optimizer"], step.options()
     more = {"precision": chosen["precision"]} if chosen.get("precision") else {}
-    # Those that a schedule has changed, as the momentum. A tuple of a plan is a list in JSON.
-    changed = [
-        {key: x for key, x in group.items() if key != "lr" and json.dumps(x) != json.dumps(planned[key])}
-        for group, planned in zip(now, chosen["groups"], strict=True)
-    ]
-    more |= {"options": changed} if any(changed) else {}
+    # As in torch, training goes on with them under a plan of others.
+    kept = [{key: x for key, x in group.items() if key not in ("lr", *CHOSEN)} for group in now]
+    more |= {"options": kept} if any(kept) else {}
     return {
         "plan": hash_without(step.plan, "manifest"),
         "world": step.world,

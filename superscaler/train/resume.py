@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from superscaler.errors import InputError, RuntimeFailure, some, unknown
 from superscaler.runtime.step import Step
 from superscaler.specs.file_errors import reading
+from superscaler.specs.options import Options
 from superscaler.store.checkpoint import POINTER_FILE
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver
@@ -145,12 +146,25 @@ def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
     if options.resume is None:
         return 0, options.seed
     check_resume(options.resume, options.steps, options.data)
-    planned = step.rates()
+    planned = step.options()
     manifest = restore(step, options.resume)
-    if step.rates() != planned and step.rank == 0:
-        say(f"note: the learning rate is that of the checkpoint, {some([str(rate) for rate in step.rates()], 3)}")
+    # A schedule follows from the plan's rate.
+    left_out = ("lr",) if options.schedule is not None or options.warmup else ()
+    if (changed := _changed(planned, step.options(), left_out)) and step.rank == 0:
+        say(f"note: the optimizer has options of the checkpoint, not of the plan: {'; '.join(changed)}")
     training = manifest["training"]
     return manifest["step"], options.seed if training is None else training["seed"]
+
+
+def _changed(planned: Sequence[Options], now: Sequence[Options], left_out: Collection[str]) -> list[str]:
+    """Return the options of parameter groups that differ from the plan's, as text, the same ones once."""
+    found = [
+        f"{key} {json.dumps(own[key])}, not {json.dumps(x)}"
+        for given, own in zip(planned, now, strict=True)
+        for key, x in given.items()
+        if key not in left_out and own[key] != x
+    ]
+    return list(dict.fromkeys(found))
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from superscaler.errors import InputError
 from superscaler.frontend.training import named_optimizer
 from superscaler.runtime.step import Step
 from superscaler.specs.options import OPTIMIZERS
+from superscaler.train.loop import parser
+from superscaler.train.resume import start_of
 from superscaler.train.schedule import advance, check_schedule, schedule_of
 from tests.ran import Around, equal, on_ranks
 
@@ -115,6 +117,45 @@ def test_a_schedule_of_torch_takes_the_step() -> None:
     (ours,) = on_ranks(ss.compile(graph, "single", "local:1"), work)
     theirs = rates(optimizer, eager)
     assert ours == (pytest.approx(theirs[0]), theirs[1])
+
+
+def test_a_resume_takes_the_options_of_the_checkpoint_as_torch_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among them the momentum, without which the plan has no state to go on from."""
+    torch.manual_seed(0)
+    module, x = make()
+    plain = copy.deepcopy(module)
+    first = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    then = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.5)
+    losses: list[float] = []
+    for optimizer in (first, first, then, then):
+        if optimizer is then:
+            then.load_state_dict(first.state_dict())
+        optimizer.zero_grad()
+        loss = plain(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        first = optimizer
+    graphs = [
+        ss.capture(module, (x,), optimizer=torch.optim.SGD(module.parameters(), lr=0.1, **more))
+        for more in ({"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5})
+    ]
+
+    def work(step: Step) -> list[float]:
+        if any(tmp_path.iterdir()):
+            start_of(step, parser().parse_args(["--resume", str(tmp_path)]))
+        found = [float(step({name: x})) for name in step.inputs for _ in range(2)]
+        step.save(tmp_path)
+        return found
+
+    plans = [ss.compile(graph, "zero:stage=1", "local:2") for graph in graphs]
+    assert [loss for plan in plans for loss in on_ranks(plan, work)[0]] == pytest.approx(losses, rel=1e-5)
+    assert capsys.readouterr().err == (
+        "note: the optimizer has options of the checkpoint, not of the plan: momentum 0.9, not 0; weight_decay 0, not "
+        "0.5; nesterov true, not false\n"
+    )
 
 
 def test_a_schedule_changes_other_options_and_goes_on_under_another_plan(tmp_path: Path) -> None:
