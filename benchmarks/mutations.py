@@ -57,6 +57,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("turns of a later iteration are an order", "return replace(self, before=self.before.later(iteration), after=",
      "return Order(where=self.where, before=self.before.later(iteration), after=", "integration/test_unroll"),
     ("an iteration updates its own weights", "else (k + 1) % count", "else k % count", "integration/test_unroll"),
+    ("updates take gradients in other microbatches", "not {count} <= found <= {1, count}", "not found <= {1, 2, 4}",
+     "integration/test_updates"),
     ("a nested cut is numbered by columns", "cell * width + k", "cell + k * width",
      "transform/test_cut transform/test_place property/test_random_plans"),
     ("data of all places move along an axis", "found[places[:, axis] > 0] &= other",

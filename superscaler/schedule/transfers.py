@@ -166,6 +166,8 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
             microbatches = edges.graph.reduced.get(port[0].name, 0)
+            if microbatches:
+                _check_microbatches(tensor, parts, microbatches)
             moved = _move(
                 edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, microbatches
             )
@@ -259,7 +261,7 @@ def _moved(
     assert isinstance(side.boxes, Produced)
     return [
         transfer
-        for some in (_by_microbatch(side.boxes, pairs, tensor, count) if count else (pairs,))
+        for some in (_by_microbatch(side.boxes, pairs) if count else (pairs,))
         for transfer in _group(tensor, kind, side.boxes, side.numbered(0), wanted, users, some, joins)
     ]
 
@@ -285,15 +287,24 @@ def _within(transfer: Transfer, number: int, slot: int, first: int, end: int) ->
     return [Transfer(transfer.tensor, transfer.kind, *part) for part in parts if part[-1]]
 
 
-def _by_microbatch(held: Produced, pairs: list[list[int]], tensor: str, count: int) -> list[list[list[int]]]:
-    microbatch = [at for _, at in held.at]
-    found = sorted({microbatch[source] for pair in pairs for source in pair})
-    if found[-1:] != [-1] and len(found) != count:
+def _check_microbatches(tensor: str, parts: Sequence[Side], count: int) -> None:
+    """Check that an update in microbatches gets its gradient in as many; a part that they do not cut, as of a penalty
+    on weights, comes once.
+    """
+    numbers = [{at for _, at in part.boxes.at} for part in parts]
+    found = {len(some) for some in numbers if some != {-1}}
+    if found and not {count} <= found <= {1, count}:
+        wrong = max(found - {count})
         raise ScheduleError(
-            f"Microbatch({count}) of the update of {tensor}, but its gradient comes in {len(found)} microbatches; "
-            f"cut the update into {len(found)} of them. In a product, give microbatches to one plan "
+            f"Microbatch({count}) of the update of {tensor}, but its gradient comes in {wrong} microbatches; "
+            f"cut the update into {wrong} of them. In a product, give microbatches to one plan "
             "only, as to the pipeline."
         )
+
+
+def _by_microbatch(held: Produced, pairs: list[list[int]]) -> list[list[list[int]]]:
+    microbatch = [at for _, at in held.at]
+    found = sorted({microbatch[source] for pair in pairs for source in pair})
     return [[[source for source in pair if microbatch[source] == at] for pair in pairs] for at in found]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import ScheduleError
@@ -122,6 +123,14 @@ def test_the_gradient_of_each_microbatch_is_reduced_into_its_slice() -> None:
 def test_microbatches_of_an_update_are_those_of_its_gradient() -> None:
     with pytest.raises(ScheduleError, match=r"Microbatch\(2\) of the update of .*, but its gradient comes in 4 micro"):
         ss.compile(graph_of("gpt2:size=tiny"), accumulated(2), "local:2")
+
+
+@pytest.mark.parametrize("plan", ["zero:stage=2,microbatches=2", "fsdp:recompute=true,microbatches=4"])
+def test_a_penalty_on_weights_is_added_once_beside_the_microbatches(plan: str) -> None:
+    def loss(module: Any, x: Tensor) -> Tensor:
+        return module.layer(x).square().mean() + 0.1 * module.layer.weight.square().sum()
+
+    equal(captured(lambda: (Around(loss, layer=nn.Linear(4, 6)), torch.randn(8, 4))), plan)
 
 
 def test_an_update_before_what_reads_its_weight_is_refused() -> None:
