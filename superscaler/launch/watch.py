@@ -4,6 +4,7 @@ It is a thread that reads the position of the rank's own thread: its line of the
 for other ranks. Each rank publishes its position every second, and watches that of the next rank.
 """
 
+import atexit
 import json
 import linecache
 import os
@@ -23,11 +24,19 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from superscaler.comm import communicator, distributed
-from superscaler.errors import RuntimeFailure
+from superscaler.errors import InputError, RuntimeFailure
 
 # Seconds between two looks; without a sign of a rank until it counts as lost; that an instruction may take at least,
 # and in the first step. Later limits are a multiple of the longest instruction before.
 LOOK, SILENCE, LEAST, FIRST, TIMES = 1.0, 15.0, 20.0, 600.0, 20.0
+# Seconds without a sign of a rank on another machine, where nobody sees whether its process runs; and the variable with
+# seconds in its place.
+ELSEWHERE, PATIENCE = 60.0, "SUPERSCALER_SILENCE"
+_RUNS = f" Its process runs, so one call holds Python's lock (GIL) for that long; {PATIENCE}=SECONDS allows more."
+_LOST = (
+    " It is stopped, its machine or the network is lost, or one call holds Python's lock (GIL), for which "
+    f"{PATIENCE}=SECONDS allows more."
+)
 # A rank in one of these files waits for others.
 _WAITS = (communicator.__file__, distributed.__file__)
 
@@ -54,21 +63,33 @@ class Watch:
         self._folder, self._progress = folder, progress
         self._thread, self._parent = threading.get_ident(), os.getppid()
         self._spot, self._longest = Spot(since=time.monotonic()), 0.0
-        self._next, self._word, self._heard = (rank + 1) % world, b"", 0.0
-        # Looks since the store last answered. A stopped process does not look, so it counts none.
-        self._silent = 0
+        self._next, self._word = (rank + 1) % world, b""
+        # Looks since the store last answered, and since the next rank had news. A process that is stopped, or has a
+        # call that holds Python's lock, does not look, so it counts none.
+        self._silent = self._unheard = 0
+        self._patience = _patience()
         # The launcher's folder, for the place where this rank was when it was killed.
         self.log: Path | None = None
         self._end = threading.Event()
+        # A store whose server is lost does not even answer that.
+        self._threads = [threading.Thread(target=f, name="watch", daemon=True) for f in (self._run, self._talk)]
 
     def close(self) -> None:
+        """End the watch, and say so to the rank before."""
+        atexit.unregister(self.close)
         self._end.set()
-        self._store.set(f"watch{self._rank}", "closed")
+        for thread in self._threads:
+            thread.join(SILENCE)
+        # A thread that is left waits for a lost store.
+        if not any(thread.is_alive() for thread in self._threads):
+            with suppress(RuntimeError):
+                self._store.set(f"watch{self._rank}", "closed")
 
     def start(self) -> None:
-        # A store whose server is lost does not even answer that.
-        for function in (self._run, self._talk):
-            threading.Thread(target=function, name="watch", daemon=True).start()
+        # Python's end aborts the process where a thread is in the store's code.
+        atexit.register(self.close)
+        for thread in self._threads:
+            thread.start()
 
     def _run(self) -> None:
         while not self._end.wait(LOOK):
@@ -92,9 +113,10 @@ class Watch:
         beats = 0
         while not self._end.wait(LOOK):
             beats += 1
-            word = {"beat": beats, "text": self._spot.text, "host": socket.gethostname(), "pid": os.getpid()}
+            spot = self._spot
+            word = {"beat": beats, "text": spot.text, "host": socket.gethostname(), "pid": os.getpid()}
             try:
-                self._store.set(f"watch{self._rank}", json.dumps(word))
+                self._store.set(f"watch{self._rank}", json.dumps(word | {"limit": self._limit(spot)}))
                 self._listen()
             except RuntimeError:
                 # The launcher keeps the store, and it is ending.
@@ -112,12 +134,15 @@ class Watch:
                 self._longest = max(self._longest, now - spot.since)
             self._spot = Spot(step, works, line, is_waiting, now, self._text(frame) if frame else Spot.text)
             return
-        limit = max(LEAST, TIMES * self._longest) if step else FIRST
-        if line and not is_waiting and now - spot.since > limit:
+        if line and not is_waiting and now - spot.since > self._limit(spot):
             _fail(
                 f"rank {self._rank} hangs: it has been at {spot.text} in step {step} for {now - spot.since:.0f} s; no "
                 f"instruction took more than {self._longest:.0f} s before."
             )
+
+    def _limit(self, spot: Spot) -> float:
+        """Return the seconds that a rank may stay in a spot: in a line of the plan, or in a call outside of it."""
+        return max(LEAST, TIMES * self._longest) if spot.step and spot.line else FIRST
 
     def _is_plan(self, frame: FrameType) -> bool:
         name = frame.f_code.co_filename
@@ -130,17 +155,40 @@ class Watch:
 
     def _listen(self) -> None:
         """Raise the alarm if the next rank has published no news for long."""
-        key, now = f"watch{self._next}", time.monotonic()
+        key = f"watch{self._next}"
         word = self._store.get(key) if self._world > 1 and self._store.check([key]) else b"closed"
-        if word != self._word or word == b"closed":
-            self._word, self._heard = word, now
-        elif now - self._heard > SILENCE:
+        self._unheard = 0 if word != self._word or word == b"closed" else self._unheard + 1
+        self._word, silent = word, self._unheard * LOOK
+        if silent > SILENCE:
             last = json.loads(word)
-            _fail(
-                f"rank {self._next} on {last['host']} does not answer: it sent nothing for {now - self._heard:.0f} s, "
-                f"and was at {last['text']} then; rank {self._rank} is at {self._spot.text}.",
-                last["pid"] if last["host"] == socket.gethostname() else None,
-            )
+            is_here = last["host"] == socket.gethostname()
+            runs = is_here and _runs(last["pid"])
+            limit = SILENCE if is_here and not runs else self._patience or (last["limit"] if runs else ELSEWHERE)
+            if silent > limit:
+                why = _RUNS if runs else "" if is_here else _LOST
+                _fail(
+                    f"rank {self._next} on {last['host']} does not answer: it sent nothing for {silent:.0f} s, and was "
+                    f"at {last['text']} then; rank {self._rank} is at {self._spot.text}.{why}",
+                    last["pid"] if is_here else None,
+                )
+
+
+def _patience() -> float | None:
+    """Return the seconds that the user allows a rank without a sign of it. Raises InputError for others."""
+    text = os.environ.get(PATIENCE, "")
+    with suppress(ValueError):
+        if not text or float(text) > 0:
+            return float(text) if text else None
+    raise InputError(f"{PATIENCE} is '{text}', but it is a number of seconds above 0, as 300.")
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process of this machine is there, and neither stopped nor ended. Only Linux tells."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "TtZX"
 
 
 def watch(rank: int, world: int, folder: str, progress: Callable[[], Progress], start: str) -> Watch | None:

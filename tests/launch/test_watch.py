@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,17 +11,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
 from kills import is_alive
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.launch import watch
 
 ROOT = Path(__file__).parents[2]
 # Trains the plan; where rank 1 has an op that takes long, that is after its second step. What must be waited for is
@@ -144,3 +148,79 @@ def test_a_rank_that_hangs_is_named_with_its_line(launches: dict[str, Launch]) -
     found = re.search(r"in step 2 for (\d+) s", text)
     assert found is not None
     assert int(found[1]) >= 3
+
+
+class Lost(Exception):
+    """What a watch does at the end: it ends the process."""
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[watch.Watch, dict[str, Any]]]:
+    """Yield the watch of rank 0, and the last word of rank 1, a process that runs; each look is a second."""
+
+    def fail(text: str, other: int | None = None) -> NoReturn:
+        raise Lost(text, other)
+
+    monkeypatch.setattr(watch, "_fail", fail)
+    process = subprocess.Popen(["sleep", "60"])
+    store, word = HashStore(), {"text": "a line", "host": socket.gethostname(), "pid": process.pid, "limit": 40.0}
+    store.set("watch1", json.dumps(word))
+    yield watch.Watch(store, 0, 2, "", lambda: (0, 0)), word
+    process.kill()
+    process.wait()
+
+
+def silent(watching: watch.Watch) -> tuple[int, str, int | None]:
+    """Return after how many looks a watch gives up, what it says, and the process that it ends."""
+    for look in range(1000):
+        try:
+            watching._listen()
+        except Lost as lost:
+            return look, *lost.args
+    raise AssertionError
+
+
+def test_a_rank_that_holds_pythons_lock_is_waited_for(listening: tuple[watch.Watch, dict[str, Any]]) -> None:
+    watching, word = listening
+    looks, text, other = silent(watching)
+    assert (looks, other) == (41, word["pid"])
+    assert "rank 1 on" in text
+    assert "Its process runs, so one call holds Python's lock (GIL)" in text
+
+
+def test_a_stopped_rank_is_not_waited_for(listening: tuple[watch.Watch, dict[str, Any]]) -> None:
+    watching, word = listening
+    os.kill(word["pid"], signal.SIGSTOP)
+    while Path(f"/proc/{word['pid']}/stat").read_text().split()[2] != "T":
+        time.sleep(0.01)
+    looks, text, _ = silent(watching)
+    assert looks == 16
+    assert "lock" not in text
+
+
+def test_a_rank_elsewhere_may_hold_the_lock_as_long_as_the_user_says(
+    listening: tuple[watch.Watch, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, word = listening
+    watching._store.set("watch1", json.dumps(word | {"host": "another"}))
+    looks, text, other = silent(watching)
+    assert (looks, other) == (61, None)
+    assert "SUPERSCALER_SILENCE=SECONDS allows more" in text
+    monkeypatch.setenv("SUPERSCALER_SILENCE", "70")
+    assert silent(watch.Watch(watching._store, 0, 2, "", lambda: (0, 0)))[0] == 71
+    monkeypatch.setenv("SUPERSCALER_SILENCE", "-1")
+    with pytest.raises(InputError, match="SUPERSCALER_SILENCE is '-1', but it is a number of seconds above 0"):
+        watch.Watch(watching._store, 0, 2, "", lambda: (0, 0))
+
+
+def test_a_watch_that_is_not_closed_ends_before_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread in the store's code aborted the process."""
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr(watch.atexit, "register", ends.append)
+    store = HashStore()
+    watching = watch.Watch(store, 0, 2, "", lambda: (0, 0))
+    watching.start()
+    (end,) = ends
+    end()
+    assert not any(thread.is_alive() for thread in watching._threads)
+    assert store.get("watch0") == b"closed"
