@@ -204,8 +204,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "train/test_checkpoint"),
     ("a message is sent to the rank itself", "if peer == self.rank or not 0 <= peer < self.world:",
      "if not 0 <= peer < self.world:", "comm/test_communicator"),
-    ("a rank that works is taken for a silent one", "and now - spot.since > self._limit(spot):", "and now - spot.since < limit:",
-     "launch/test_watch"),
+    ("a rank that works is taken for a silent one", "and now - spot.since > self._limit(spot):",
+     "and now - spot.since < self._limit(spot):", "launch/test_watch"),
     ("what both halves need is made once", "if first or times[n] > 1 or", "if first or times[n] > 2 or",
      "runtime/test_split_backward integration/test_split_backward"),
     # Verification.
@@ -308,6 +308,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "launch/test_watch"),
     ("a watch is in the store's code at Python's end", "        atexit.register(self.close)\n", "",
      "launch/test_watch"),
+    ("steps that are trained again are there twice", "(beyond if step >= start else kept)", "kept", "train/test_loop"),
     ("weights that one rank reads are not put", "            if any(reads):", "            if all(reads):",
      "integrations/test_integrations"),
     ("samples draw by the rank that reads them", "            set_seed(number)\n", "            pass\n",

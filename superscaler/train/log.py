@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource as process
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -43,10 +44,18 @@ class Log(Protocol):
 
 
 class Metrics:
-    """A file with one JSON object per line. A line that a full disk cannot take is left out with a warning."""
+    """A file with one JSON object per line. A line that a full disk cannot take is left out with a warning.
+
+    A run that goes on from step `start` first moves the lines of later steps, which it trains again, out of the file.
+    """
 
     def __init__(self, path: Path, start: int) -> None:
         self._path, self._left_out = path, 0
+        if start and path.is_file():
+            try:
+                _move_lines(path.resolve(), start)
+            except OSError as error:
+                resume.warn(f"{unwritable(f'--metrics {path}', error)}; it has steps from {start} on twice.")
         with writing(f"--metrics {path}", "name a file in a folder that you may write to"):
             self._file = path.open("ab" if start else "wb", buffering=0)
 
@@ -70,13 +79,44 @@ class Metrics:
             resume.warn(f"--metrics {self._path} is incomplete: it has no line of {self._left_out} steps.")
 
 
+def _move_lines(path: Path, start: int) -> None:
+    """Move the lines of steps from `start` on into a file beside this one, which is replaced once the other is whole.
+    Lines that are cut off, as a killed run leaves them, go there, too.
+    """
+    kept, beyond = list[bytes](), list[bytes]()
+    for line in path.read_bytes().splitlines(keepends=True):
+        step = _step_of(line) if line.endswith(b"\n") else start
+        (beyond if step >= start else kept).append(line)
+    if not beyond:
+        return
+    aside, new = path.with_name(f"{path.name}.replaced"), path.with_name(f"{path.name}.new")
+    for file, mode, lines in ((aside, "ab", [line.rstrip(b"\n") + b"\n" for line in beyond]), (new, "wb", kept)):
+        with file.open(mode) as opened:
+            opened.writelines(lines)
+            opened.flush()
+            os.fsync(opened.fileno())
+    shutil.copymode(path, new)
+    new.replace(path)
+    resume.say(f"note: {len(beyond)} lines of {path} are of steps that are trained again; they are in {aside.name} now")
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a line, -1 for a line of another form."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return -1
+    return step if isinstance(step, int) else -1
+
+
 class TensorBoard:
     """The numbers of each step as scalars, for TensorBoard."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        # It hides earlier numbers of these steps.
+        self._writer = SummaryWriter(str(folder), purge_step=start or None)  # type: ignore[no-untyped-call]
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Add the numbers of an entry; those of an evaluation keep their own names."""
@@ -117,7 +157,7 @@ def logs_of(options: Any, start: int, saved: Path | None) -> list[Log]:
     with writing(f"--run {options.run}", "name a folder that you may write to"):
         options.run.mkdir(parents=True, exist_ok=True)
     found: list[Log] = [Metrics(file, start) for file in (*files, options.run / METRICS_FILE)]
-    found += [TensorBoard(options.run)] if find_spec("tensorboard") else []
+    found += [TensorBoard(options.run, start)] if find_spec("tensorboard") else []
     return found + ([WeightsAndBiases(options.run)] if os.environ.get("WANDB_PROJECT") and find_spec("wandb") else [])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.train.log import Metrics
 from superscaler.train.loop import choose_batches, parser, train_rank
 
 
@@ -134,3 +135,21 @@ def test_an_empty_path_is_not_the_current_directory(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit, match="2"):
             parser().parse_args([option, ""])
         assert f"argument {option}: it is empty; '.' is the current folder" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was killed while it wrote a line of a step after its last checkpoint; a line of the user's own stays."""
+    file, link = tmp_path / "metrics", tmp_path / "link"
+    lines = [f'{{"step": {step}, "loss": {step}}}\n' for step in range(5)]
+    file.write_text("a note\n" + "".join(lines[:3]) + '{"step": 1, "evaluation": {}}\n' + lines[3] + lines[4][:9])
+    link.symlink_to(file)
+    log = Metrics(link, 2)
+    log.add({"step": 2, "loss": 9})
+    log.close()
+    kept = ["a note", *map(str.strip, lines[:2]), '{"step": 1, "evaluation": {}}', '{"step": 2, "loss": 9}']
+    assert file.read_text().splitlines() == link.read_text().splitlines() == kept
+    assert (tmp_path / "metrics.replaced").read_text() == lines[2] + lines[3] + lines[4][:9] + "\n"
+    assert "note: 3 lines of " in capsys.readouterr().err
+    Metrics(file, 3).close()
+    assert file.read_text().splitlines() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "metrics", "metrics.replaced"]
