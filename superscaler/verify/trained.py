@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from math import inf, isfinite
+from itertools import repeat
+from math import inf, isfinite, prod
 from statistics import median
 from typing import Any
 
@@ -31,6 +32,9 @@ SAMPLES = (range(2, 3), range(2, 9), range(2, 33))
 SPREAD = 4.0
 
 aten = torch.ops.aten
+_MEANS = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+_ADDS, _SCALES = (aten.add.Tensor, aten.sub.Tensor), (aten.mul.Tensor, aten.div.Tensor)
+_SUMS = (*_MEANS, *_MEANS.values())
 
 
 class InParts(TorchDispatchMode):
@@ -48,10 +52,30 @@ class InParts(TorchDispatchMode):
             return torch.add(bias * kwargs.get("beta", 1), self._product(torch.mm, a, b), alpha=kwargs.get("alpha", 1))
         if func in (aten.mm.default, aten.bmm.default):
             return self._product(func, *args)
-        if func is aten.sum.dim_IntList and args[1] and args[0].dim() and args[0].is_floating_point():
-            pieces = args[0].chunk(self.parts, args[1][0])
-            return reduce(torch.add, (func(x, *args[1:], **kwargs) for x in pieces))
+        if func in _SUMS and args[0].dim() and args[0].is_floating_point():
+            return self._sum(func, *args, **kwargs)
+        if func in (*_ADDS, *_SCALES) and all(map(_is_scalar, args if func in _ADDS else args[:1])):
+            return self._of_scalars(func, *args, **kwargs)
         return self._rounded(func, args, kwargs)
+
+    def _sum(self, func: Any, x: Tensor, *more: Any, **options: Any) -> Tensor:
+        """Return a sum, or a mean as a sum and a quotient, as the sum of those of pieces along its first dim."""
+        dims = (more[0] if more else None) or range(x.dim())
+        pieces = x.chunk(self.parts, dims[0])
+        made: Tensor = reduce(torch.add, (_MEANS.get(func, func)(piece, *more, **options) for piece in pieces))
+        return made / prod(x.shape[dim] for dim in dims) if func in _MEANS else made
+
+    def _of_scalars(self, func: Any, x: Tensor, other: Any, **options: Any) -> Tensor:
+        """Return what is linear in a scalar, as a loss, from parts: a plan computes it from the addends of each."""
+        shares = self._shares()
+        others = _parts(other, shares) if func in _ADDS else repeat(other)
+        pairs = zip(_parts(x, shares), others, strict=False)
+        made: Tensor = reduce(torch.add, (func(*pair, **options) for pair in pairs))
+        return made
+
+    def _shares(self) -> list[float]:
+        shares = torch.rand(self.parts, generator=self.chance, dtype=torch.float64)
+        return (shares / shares.sum()).tolist()
 
     def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
         parts = min(self.parts, a.shape[-1])
@@ -74,11 +98,24 @@ class InParts(TorchDispatchMode):
         return pytree.tree_map(self._as, wide, plain)
 
     def _as(self, x: Any, plain: Any) -> Any:
-        """Return wide numbers rounded at random to a neighbour in the dtype of `plain`; representable ones stay."""
+        """Return wide numbers rounded at random to a neighbour in the dtype of `plain`; representable ones stay. Of
+        a scalar it is the sum of parts.
+        """
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
+        if not x.dim() and x.to(plain.dtype) != x:
+            return reduce(torch.add, _parts(x, self._shares(), plain.dtype))
         chance = torch.rand(x.shape, generator=self.chance, dtype=x.dtype).to(x.device) - 0.5
         return (x + x * chance * (torch.finfo(plain.dtype).eps / 2)).to(plain.dtype)
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.dim() and x.is_floating_point()
+
+
+def _parts(x: Tensor, shares: Sequence[float], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the parts of a number, rounded."""
+    return [(x.double() * share).to(dtype or x.dtype) for share in shares]
 
 
 class Noise:

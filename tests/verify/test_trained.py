@@ -68,3 +68,21 @@ def test_faults_of_one_dtype_are_found(
     assert found["trained_dtype"] == str(dtype).removeprefix("torch.")
     assert found["first_difference"][: len(where) or None] == where
     assert found["equal"] == (not where) == (found["trained_error"] <= found["trained_allowed"])
+
+
+class Canceling(Three):
+    """Three losses that cancel but for a small difference: a plan adds them up on each device, and torch whole ones."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.last(self.norm(self.first(x)).tanh())
+        return h.square().sum() - 2 * (h * h.detach()).sum() + h.detach().square().sum() * 1.0001
+
+
+@pytest.mark.parametrize("seed", [3, 6])
+def test_rounding_of_losses_that_cancel_is_no_difference(seed: int) -> None:
+    torch.manual_seed(seed)
+    found = ss.compile(
+        step_of(Canceling(), torch.randn(4096, 16), torch.arange(8)), "data_parallel", "local:4"
+    ).verify()
+    assert found["equal"], found
+    assert found["trained_allowed"] < 1e-2
