@@ -25,6 +25,7 @@ from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.model_builder import build
 from superscaler.frontend.precision import Narrowed, narrowed
+from superscaler.frontend.refusals import refuse_scripted
 from superscaler.frontend.results import names_of
 from superscaler.frontend.rewrites.constants import fold
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
@@ -124,6 +125,7 @@ def capture(
             f"cache={cache!r} is not the name of a model; name this one, as cache='mine', and use another name "
             "for a model that differs in anything outside its files."
         )
+    refuse_scripted(module)
     device = _device(module)
     cast = read_autocast(autocast, device.type)
     training = read_optimizers(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})
@@ -244,12 +246,6 @@ def _require_values(module: nn.Module, trace: Trace) -> None:
 
 def _device(module: nn.Module) -> torch.device:
     """Return the device of constants: the module's device, or the CPU for a module without data."""
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{name or 'the module'} is a torch.jit.ScriptModule, which torch.export cannot capture; give the "
-                "module of which torch.jit made it."
-            )
     first: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):

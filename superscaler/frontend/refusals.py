@@ -91,11 +91,37 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
         if re.search(pattern, message):
             short = message.split(" (unhinted")[0].split(". ")[0]
             return CaptureError(f"{where or forward_line(module)} {what}; {remedy}. (torch.export: {short})")
+    if not where and (twins := _twin_buffers(module)):
+        one, other = twins
+        return CaptureError(
+            f"the forward changes buffer {one} of {name}, which is also its {other}, and torch.export cannot capture a "
+            "buffer that changes under two names: keep that module or buffer under one name and use it by that "
+            "everywhere, or make two, whose values then differ."
+        )
     return CaptureError(
         f"torch.export cannot capture {name}{f' at {where}' if where else ''}: {message}. "
         "Run the module once on these arguments; where that works, the line branches on data, mutates state, or does "
         "something else while torch.export traces it."
     )
+
+
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise CaptureError for a module that torch.jit made, or that has one."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the module'} is a torch.jit.ScriptModule, which torch.export cannot capture; give the "
+                "module of which torch.jit made it."
+            )
+
+
+def _twin_buffers(module: nn.Module) -> tuple[str, str] | None:
+    """Return two names of one buffer, as of a module that is there twice."""
+    first: dict[int, str] = {}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if first.setdefault(id(buffer), name) != name:
+            return first[id(buffer)], name
+    return None
 
 
 def user_line(frames: Sequence[tuple[str, Any]]) -> str:

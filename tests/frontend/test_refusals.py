@@ -183,6 +183,15 @@ def test_a_scripted_module_is_refused_by_name() -> None:
         capture(module, (torch.rand(3, 4),))
 
 
+def test_a_buffer_that_changes_under_two_names_is_named() -> None:
+    module = Wrong(lambda m, x, y, extra: m.norm(m.again(y)).sum())
+    module.again = module.norm
+    with pytest.raises(CaptureError, match=r"norm\.running_mean of Wrong, which is also its again\.running_mean, and "):
+        step_of(module, torch.randn(4, 4))
+    module.norm.eval()
+    assert_equal(step_of(module, torch.randn(4, 4)), "single", 1)
+
+
 def test_hooks_on_gradients_are_refused() -> None:
     module = Wrong(lambda m, x, y, e: y.sum())
     handle = module.linear.weight.register_hook(lambda g: 2 * g)
