@@ -59,6 +59,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("an iteration updates its own weights", "else (k + 1) % count", "else k % count", "integration/test_unroll"),
     ("updates take gradients in other microbatches", "not {count} <= found <= {1, count}", "not found <= {1, 2, 4}",
      "integration/test_updates"),
+    ("chunks of other sizes than the queries' are seen as theirs", "and counts[0] != counts[1]", "and not counts",
+     "transform/test_ring"),
     ("a nested cut is numbered by columns", "cell * width + k", "cell + k * width",
      "transform/test_cut transform/test_place property/test_random_plans"),
     ("data of all places move along an axis", "found[places[:, axis] > 0] &= other",

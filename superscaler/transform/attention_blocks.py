@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from superscaler.errors import TransformError, divisors
 from superscaler.ir.model import Model, Op, Operand, PTensor, Ref
@@ -84,7 +85,7 @@ class _Blocks:
         self.makers = {name: maker for name, (maker, _) in model.producers.items()}
         self.tensors: dict[str, PTensor] = {}
         self.whole: tuple[Operand, ...] = ()
-        if op.target != TARGET or any(op.args[4:5]) or dict(op.kwargs).get("dropout_p"):
+        if op.target != TARGET or self._given("dropout_p"):
             why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
             raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
         learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
@@ -94,6 +95,17 @@ class _Blocks:
                 "makes only some of its elements; leave it out."
             )
         self.queries, self.keys = (self._along(k) for k in (0, 1))
+        counts = [op.indices[k].size for k in (self.queries, self.keys)]
+        if self._given("is_causal") and counts[0] != counts[1]:
+            raise TransformError(
+                f"AttentionBlocks of {op.name} ({op.module}) needs as many queries as keys, because it is causal, but "
+                f"there are {counts[0]} and {counts[1]}; leave it out."
+            )
+
+    def _given(self, name: str) -> Any:
+        """Return an argument of the attention, None if it is left out."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        return {**dict(zip(names, self.op.args, strict=False)), **dict(self.op.kwargs)}.get(name)
 
     def _along(self, k: int) -> int:
         """Return the index of the dim before the last of an operand."""
@@ -186,9 +198,7 @@ class _Blocks:
         return Operand(made.name, own.slots), Operand(total.name, own.slots[:count])
 
     def _block(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand], step: int) -> Op:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, self.op.args, strict=False)), **dict(self.op.kwargs)}
-        args = *self.op.args[:3], *(given.get(name) for name in ("attn_mask", "is_causal", "scale"))
+        args = *self.op.args[:3], *map(self._given, ("attn_mask", "is_causal", "scale"))
         indices = list(self.op.indices)
         indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
         made = replace(self.op, name=f"{self.op.name}.{step}", target=BLOCK, args=args, kwargs=())

@@ -21,14 +21,16 @@ from tests.graphs import assert_equal, step_of
 
 
 class Attention(nn.Module):
-    def __init__(self, bias: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, bias: bool = False, dropout: float = 0.0, keys: int = 12) -> None:
         super().__init__()
+        self.keys = keys
         self.qkv = nn.Linear(8, 24)
         self.bias = nn.Parameter(torch.randn(12, 12)) if bias else None
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind()
+        k, v = (x[..., : self.keys, :] for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, self.bias, self.dropout, self.bias is None).square().mean()
 
 
@@ -134,6 +136,11 @@ def test_a_gradient_needs_the_attention_to_all_keys(read: str) -> None:
     [
         (Attention(), 5, "AttentionBlocks(5) of scaled_dot_product_attention () does not divide factor x.1 of 12; "),
         (Attention(dropout=0.1), 2, "has dropout on its probabilities; leave it out"),
+        (
+            Attention(keys=6),
+            2,
+            " () needs as many queries as keys, because it is causal, but there are 12 and 6; ",
+        ),
         (Attention(bias=True), 2, "its mask bias has a gradient, but a block makes only some of its elements"),
     ],
 )
