@@ -264,6 +264,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "frontend/test_composites"),
     ("what is moved in memory is not seen", "value.stride() != self._node", "value.stride() is self._node",
      "frontend/test_composites"),
+    ("buffers of a model without data have no values", "buffers and not buffers[leaf.name].is_meta",
+     "buffers and buffers[leaf.name].is_meta", "frontend/test_constants materialize/test_loops"),
+    ("a constant is one row where no reader broadcasts it", "!= shape_of(node):\n            return\n    leaf",
+     "== ():\n            return\n    leaf", "frontend/test_constants"),
     ("memory that is shared is not seen", "return a < d and c < b", "return a < d and c > b", "frontend/test_effects"),
     # Simulation.
     ("a transfer starts with its first end", "np.maximum.reduceat(times[self.order]",

@@ -197,6 +197,11 @@ def _read(
     aliases = aliases_of(module)
     trace = read(exported, aliases, names_of(form))
     _require_values(module, trace)
+    # A module whose weights alone are on the meta device was exported with all of it there.
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    for leaf in trace.leaves("buffer"):
+        if leaf.meta.get("value") is None and leaf.name in buffers and not buffers[leaf.name].is_meta:
+            leaf.meta["value"] = buffers[leaf.name].detach()
     remove_dead(trace)
     fold(trace, device)
     normalize(trace)

@@ -60,7 +60,7 @@ def export(
     refuse_hooks(module)
     with (
         _only_wanted(module, autocast, partial(returned, is_trained=is_trained, is_kept=is_kept, keys=losses), forms),
-        experts.chosen(module), checkpoints.marked(),
+        experts.chosen(module), checkpoints.marked(), _on_one_device(module),
         replaced((Distribution, "_validate_args", False)), warnings.catch_warnings(),
     ):  # fmt: skip
         # Validity of a distribution's arguments is no part of a graph.
@@ -81,6 +81,20 @@ def export(
         except (Exception, SystemExit) as error:
             # A model's code may raise any exception, and so may torch where it cannot trace it.
             raise explain(module, error) from error
+
+
+@contextmanager
+def _on_one_device(module: nn.Module) -> Iterator[None]:
+    """Set the buffers of a module whose weights are on the meta device to tensors there: export mixes no devices."""
+    is_meta = any(p.is_meta for p in module.parameters())
+    own = [(part, dict(part.named_buffers(recurse=False))) for part in module.modules() if is_meta]
+    for part, buffers in own:
+        part._buffers.update({name: buffer.to("meta") for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for part, buffers in own:
+            part._buffers.update(buffers)
 
 
 def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models.families import FAMILIES
+from superscaler.models.without_data import forget, without_data
 from superscaler.specs.options import Options, options_of, read_pairs
 from superscaler.specs.reads import Reads, watched
 from superscaler.specs.user_file import from_file
@@ -56,11 +57,13 @@ def build(spec: str) -> BuiltModel:
     if name.endswith(".py"):
         return _from_file(spec)
     family = FAMILIES[name]
+    is_meta = options["device"] == "meta"
     try:
         # Weights are drawn on the requested device; the caller's generator is left unchanged.
-        with torch.random.fork_rng(devices=[]), torch.device(options["device"]):
+        with torch.random.fork_rng(devices=[]), without_data() if is_meta else torch.device(options["device"]):
             torch.manual_seed(options["seed"])
             module = family.build(name, options).train()
+        module = forget(module) if is_meta else module
         example = {name: x.to(options["device"]) for name, x in family.make_batch(options, 0).items()}
     except RuntimeError as error:
         # The options are checked already: only memory, or a size beyond 64 bits, can fail here.

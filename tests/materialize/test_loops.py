@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.certify.certificate import CHECKS, check_program
@@ -273,11 +275,24 @@ def test_few_microbatches_are_compiled_whole(mlp: Graph) -> None:
     assert not loops(compiled(mlp, "pipeline_1f1b:microbatches=8", 2).program)
 
 
+class Weighed(nn.Linear):
+    """A loss with another weight for each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x).mean(1) * torch.arange(16, device=x.device)).mean()
+
+
 def test_slices_of_a_constant_for_each_microbatch_are_compiled_whole() -> None:
-    graph = graph_of(f"{GPT},attention=eager", "SGD")
-    program = compiled(graph, "pipeline_1f1b:microbatches=16", 2).program
+    module = Weighed(4, 4)
+    graph = ss.capture(module, (torch.ones(16, 4),), optimizer=torch.optim.SGD(module.parameters()))
+    program = compiled(graph, "gradient_accumulation:microbatches=16", 1).program
     assert not loops(program)
     check_program(program)
+
+
+@pytest.mark.parametrize("model", [f"{GPT},attention=eager", "llama:size=tiny,batch=16,device=meta"])
+def test_masks_and_rotary_angles_are_no_work_of_a_microbatch(model: str) -> None:
+    assert all(loops(compiled(graph_of(model, "SGD"), "pipeline_1f1b:microbatches=16", 2).program))
 
 
 def test_a_sequence_repeats_where_it_goes_on_later() -> None:

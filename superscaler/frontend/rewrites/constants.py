@@ -110,7 +110,7 @@ def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
         fill: Any = node.args[-1] if number is None else number
         return [torch.full((), fill, dtype=dtype_of(node), device=device).expand(shape_of(node))]
     # Elements that repeat are computed once.
-    is_pointwise = torch.Tag.pointwise in function.tags or name in _BY_ELEMENT or name.startswith("aten.__")
+    is_pointwise = _is_pointwise(function)
 
     def value(node: Node) -> Tensor:
         if _is_known(node):
@@ -122,6 +122,11 @@ def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
         result = function(*args, **{k: device if isinstance(v, torch.device) else v for k, v in kwargs.items()})
     results = [result] if isinstance(result, Tensor) else result
     return [_repeated(t).expand(shape_of(x)) for t, x in zip(results, outputs(node), strict=True)]
+
+
+def _is_pointwise(function: Any) -> bool:
+    name = str(function)
+    return torch.Tag.pointwise in function.tags or name in _BY_ELEMENT or name.startswith("aten.__")
 
 
 def _repeated(x: Tensor) -> Tensor:
@@ -162,6 +167,18 @@ def _store(trace: Trace, constants: list[Node]) -> None:
         if first.setdefault(key, leaf) is not leaf:
             leaf.replace_all_uses_with(first[key])
             trace.graph.erase_node(leaf)
+    for leaf in first.values():
+        _narrow(leaf)
+
+
+def _narrow(leaf: Node) -> None:
+    """Keep one row of a constant that repeats (a mask of a whole batch), if all its readers broadcast it."""
+    row = compact(leaf.meta["value"])
+    for node in leaf.users:
+        shapes = [row.shape if x is leaf else shape_of(x) for x in reads(node)]
+        if not _is_pointwise(node.target) or torch.broadcast_shapes(*shapes) != shape_of(node):
+            return
+    leaf.meta["value"], leaf.meta["val"] = row.clone(), leaf.meta["val"].new_empty(row.shape)
 
 
 def simplify(trace: Trace) -> None:
