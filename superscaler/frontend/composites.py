@@ -2,24 +2,25 @@
 
 `ExportedProgram.run_decompositions` traces the whole program again, which takes twice as long as the first trace of a
 small one. Only those operators differ that may return their input itself (`reshape`, `to`, `contiguous`), that change a
-tensor in place, or that are a view of one that is changed: each is run alone, on the stand-ins of its operands. A
-stand-in of memory that is changed is a functional tensor of torch: a change makes a new value, which views made before
-read, too.
+tensor in place, that are a view of one that is changed, or whose operands autocast casts: each is run alone, on the
+stand-ins of its operands. A stand-in of memory that is changed is a functional tensor of torch: a change makes a new
+value, which views made before read, too.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,8 +37,7 @@ def decomposed(exported: ExportedProgram, table: Mapping[Any, Any]) -> ExportedP
         writer = _Writer(table, _changed(exported.graph))
         # An operator that cannot be run alone is traced with the whole program.
         with suppress(Exception):
-            for node in exported.graph.nodes:
-                writer.write(node)
+            writer.write_all(exported.graph)
             if writer.is_pure:
                 return _with_graph(exported, writer)
     return exported.run_decompositions(dict(table))
@@ -46,7 +46,8 @@ def decomposed(exported: ExportedProgram, table: Mapping[Any, Any]) -> ExportedP
 def _is_plain(exported: ExportedProgram) -> bool:
     """Return whether all calls of a program are operators, on shapes that are known."""
     calls = [node for node in exported.graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(node.target is operator.getitem or isinstance(node.target, OpOverload) for node in calls):
+    others = (operator.getitem, _enter_autocast, _exit_autocast)
+    if not all(node.target in others or isinstance(node.target, OpOverload) for node in calls):
         return False
     values = tree_leaves([node.meta.get("val") for node in calls])
     return not any(isinstance(size, torch.SymInt) for x in values for size in getattr(x, "shape", (x,)))
@@ -107,8 +108,18 @@ class _Writer(TorchDispatchMode):
         # What is known of the call that is written, and the nodes of the stand-ins by identity.
         self.meta: dict[str, Any] = {}
         self.known: dict[int, tuple[Tensor, Node]] = {}
+        # The regions of autocast that a call is in.
+        self.regions: list[torch.autocast] = []
         # The results of calls that were run again, by the form of their operands.
         self.results: dict[str, Any] = {}
+
+    def write_all(self, graph: Graph) -> None:
+        try:
+            for node in graph.nodes:
+                self.write(node)
+        finally:
+            while self.regions:
+                _exit_autocast(self.regions.pop())
 
     def write(self, node: Node) -> None:
         """Write a node of the old graph, or the calls that it decomposes into. Calls are named by operator."""
@@ -121,20 +132,35 @@ class _Writer(TorchDispatchMode):
         elif target is operator.getitem:
             results, k = cast(tuple[Any, int], map_arg(node.args, self.new.__getitem__))
             self.new[node] = results[k]
+        elif target is _enter_autocast:
+            self.regions.append(_enter_autocast(*node.args))
+        elif target is _exit_autocast:
+            _exit_autocast(self.regions.pop())
         elif (function := self._function(node)) is None:
             args, kwargs = map_arg((node.args, node.kwargs), self._read)
             self.new[node] = self._written(target, args, kwargs, self._value(node, args, kwargs))
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), self._stand_in)
-            with self._running(self._is_functional(node)):
+            is_functional = self._is_functional(node) and (function is not target or _shares(target))
+            args, kwargs = map_arg((node.args, node.kwargs), partial(self._stand_in, is_functional))
+            # Above autograd, a composite operator that is kept would be decomposed after its casts.
+            is_kept = function is target and not is_functional
+            with self._running(is_functional), torch._C._AutoDispatchBelowAutograd() if is_kept else nullcontext():
                 result = function(*args, **kwargs)
             self.new[node] = map_aggregate(result, lambda x: x if _is_functional(x) else self._node(x))
-        self._begin(node)
+        if node in self.new:
+            self._begin(node)
 
     def _function(self, node: Node) -> Callable[..., Any] | None:
         """Return what is run on stand-ins in the place of a call, None for a call that is written as it is."""
         target: Any = node.target
-        return self._decomposition(target) or (target if _shares(target) and self._is_functional(node) else None)
+        is_run = (_shares(target) and self._is_functional(node)) or self._is_cast(target)
+        return self._decomposition(target) or (target if is_run else None)
+
+    def _is_cast(self, target: OpOverload) -> bool:
+        """Return whether autocast casts operands of an operator."""
+        return bool(self.regions) and torch._C._dispatch_has_kernel_for_dispatch_key(
+            target.name(), f"Autocast{self.regions[-1].device.upper()}"
+        )
 
     def _is_functional(self, node: Node) -> bool:
         """Return whether a call reads memory that is changed."""
@@ -219,11 +245,10 @@ class _Writer(TorchDispatchMode):
         value = torch._from_functional_tensor(value) if _is_functional(value) else value
         return self.known[id(value)][1] if isinstance(value, Tensor) else value
 
-    def _stand_in(self, node: Node) -> Any:
-        new = self.new[node]
-        if isinstance(new, Tensor):
-            self._now(new)
-            return new
+    def _stand_in(self, is_functional: bool, node: Node) -> Any:
+        new = self._read(node)
+        if is_functional and isinstance(self.new[node], Tensor):
+            return self.new[node]
         value = new.meta["val"].detach()
         self._know(value, new)
         return value
@@ -269,12 +294,12 @@ def _with_graph(exported: ExportedProgram, writer: _Writer) -> ExportedProgram:
 
 
 def _returning(writer: _Writer, old: ExportGraphSignature) -> ExportGraphSignature:
-    """Have the new graph return the new values of buffers before its results. Return its signature."""
+    """Have the new graph return the new values of buffers before its results. Return its signature, which torch does
+    not accept where what is changed is no buffer.
+    """
     leaves = zip(old.input_specs, (node for node in writer.new if node.op == "placeholder"), strict=True)
     functional = [(spec, node, writer.new[node]) for spec, node in leaves if isinstance(writer.new[node], Tensor)]
     changed = [(spec, new) for spec, node, x in functional if (new := writer._read(node)).op != "placeholder"]
-    if any(spec.kind is not InputKind.BUFFER for spec, _ in changed):
-        raise LookupError("an input or a weight is changed")
     if any(_form(x) != _form(node.meta["val"]) for _, node, x in functional):
         raise LookupError("the shape of a buffer is changed")
     end: Any = writer.graph.output_node()

@@ -88,6 +88,19 @@ def buffers(m: Any, h: Tensor) -> Tensor:
     return m.norm(h @ m.mean) + before.sum()
 
 
+def regions(m: Any, h: Tensor) -> Tensor:
+    """Autocast of a part of a model, with a part of it that is not cast, and changes in place."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(h, m.mean) * 1
+        y[:, :2].add_(h[:, :2] @ m.mean[:2, :2])
+        with torch.autocast("cpu", enabled=False):
+            exact = y.reshape(-1).view(4, 8).float() @ m.mean
+        mixed = torch.einsum("ij,jk->ik", y, m.mean.t()) * 1
+        mixed.mul_(2)
+        seen = m.norm(F.layer_norm(mixed.softmax(-1), (8,)))
+    return exact + mixed + F.linear(seen.float(), m.mean)
+
+
 def replaced_by_torch(m: Any, h: Tensor) -> Tensor:
     """Buffers whose new value has another shape or dtype in torch's second trace."""
     m.mean.copy_(h.detach().sum(0))
@@ -101,9 +114,10 @@ def bump(x: Tensor) -> None:
 
 
 def unknown(m: Any, h: Tensor) -> Tensor:
-    """A change by an operator that is the user's own."""
-    bump(h.detach() * 1)
-    return h
+    """A change by an operator that is the user's own, in a region of autocast, which is left."""
+    with torch.autocast("cpu", torch.bfloat16):
+        bump(h.detach() * 1)
+    return h @ m.mean
 
 
 def weight(m: Any, h: Tensor) -> Tensor:
@@ -174,8 +188,10 @@ def test_composite_operators_need_no_second_trace(traces: list[int]) -> None:
     assert not traces
 
 
-@pytest.mark.parametrize("between", [views, masks, shapes, draws, buffers], ids=lambda between: between.__name__)
-def test_changes_in_place_need_no_second_trace(between: Callable[..., Tensor], traces: list[int]) -> None:
+@pytest.mark.parametrize(
+    "between", [views, masks, shapes, draws, buffers, regions], ids=lambda between: between.__name__
+)
+def test_changes_in_place_and_autocast_need_no_second_trace(between: Callable[..., Tensor], traces: list[int]) -> None:
     """Capture compares two steps with those of the module, too."""
     checked = step_of(Net(between), torch.randn(4, 8)).captured.checked
     assert checked.startswith("2 steps are those of the module")
