@@ -67,6 +67,15 @@ def divisors(number: int) -> str:
     return f"{', '.join(map(str, found))} or {last}" if found else str(last)
 
 
+def a(word: str) -> str:
+    """Return a word with its article.
+
+    >>> a("plan"), a("optimizer")
+    ('a plan', 'an optimizer')
+    """
+    return f"{'an' if word[:1] in 'aeio' else 'a'} {word}"
+
+
 def some(names: Sequence[str], most: int = 6) -> str:
     """Return the first of many names, and the number of the others.
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superscaler.errors import CaptureError
+from superscaler.errors import CaptureError, a
 from superscaler.frontend.checkpoints import mark_of
 from superscaler.ir.model import TensorKind
 from superscaler.ir.model_text import unique
@@ -253,7 +253,7 @@ def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str
             continue
         if name in known and is_input:
             raise CaptureError(
-                f"the input {name} has the name of a {known[name].meta['kind']} of the model; rename one of them."
+                f"the input {name} has the name of {a(known[name].meta['kind'])} of the model; rename one of them."
             )
         if name in known:
             trace.replace(node, known[name])

@@ -94,9 +94,9 @@ class Prediction:
         return self.model_flops / self.step_seconds / self.world / 1e12
 
     @property
-    def mfu(self) -> float:
-        """Return the share of the peak that the model's own operations use."""
-        return self.tflops * 1e12 / self.peak_flops if self.peak_flops else 0.0
+    def mfu(self) -> float | None:
+        """Return the share of the peak that the model's own operations use; None if no peak is known."""
+        return self.tflops * 1e12 / self.peak_flops if self.peak_flops else None
 
     def mean(self, part: str) -> float:
         """Return the mean over all devices of one of their times."""
@@ -138,7 +138,7 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield f"the first tensor too many is {full.excess}"
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{number(amount / p.step_seconds)} {what}/s"
-    peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.peak_flops else ""
+    peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.mfu is not None else ""
     spread = f"{duration(p.low)} to {duration(p.high)}"
     condition = "" if p.fits else ", if it did fit"
     yield f"step {duration(p.step_seconds)} ({spread}){peak}, {speed}{condition}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from superscaler.errors import InputError, PlanError, brief, unknown
+from superscaler.errors import InputError, PlanError, a, brief, unknown
 from superscaler.specs.options import for_function
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
@@ -73,7 +73,7 @@ def from_file(
     is_generator = inspect.isgeneratorfunction(function) and not may_yield
     if is_generator or inspect.isasyncgenfunction(function) or iscoroutinefunction(function):
         raise InputError(
-            f"{path}: {name} is a generator or async, but a {kind} is a plain function; write def and return."
+            f"{path}: {name} is a generator or async, but {a(kind)} is a plain function; write def and return."
         )
     try:
         parameters = inspect.signature(function)
@@ -82,7 +82,7 @@ def from_file(
     taken = [p for p in parameters.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(taken) < len(given):
         raise InputError(
-            f"{path}: {name}{parameters} takes {len(taken)} positional arguments, but a {kind} is given {len(given)} "
+            f"{path}: {name}{parameters} takes {len(taken)} positional arguments, but {a(kind)} is given {len(given)} "
             f"and its keys; write {name}({', '.join(given)}, ...)."
         )
     options = for_function(spec, keys, function, len(given))

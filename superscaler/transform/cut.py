@@ -257,6 +257,8 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", ())
     factors = [str(name) for name in (factor if isinstance(factor, tuple | list) else (factor,))]
+    if hasattr(algorithm, "factor") and not factors:
+        raise InputError(f"op_trans at {where}: {algorithm} names no factor; name one, or make copies by Replicate.")
     # A batch of one has no factor; one part is the whole.
     for name in factors if getattr(algorithm, "parts", 0) != 1 else ():
         _check_factor(graph, name, where)

@@ -152,6 +152,11 @@ def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
     return following
 
 
+def _draws_nothing(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call is of an rrelu that does not train."""
+    return name.startswith("rrelu") and not kwargs.get("training", (*args, *[False] * 4)[3])
+
+
 class _GivenDraws(WithoutDropout):
     """A mode without dropout in which the other random operators use given numbers."""
 
@@ -165,7 +170,7 @@ class _GivenDraws(WithoutDropout):
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         if name == "bernoulli_":
             return self._called(Tensor.copy_, "copy_", (args[0], self._bernoulli(*args, **kwargs)), {})
-        if _RANDOM.match(name):
+        if _RANDOM.match(name) and not _draws_nothing(name, args, kwargs or {}):
             raise Unlike(f"it draws random numbers by {name}")
         return (self._drawn if name in DRAWN else self._computed)(func, name, args, kwargs)
 

@@ -27,6 +27,8 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (_ATEN.copy.default, (X, B.float())),
     (_ATEN.cat.default, ([X, X[:, :0], X], 1)),
     (_ATEN.index_put.default, (X, [X[:, 0] > 0], B)),
+    (_ATEN.rrelu.default, (X, 0.1, 0.4)),
+    (_ATEN.rrelu_with_noise_functional.default, (X, X, 0.1, 0.4, False)),
     (_ATEN.huber_loss.default, (X, X * 2, 1, 0.5)),
     (_ATEN._native_batch_norm_legit_functional.default, (IMAGE, B, B, MEAN, VARIANCE, True, 0.1, 1e-5)),
     (_ATEN._native_batch_norm_legit_no_training.default, (IMAGE, B, B, MEAN, VARIANCE, 0.1, 1e-5)),

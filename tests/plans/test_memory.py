@@ -51,6 +51,7 @@ REFUSED = [
     ("pipeline_1f1b:offload=-1", 2, "offload=-1: a device keeps 1 tape or more; choose 1, 2, ..., or 0 to keep all."),
     ("pipeline_1f1b:recompute=soon", 2, "recompute=soon: choose early or late."),
     ("hybrid:recompute=block", 1, "hybrid:recompute=block: choose none, selective, full."),
+    ("zero:2 x fsdp", 4, "fsdp and zero both cut the weights over their devices; choose one: fsdp has all weights in"),
     ("hybrid:zero=2", 1, "hybrid:zero=2: choose 0 or 1; for stages 2 and 3 zero is a factor of a product."),
     ("hybrid:pp=2,chunks=2,microbatches=3", 2, "3 microbatches do not come in rounds of 2, the number of pipeline"),
     ("hybrid:tp=3,sequence=true", 3, "sequence_parallel over 3 devices cuts the tokens that transformer.h.0 gives"),

@@ -59,6 +59,8 @@ def test_products_of_a_dtype_without_a_speed_take_the_slowest_one() -> None:
     graph = graph_of("mlp:layers=1,hidden=8")
     known, unknown = (ss.compile(graph, "single", lab + some).simulate() for some in speeds)
     assert (unknown.step_seconds, unknown.bound) == (known.step_seconds, known.bound)
+    # No share of a peak that is not known.
+    assert known.as_json()["mfu"] is None
 
 
 def test_an_optimizer_on_the_host_takes_the_time_of_its_memory() -> None:

@@ -68,6 +68,7 @@ def test_a_replaced_part_says_where_it_was_replaced() -> None:
         (Split("batch", 3), r"mul0 \(blocks\.0\) has 8 elements of batch .*3 does not divide 8.*Choose 1, 2, 4 or 8"),
         (Split(("batch", "hidden"), 5), r"Split\(\('batch', 'hidden'\), 5\) does not"),
         (Split("batch", sizes=(3, 4)), "covers 7 elements, but mul0 .* has 8"),
+        (Split((), 2), r"Split\(\(\), parts=2\) names no factor; name one, or make copies by Replicate"),
         (Split("bach", 2), "unknown factor 'bach'; did you mean 'batch'"),
         (Split(("batch", "h.*"), 2), r"unknown factor 'h\.\*'"),
         (Split("batch@sum", 2), "'batch@sum': unknown index 'sum'; did you mean 'summed'"),

@@ -57,6 +57,7 @@ RIGHT = {
     "numbers": numbers,
     "dropout": dropouts,
     "random numbers": drawn,
+    "slopes that are not drawn": lambda m, h: F.rrelu(F.rrelu(h, 0.1, 0.5).clone(), training=False, inplace=True),
     "a distribution": lambda m, h: h * torch.distributions.Normal(h, h.exp()).log_prob(m.table.sum()),
     "written buffer": lambda m, h: m.norm(h),
 }

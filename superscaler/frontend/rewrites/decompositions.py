@@ -92,6 +92,18 @@ def masked_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bo
     return torch.where(mask.view(*mask.shape, *[1] * ones) if ones else mask, values, x)
 
 
+@decomposes("rrelu")
+def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Tensor:
+    """Draw no slopes outside of training: torch takes their mean."""
+    return NotImplemented if training else _ATEN.leaky_relu(x, (lower + upper) / 2)
+
+
+@decomposes("rrelu_with_noise_functional")
+def rrelu_in_place(x: Tensor, noise: Tensor, *slopes: Any, **more: Any) -> Any:
+    made = rrelu(x, *slopes, **more)
+    return made if made is NotImplemented else (made, None)
+
+
 @decomposes("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add a bias once, however the product is cut."""

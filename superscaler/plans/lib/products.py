@@ -12,6 +12,8 @@ from superscaler.errors import InputError
 from superscaler.verbs import Cluster, Graph, Mesh, op_assign, sprogram
 
 SProgram = Callable[..., None]
+# Plans that cut the weights themselves, each in its own way.
+_SLICING = {"zero", "fsdp"}
 
 
 class MeshAxis(NamedTuple):
@@ -76,6 +78,11 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]
     if whole:
         raise InputError(f"'{spec}': {whole[0]} says where everything is; only plans along one axis have a product.")
+    if terms.keys() >= _SLICING:
+        raise InputError(
+            f"'{spec}': {' and '.join(sorted(_SLICING))} both cut the weights over their devices; choose one: fsdp has "
+            "all weights in slices, as zero:stage=3, and zero the optimizer's state alone."
+        )
     sizes = {name: size for name, (size, _) in terms.items()}
     for name in (name for name in reversed([*terms]) if sizes[name] == -1 and _mark(terms[name][1], "recomputes")):
         sizes[name] = 1 if [*sizes.values()].count(-1) > 1 else -1

@@ -58,7 +58,7 @@ def verdict(subject: Subject) -> Markup:
     p = subject.simulation.prediction
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     facts = [f"{duration(p.low)} to {duration(p.high)} on fast and slow devices of the kind"]
-    facts += [f"{p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)"] if p.peak_flops else []
+    facts += [f"{p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)"] if p.mfu is not None else []
     facts += [
         f"{number(amount / p.step_seconds)} {what}/s",
         p.precision,
