@@ -151,7 +151,7 @@ class _Writer(TorchDispatchMode):
             self._begin(node)
 
     def _function(self, node: Node) -> Callable[..., Any] | None:
-        """Return what is run on stand-ins in the place of a call, None for a call that is written as it is."""
+        """Return the function that runs on stand-ins in the place of a call, None for one that is written as it is."""
         target: Any = node.target
         is_run = (_shares(target) and self._is_functional(node)) or self._is_cast(target)
         return self._decomposition(target) or (target if is_run else None)

@@ -183,7 +183,7 @@ def _patience() -> float | None:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process of this machine is there, and neither stopped nor ended. Only Linux tells."""
+    """Return whether a process of this machine is there, and neither stopped nor ended. Known on Linux alone."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -66,7 +66,7 @@ class InParts(TorchDispatchMode):
         return made / prod(x.shape[dim] for dim in dims) if func in _MEANS else made
 
     def _of_scalars(self, func: Any, x: Tensor, other: Any, **options: Any) -> Tensor:
-        """Return what is linear in a scalar, as a loss, from parts: a plan computes it from the addends of each."""
+        """Return a linear function of a scalar, as a loss, from parts: a plan computes it from the addends of each."""
         shares = self._shares()
         others = _parts(other, shares) if func in _ADDS else repeat(other)
         pairs = zip(_parts(x, shares), others, strict=False)
