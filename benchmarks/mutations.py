@@ -268,6 +268,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "frontend/test_composites"),
     ("what is moved in memory is not seen", "value.stride() != self._node", "value.stride() is self._node",
      "frontend/test_composites"),
+    ("recomputed readers of a weight are uncut", "return grid if grid.is_touched or op.origin",
+     "return grid if True or op.origin", "plans/test_memory"),
     ("buffers of a model without data have no values", "buffers and not buffers[leaf.name].is_meta",
      "buffers and buffers[leaf.name].is_meta", "frontend/test_constants materialize/test_loops"),
     ("a constant is one row where no reader broadcasts it", "!= shape_of(node):\n            return\n    leaf",

@@ -309,13 +309,18 @@ class Graph:
         name = op.outputs[0].tensor if op.is_copy else op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
         found = [
-            cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.model.uses[t]
+            cuts_of(self._grid_of(reader), reader.inputs[k].slots) for t in read for reader, k in self.model.uses[t]
         ]
         kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
         kept = [a for a in kept if a.index is None or not op.is_whole]
         axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
         self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
         return self.parts(op)
+
+    def _grid_of(self, op: Op) -> Grid:
+        """Return the grid of an op; of an untouched recomputed one that which it gets in the end."""
+        grid = self.grids[op.name]
+        return grid if grid.is_touched or op.origin not in self.grids else self.grids[op.origin]
 
     @checked
     def rows(self, op: Op) -> Rows:

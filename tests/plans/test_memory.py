@@ -71,6 +71,16 @@ def test_a_model_without_attention_has_none_to_compute_again() -> None:
         ss.compile(chain(), resolve("recompute:what=attention"), "local:1")
 
 
+@pytest.mark.parametrize("recompute", ["full", *slow("selective")])
+def test_weights_of_recomputed_layers_rest_in_as_small_slices_as_others(recompute: str) -> None:
+    def rest(recompute: str) -> list[int]:
+        program = compiled("gpt2:size=tiny", f"hybrid:dp=2,tp=2,zero=1,recompute={recompute}", 4).compiled.program
+        boxes = ([weight.box for weight in device.weights if weight.trained] for device in program.devices)
+        return [sum(prod(hi - lo for lo, hi in box) for box in own) for own in boxes]
+
+    assert rest(recompute) == rest("none")
+
+
 # Of a layer's weights, how much a layer more takes: the slice that rests, the gathered weights, the gradients. Buckets
 # of gradients hold two layers, and some are in flight. Where what is gathered ends before gradients take its room, most
 # is held when the backward begins, and the input of each layer (1 / 48) counts.
