@@ -74,6 +74,11 @@ _NARAYANAN = (
 # hidden, heads, seconds.
 _BIGSCIENCE = ((8, 14400, 32, 769.99),)
 
+# The same, chronicles-prequel.md (commit 053adaf), "Rebalancing layers": BLOOM on 384 A100, bf16, ZeRO-1, all layers
+# computed again, 2 sequences a microbatch; Jean Zay's servers have four NICs of 100 Gbit/s. 59 GB were used. A row: dp,
+# tp, pp, heads, seconds.
+_BLOOM = ((8, 4, 12, 112, 104.50),)
+
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, eager, sequence 8192, two
 # samples a GPU, H100 with 2.4 TB/s and 500 W, NICs of 400 Gbit/s. What it computes again is compared with all and none.
 _TITAN = ((8, 5762), (128, 5605))
@@ -119,7 +124,7 @@ class Row:
     @property
     def is_unseen(self) -> bool:
         """Say whether nothing was changed after the row was predicted: IBM's hybrid shards changed an order."""
-        return self.source == "ibm" and "shard=" not in self.plan
+        return self.source == "bloom" or (self.source == "ibm" and "shard=" not in self.plan)
 
 
 def rows() -> Iterator[Row]:
@@ -149,6 +154,12 @@ def rows() -> Iterator[Row]:
         sizes = f"layers={layers},hidden={hidden},heads={heads},seq=2048,vocabulary=250880,batch=64,attention=eager"
         plan = "hybrid:tp=8,microbatches=64,recompute=full"
         yield Row("bigscience", "20b", f"gpt3:{sizes}", plan, "a100:1x8", seconds * 64 / 2048)
+    for dp, tp, pp, heads, seconds in _BLOOM:
+        sizes = f"layers=70,hidden=14336,heads={heads},seq=2048,vocabulary=250880,batch=2048,attention=eager"
+        plan = f"hybrid:dp={dp},tp={tp},pp={pp},microbatches={1024 // dp},recompute=full,zero=1"
+        links = "links: {network: {bandwidth: 12e9}, nics: 4}"
+        cluster = f"{{name: jean-zay, preset: a100, servers: 48, devices_per_server: 8, {links}}}"
+        yield Row("bloom", "bloom", f"gpt3:{sizes}", plan, cluster, seconds)
     for count, speed in _TITAN:
         model = f"llama:size=8b,seq=8192,batch={2 * count}"
         slow = "device: {memory: 96e9, speeds: {memory: [2100e9, 2250e9]}}"
