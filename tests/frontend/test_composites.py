@@ -66,13 +66,13 @@ def masks(m: Any, h: Tensor) -> Tensor:
 
 
 def shapes(m: Any, h: Tensor) -> Tensor:
-    """Changes of shapes in place, and a new shape of the result of other kernels than without gradients."""
-    y, mask = h * 1, (h @ m.first.weight)[:2, :4].view(1, 1, 2, 4) * 1
+    """Changes of shapes in place, and a new shape of the result of another kernel than without gradients."""
+    y, mask = h * 1, (h @ m.first.weight)[:, :4].view(1, 1, 4, 4) * 1
     y.unsqueeze_(0).transpose_(1, 2).mul_(2)
     mask.add_(1)
-    keys = m.table.view(1, 2, 4, 1) * h.view(1, 2, 4, 4)
-    seen = F.scaled_dot_product_attention(h.view(1, 2, 4, 4)[:, :, :2], keys, keys, mask)
-    return y.squeeze_(0).t() + seen.transpose(1, 2).reshape(2, 8).sum(0)
+    heads = h.view(1, 4, 2, 4).transpose(1, 2)
+    seen = F.scaled_dot_product_attention(heads, heads, heads, mask)
+    return y.squeeze_(0).t() + seen.transpose(1, 2).reshape(4, 8)
 
 
 def draws(m: Any, h: Tensor) -> Tensor:
