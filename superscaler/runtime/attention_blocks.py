@@ -47,6 +47,7 @@ def forward(block: Block) -> Pair:
     kernel = _kernel(block)
     if not kernel:
         return dense(block)
+    q, k, v = map(_packed, (q, k, v))
     if kernel == "cpu":
         added = _added(mask, q)
         out, total = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -67,6 +68,8 @@ def backward(gradient: Tensor, out: Tensor, total: Tensor, block: Block) -> tupl
     """Return the gradients of a block's q, k and v, given `out` and `total` of all blocks and the gradient of `out`."""
     q, k, v, mask, scale, sees = block
     is_causal, kernel = sees == "before", _kernel(block)
+    if kernel:
+        q, k, v, out = map(_packed, (q, k, v, out))
     if kernel == "cpu":
         return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, total, 0.0, is_causal, attn_mask=_added(mask, q), scale=scale
@@ -121,6 +124,11 @@ def _kernel(block: Block) -> str:
     if mask is not None or q.device.type != "cuda" or q.dtype == torch.float64 or q.shape[-1] % 8:
         return ""
     return "efficient" if q.dtype == torch.float32 or q.shape[-1] > 256 else "flash"
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return a tensor whose rows lie in memory as torch's kernels read them, whatever its strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from superscaler.errors import TransformError, divisors
-from superscaler.ir.model import Model, Op, Operand, PTensor, Ref
+from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
 from superscaler.transform.cut import check_parts
 from superscaler.transform.recompute import with_twins
 from superscaler.transform.rewrite import copy_op
@@ -199,15 +199,22 @@ class _Blocks:
 
     def _block(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand], step: int) -> Op:
         args = *self.op.args[:3], *map(self._given, ("attn_mask", "is_causal", "scale"))
-        indices = list(self.op.indices)
+        indices = [self._index(n, outputs) for n in range(len(self.op.indices))]
         indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
         made = replace(self.op, name=f"{self.op.name}.{step}", target=BLOCK, args=args, kwargs=())
         flops = self.op.flops // self.parts
         return replace(made, inputs=inputs, outputs=outputs, indices=tuple(indices), flops=flops)
 
+    def _index(self, n: int, outputs: tuple[Operand, Operand]) -> Index:
+        """Return an index of the attention. What the log-sum-exp lacks, the values' own dim, is not cut: parts of the
+        sum that an index of an op makes are added.
+        """
+        is_lacking = n in set(outputs[0].slots) - set(outputs[1].slots)
+        return replace(self.op.indices[n], mark="frozen") if is_lacking else self.op.indices[n]
+
     def _merge(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand]) -> Op:
         used = [i for i in outputs[0].slots if i is not None]
-        indices = tuple(replace(self.op.indices[i], mark="spatial") for i in used)
+        indices = tuple(self._index(n, outputs) for n in used)
 
         def renumbered(side: tuple[Operand, ...]) -> tuple[Operand, ...]:
             return tuple(replace(o, slots=tuple(used.index(i) for i in o.slots if i is not None)) for o in side)

@@ -52,7 +52,9 @@ class Steps:
         frozen: Iterable[int | None] = (),
         **options: Any,
     ) -> None:
-        """Add a step. Indices that are not in its results are summed, except the `frozen` ones."""
+        """Add a step. Indices that are not in its results are summed, except the `frozen` ones. What only some of the
+        results have is not cut: parts of the others would be added.
+        """
         number: dict[int, int] = {}
 
         def own(operand: Operand) -> Operand:
@@ -60,7 +62,8 @@ class Steps:
             return replace(operand, slots=tuple(slots))
 
         made = tuple(map(own, outputs))
-        spatial, whole = set(number), set(frozen)
+        spatial = set(number)
+        whole = {*frozen, *(i for i in spatial if any(i not in operand.slots for operand in outputs))}
         given = tuple(map(own, inputs))
 
         def mark(i: int) -> Mark:

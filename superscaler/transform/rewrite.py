@@ -297,6 +297,15 @@ def _wrong(before: Model, after: Model) -> str:
                 )
             if any(s not in (None, e) for s, e in zip(sizes, extents, strict=True)):
                 return f"lets {op.name} have {operand.tensor} of {extents} as indices of {sizes}; make these equal."
+        # What follows another index is cut with it.
+        spatial = {n for n, i in enumerate(op.indices) if i.mark == "spatial" and not i.follows and not is_same}
+        short = [(n, o) for o in op.outputs for n in sorted(spatial.difference(o.slots)) if op.is_forward]
+        if short:
+            (n, lacking), *_ = short
+            return (
+                f"lets {op.name} be cut along {op.indices[n].factor}, which {lacking.tensor} lacks, so that its parts "
+                "would be added; mark the index frozen, or summed."
+            )
         missing = [o.tensor for o in op.inputs if o.tensor not in made]
         if missing:
             return f"lets {op.name} read {missing[0]} before it is made; put its producer first."

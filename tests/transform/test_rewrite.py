@@ -111,9 +111,18 @@ def changed(model: Model, at: int, **fields: object) -> Model:
     return replace(model, ops=tuple(ops))
 
 
+def with_sums(model: Model) -> Model:
+    """Return the model with a second result of mul1, of its rows alone."""
+    whole, made = model.tensors["h1"], model.ops[1].outputs
+    rows = replace(whole, name="rows", shape=(8,), slots=whole.slots[:1], extents=whole.extents[:1])
+    more = changed(model, 1, outputs=(*made, Operand("rows", made[0].slots[:1])))
+    return replace(more, tensors={**model.tensors, "rows": rows})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (with_sums, "lets mul1 be cut along .*, which rows lacks, so that its parts would be added"),
         (lambda m: None, "gives None; its method rewrite must return a Model"),
         (lambda m: changed(m, 1, name="mul0"), "makes two ops named mul0"),
         (lambda m: changed(m, 1, inputs=(Operand("h9", (0, 1)),)), "lets mul1 have h9 as .* it has slots None"),

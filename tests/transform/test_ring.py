@@ -63,6 +63,40 @@ def test_each_step_reads_keys_of_one_chunk_earlier() -> None:
     assert parse_model(print_model(graph.model)) == graph.model
 
 
+class Interleaved(nn.Module):
+    """Attention whose queries, keys and values lie between each other: none has a last dim of stride 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (2, 4, 3)).transpose(1, 2).unbind(-1)
+        return F.scaled_dot_product_attention(q, k, v).square().mean()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_kernels_read_operands_of_any_strides(parts: int) -> None:
+    def blocks(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        op_trans(graph, next(op for op in graph.forward_ops if "attention" in op.target), AttentionBlocks(parts))
+        op_assign(graph, graph.forward_ops, cluster.devices[0])
+
+    assert_equal(captured(Interleaved())[0], blocks, 1)
+
+
+def test_the_dim_of_the_values_is_not_cut() -> None:
+    """The log-sum-exp of a block lacks it: each part would give it whole, and these would be added."""
+
+    def blocks(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        op = next(op for op in graph.forward_ops if "attention" in op.target)
+        value = op.indices[op.outputs[0].slots[-1]].factor
+        op_trans(graph, op, AttentionBlocks(3))
+        op_trans(graph, [o for o in graph.forward_ops if o.target.startswith("ss.attention")], Split(value, 2))
+        op_assign(graph, graph.forward_ops, cluster.mesh(x=2))
+
+    assert_equal(captured(Attention())[0], blocks)
+
+
 @dataclass(frozen=True)
 class Mine:
     index: int
