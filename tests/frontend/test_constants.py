@@ -126,6 +126,19 @@ def test_choices_that_constants_make_are_no_operators(evaluated: list[Tensor]) -
     assert all(x.is_contiguous() for x in captured.values.values())
 
 
+def test_constants_are_split_by_operators_of_several_results() -> None:
+    def function(h: Tensor) -> Tensor:
+        table = torch.arange(24.0).view(4, 6).sin()
+        first, second = table.chunk(2)
+        return (
+            (h + first[0] + second.unbind()[1] + torch.cat(table.split([1, 3])) + table.max(0).values).square().mean()
+        )
+
+    module, x = Function(function, 6), torch.randn(4, 6)
+    captured = capture(module, (x,))
+    assert reference_step(captured, captured.batch, captured.values).loss == module(x)
+
+
 def interleaved(h: Tensor) -> Tensor:
     """Adds a table whose numbers repeat in pairs, and in every row: a view of it joins dims that repeat."""
     table = torch.arange(3.0).add(1).reciprocal()[None, :, None].expand(4, 3, 2)

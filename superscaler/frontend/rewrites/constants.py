@@ -65,7 +65,9 @@ def _is_causal(node: Node) -> bool:
     """Return whether a call makes a large mask that hides the future, without computing it. It must compare positions
     of keys with those of queries, and hide nothing else.
     """
-    shape, name, sources = shape_of(node) if "val" in node.meta else (), target_of(node), reads(node)
+    if not isinstance(node.meta.get("val"), Tensor):
+        return False
+    shape, name, sources = shape_of(node), target_of(node), reads(node)
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] ** 2 < _LARGE:
         return False
     if any("mask" in x.meta for x in sources):
