@@ -1,5 +1,6 @@
 """A model's spec -> the module, the example inputs of one training step, and a maker of batches."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from superscaler.errors import InputError, unknown
 from superscaler.models.families import FAMILIES
 from superscaler.models.without_data import forget, without_data
-from superscaler.specs.options import Options, options_of, read_pairs
+from superscaler.specs.options import ALIASES, Options, options_of, read_pairs
 from superscaler.specs.reads import Reads, watched
 from superscaler.specs.user_file import from_file
 
@@ -57,6 +58,15 @@ def build(spec: str) -> BuiltModel:
     if name.endswith(".py"):
         return _from_file(spec)
     family = FAMILIES[name]
+    given = {ALIASES.get(word, word) for word in read_pairs(spec, spec.partition(":")[2])}
+    kept = [f"{key}={options[key]}" for key in ("mlp", "kv_heads") if key in options and key not in given]
+    if kept and "size" not in given and given & {"hidden", "heads"}:
+        logging.getLogger(__name__).warning(
+            "%s: %s stay those of size=%s; give them too, if the model has others",
+            name,
+            ", ".join(kept),
+            family.default,
+        )
     is_meta = options["device"] == "meta"
     try:
         # Weights are drawn on the requested device; the caller's generator is left unchanged.

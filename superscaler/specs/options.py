@@ -32,7 +32,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 # The precision of a module as it is.
 FULL = "fp32"
 # Other names of options.
-_ALIASES = {"vocabulary": "vocab", "intermediate": "mlp"}
+ALIASES = {"vocabulary": "vocab", "intermediate": "mlp"}
 # Options of every named model, beside its own.
 _COMMON = {"seed": 0, "device": "cpu"}
 # Integers that may be 0. The others are sizes, at least 1.
@@ -104,7 +104,7 @@ def options_of(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options]
     options = {**_COMMON, **sizes[size]}
     named = {"size": size} if default else {}
     for word, text in given.items():
-        key = _ALIASES.get(word, word)
+        key = ALIASES.get(word, word)
         if key != word and key in given:
             raise InputError(f"'{spec}': {key} and {word} are one key; give it once.")
         if key not in options and key not in named:

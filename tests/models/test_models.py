@@ -134,6 +134,15 @@ def test_the_papers_sizes_on_meta(name: str, size: str) -> None:
     assert sum(p.numel() for p in built.module.parameters()) == pytest.approx(billions * 1e9, rel=0.05)
 
 
+def test_a_size_that_stays_though_another_changes_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = "layers=1,hidden=80,heads=8,vocab=64,seq=8,batch=1,device=meta"
+    build(f"llama:{sizes},intermediate=160,kv_heads=8")
+    build(f"llama:size=tiny,{sizes}")
+    assert not caplog.records
+    build(f"llama:{sizes}")
+    assert "llama: mlp=8192, kv_heads=8 stay those of size=1b; give them too" in caplog.text
+
+
 def test_keys_change_the_model() -> None:
     built = build("llama:size=tiny,layers=3,hidden=48,heads=6,kv_heads=3,seq=8,batch=2,vocabulary=300,intermediate=160")
     state = built.module.state_dict()
