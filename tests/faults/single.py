@@ -283,7 +283,9 @@ def shapes(program: p.Program, device: p.Device) -> dict[p.Value, tuple[bool, tu
                 dtype = next((found[v][2] for v in p.reads(i) if v in found), getattr(i, "dtype", "float64"))
                 shape = getattr(i, "shape", None) or next((found[v][1] for v in p.reads(i) if v in found), ())
                 kinds = [(False, shape, dtype)] * len(p.writes(i))
-        outputs = gradients_of(i) if isinstance(i, p.Backward) else p.writes(i)
+        # Of a collective with a root, other devices have no handle.
+        rest = i.works if isinstance(i, p.Collective) else p.writes(i)
+        outputs = gradients_of(i) if isinstance(i, p.Backward) else rest
         found |= {name: kind for name, kind in zip(outputs, kinds, strict=True) if name is not None}
     return found
 
