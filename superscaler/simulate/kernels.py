@@ -314,7 +314,7 @@ def _updates(kind: str, way: str, weights: tuple[Meta, ...]) -> Iterator[Kernel]
 
 def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:
     """Return the copies into the buffer of a collective, and the work on each result, as `comm/buckets.py` has them."""
-    # A bucket is a copy of its tensors; so are the chunks of a slot that is not the first.
+    # A bucket is a copy of its tensors; so are chunks that do not lie one after the other.
     is_read = i.kind.endswith("gather") and not found.shared
     first = i.ways[0]
     is_plain = len(i.ways) == 1 and first.leads(first.take if first.give < 0 else first.give)

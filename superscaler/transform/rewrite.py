@@ -297,14 +297,11 @@ def _wrong(before: Model, after: Model) -> str:
                 )
             if any(s not in (None, e) for s, e in zip(sizes, extents, strict=True)):
                 return f"lets {op.name} have {operand.tensor} of {extents} as indices of {sizes}; make these equal."
-        # What follows another index is cut with it.
-        spatial = {n for n, i in enumerate(op.indices) if i.mark == "spatial" and not i.follows and not is_same}
-        short = [(n, o) for o in op.outputs for n in sorted(spatial.difference(o.slots)) if op.is_forward]
-        if short:
-            (n, lacking), *_ = short
+        if not is_same and op.is_forward and (added := _added(op)):
+            factor, tensor = added
             return (
-                f"lets {op.name} be cut along {op.indices[n].factor}, which {lacking.tensor} lacks, so that its parts "
-                "would be added; mark the index frozen, or summed."
+                f"lets {op.name} be cut along {factor}, which {tensor} lacks, so that its parts would be added; mark "
+                "the index frozen, or summed."
             )
         missing = [o.tensor for o in op.inputs if o.tensor not in made]
         if missing:
@@ -321,3 +318,10 @@ def _wrong(before: Model, after: Model) -> str:
     if wrong:
         return f"adds the update {wrong}; only older versions of weights may be set."
     return ""
+
+
+def _added(op: Op) -> tuple[str, str] | None:
+    """Return a factor along which an op may be cut, and a result that lacks it, whose parts would be added."""
+    # What follows another index is cut with it.
+    spatial = [(n, index.factor) for n, index in enumerate(op.indices) if index.mark == "spatial" and not index.follows]
+    return next(((factor, o.tensor) for o in op.outputs for n, factor in spatial if n not in o.slots), None)
