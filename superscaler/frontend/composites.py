@@ -20,7 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,8 +35,9 @@ def decomposed(exported: ExportedProgram, table: Mapping[Any, Any]) -> ExportedP
     """Return the program of `run_decompositions(table)`, but for assertions, and the order of constants and buffers."""
     if _is_plain(exported):
         writer = _Writer(table, _changed(exported.graph))
-        # An operator that cannot be run alone is traced with the whole program.
-        with suppress(Exception):
+        # What cannot be written so is traced with the whole program: torch raises RuntimeError for an operator that
+        # cannot be run alone, and this module LookupError.
+        with suppress(RuntimeError, LookupError):
             writer.write_all(exported.graph)
             if writer.is_pure:
                 return _with_graph(exported, writer)
@@ -294,12 +295,12 @@ def _with_graph(exported: ExportedProgram, writer: _Writer) -> ExportedProgram:
 
 
 def _returning(writer: _Writer, old: ExportGraphSignature) -> ExportGraphSignature:
-    """Have the new graph return the new values of buffers before its results. Return its signature, which torch does
-    not accept where what is changed is no buffer.
-    """
+    """Have the new graph return the new values of buffers before its results, and return its signature."""
     leaves = zip(old.input_specs, (node for node in writer.new if node.op == "placeholder"), strict=True)
     functional = [(spec, node, writer.new[node]) for spec, node in leaves if isinstance(writer.new[node], Tensor)]
     changed = [(spec, new) for spec, node, x in functional if (new := writer._read(node)).op != "placeholder"]
+    if others := [spec.target for spec, _ in changed if spec.kind != InputKind.BUFFER]:
+        raise LookupError(f"{others[0] or 'an input'} is changed, but it is no buffer")
     if any(_form(x) != _form(node.meta["val"]) for _, node, x in functional):
         raise LookupError("the shape of a buffer is changed")
     end: Any = writer.graph.output_node()

@@ -147,6 +147,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], taken: Iterable[s
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
+        # As Python ends a program: whatever it raised is printed.
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         os._exit(code)
