@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Copy, Fetch, Instruction, Loss, Offload, Program, Recv, Send
 from superscaler.report.details import Details, Kind
-from superscaler.simulate.ports import Floats
+from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import COMPUTE, Timetable
 from superscaler.simulate.timetable import Lane as Alike
 

@@ -2,13 +2,14 @@
 
 Each device has a compute stream, which runs its code in order, and streams of communication. A transfer starts when all
 of its ends have started it and earlier communication on its streams has ended. A Wait moves the compute stream to the
-end of a transfer. Devices that run one program advance together: a time is an array with an entry for each of them, or
-with one for all.
+end of a transfer. Devices that run one program advance together: a time is a number for all of them, or an
+array with one for each. Instructions of a loop are looked at once for all of its repetitions (`steps.py`), and run in
+each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,8 +25,6 @@ from superscaler.ir.program import (
     Collective,
     Copy,
     Fetch,
-    Free,
-    Instruction,
     Loss,
     Offload,
     Program,
@@ -35,10 +34,12 @@ from superscaler.ir.program import (
     Update,
     Wait,
 )  # fmt: skip
-from superscaler.simulate.communication import Agenda, Communication
-from superscaler.simulate.ports import Floats, Ports, between, earliest, even, is_later, latest, of_rows
-from superscaler.simulate.posts import Post, Run, path
-from superscaler.simulate.timetable import Lane, Timetable
+from superscaler.simulate.steps import Step, steps
+from superscaler.simulate.times import Floats, Times, earliest, even, is_later, later, latest, of_rows, sooner
+from superscaler.simulate.timetable import COMPUTE, Lane, Timetable
+from superscaler.simulate.transfers.communication import Agenda, Communication
+from superscaler.simulate.transfers.ports import Ports
+from superscaler.simulate.transfers.posts import Event, Post, Run, path
 from superscaler.timing import without_garbage_collection
 
 # The seconds of the instruction with a number on the devices of a cohort: one number, or one for each of them.
@@ -76,8 +77,9 @@ class _Clock:
         moved: Moved,
     ) -> None:  # fmt: skip
         self.program, self.work, self.slowdown, self.moved = program, work, slowdown, moved
-        codes = ((cohort, cohort.code[:]) for cohort in cohorts(program))
-        self.runs = [Run(cohort, code, batches(code) if one_stream else {}) for cohort, code in codes]
+        self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
+        for run in self.runs:
+            run.going = self._going(run)
         self.agenda = Agenda(list(self.runs))
         self.communication = Communication(program, self.agenda, Ports(cluster), launch, one_stream)
 
@@ -85,124 +87,105 @@ class _Clock:
         agenda = self.agenda
         while agenda.ready or agenda.later:
             while agenda.ready:
-                self._advance(agenda.ready.pop())
+                next(agenda.ready.pop().going, None)
             if agenda.later:
                 agenda.next()
         for run in self.runs:
-            if run.at < len(run.code):
-                what = describe(self.program, run.code[run.at])
+            if not run.is_done:
+                what = describe(self.program, run.cohort.code[run.at])
                 raise ScheduleError(f"device {run.cohort.devices[0]}, instruction {run.at}: {what} never ends.")
             # The step ends when the last stream does.
-            run.at -= 1
+            run.at = len(run.cohort.code) - 1
             for post in run.tails.values():
-                self._wait(run, post)
+                self._awaited(run, post)
         return self._timetable()
 
-    def _advance(self, run: Run) -> None:
-        """Run instructions until one must wait."""
-        while run.at < len(run.code):
-            i = run.code[run.at]
-            if not isinstance(i, Free) and not self._step(run, i):
-                break
-            run.at += 1
+    def _going(self, run: Run) -> Iterator[None]:
+        """Run the code of a cohort. It stops where it must wait, and goes on when the cohort is ready again."""
+        for step, at, turn in steps(run.cohort):
+            run.at = at
+            for post in self._needed(run, step, turn):
+                yield from self._wait(run, post)
+            given = self.work(run.cohort, at)
+            if given if isinstance(given, float) else np.any(given):
+                yield from self._work(run, step, even(given))
+            match step.first:
+                case Collective():
+                    self.communication.collective(run, step, turn)
+                case Send() | Recv():
+                    self.communication.message(run, step, turn)
+                case Copy(bytes=size, to_host=to_host):
+                    run.handles[step.handles_at(turn)[0]] = self.communication.copy(run, size, to_host=to_host)
+                case Offload() | Fetch():
+                    task = step.moved("task", turn)
+                    size, to_host = self.moved(run.cohort, task), isinstance(step.first, Offload)
+                    run.tapes[task] = self.communication.copy(run, size, to_host=to_host)
+                case Loss() if self.program.model.loss and self.program.world > 1:
+                    yield from self._wait(run, self.communication.loss(run))
+        run.is_done = True
 
-    def _step(self, run: Run, i: Instruction) -> bool:
-        """Run an instruction; return whether it is done."""
-        if isinstance(i, Wait) and not self._wait(run, run.handles[i.work]):
-            return False
-        if isinstance(i, Backward | Fetch) and i.task in run.handles and not self._wait(run, run.handles[i.task]):
-            return False
-        if isinstance(i, Update) and not self._flush(run):
-            return False
-        if not self._work(run):
-            return False
-        match i:
-            case Collective():
-                self.communication.collective(run, i)
-            case Send() | Recv():
-                self.communication.message(run, i)
-            case Copy():
-                self.communication.copy(run, i.work, i.bytes, to_host=i.to_host)
-            case Offload() | Fetch():
-                size = self.moved(run.cohort, i.task)
-                self.communication.copy(run, i.task, size, to_host=isinstance(i, Offload))
-            case Loss():
-                return self._sum(run)
-        return True
+    def _needed(self, run: Run, step: Step, turn: int) -> Sequence[Post]:
+        """Return the communication that a step waits for."""
+        match step.first:
+            case Wait():
+                return (run.handles.pop(step.handles_at(turn)[0]),)
+            case Backward() | Fetch() if run.tapes:
+                return [run.tapes[task] for task in [step.moved("task", turn)] if task in run.tapes]
+            case Update():
+                # The optimizer waits for sends and copies.
+                found, run.unflushed = run.unflushed, []
+                return found
+        return ()
 
     # Work.
 
-    def _work(self, run: Run) -> bool:
-        if run.worked == run.at:
-            return True
-        given = self.work(run.cohort, run.at)
-        if not (given if isinstance(given, float) else np.any(given)):
-            return True
-        seconds = np.atleast_1d(np.asarray(given, dtype=np.float64))
+    def _work(self, run: Run, step: Step, seconds: Times) -> Iterator[None]:
+        """Run work. Beside transfers it ends when no time is left until which transfers are unknown."""
         if self.slowdown > 1.0:
             run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
-                self._settle((run, seconds, run.clock))
-                return False
-        self._worked(run, seconds)
-        return True
+                seconds = yield from self._settled(run, seconds)
+        run.work("optimizer" if isinstance(step.first, Update) else "compute", seconds)
 
-    def _settle(self, what: tuple[Run, Floats, Floats]) -> None:
-        """End work that began, unless it lasts beyond the time until which transfers are known."""
-        run, seconds, expected = what
-        end = self._slowed(run, seconds)
-        if latest(end) > latest(expected):
-            self.agenda.push(latest(end), self._settle, (run, seconds, end))
-            return
-        self._worked(run, end - run.clock)
-        self.agenda.ready.append(run)
+    def _settled(self, run: Run, seconds: Times) -> Generator[None, None, Times]:
+        """Return the seconds of work beside transfers, once they are known until its end."""
+        end, expected = self._slowed(run, seconds), latest(run.clock)
+        while latest(end) > expected:
+            expected = latest(end)
+            self.agenda.push(expected, self.agenda.ready.append, run)
+            yield
+            end = self._slowed(run, seconds)
+        return end - run.clock
 
-    def _worked(self, run: Run, seconds: Floats) -> None:
-        run.work("optimizer" if isinstance(run.code[run.at], Update) else "compute", seconds)
-        run.worked = run.at
-
-    def _slowed(self, run: Run, seconds: Floats) -> Floats:
+    def _slowed(self, run: Run, seconds: Times) -> Times:
         """Return the end of work that is slower while any transfer of its device runs."""
         end, seen = run.clock + seconds, run.clock
         for transfer, side in sorted(run.beside, key=lambda pair: earliest(pair[0].start)):
-            start = np.maximum(of_rows(transfer.start, side.group), seen)
-            left = np.maximum(of_rows(transfer.end, side.group) - start, 0.0)
-            both = np.minimum(left, np.maximum(end - start, 0.0) * self.slowdown)
+            start = later(of_rows(transfer.start, side.group), seen)
+            left = later(of_rows(transfer.end, side.group) - start, 0.0)
+            both = sooner(left, later(end - start, 0.0) * self.slowdown)
             end = end + both * (1 - 1 / self.slowdown)
-            seen = np.maximum(seen, start + both)
+            seen = later(seen, start + both)
         return end
 
     # Waits.
 
-    def _wait(self, run: Run, post: Post) -> bool:
+    def _wait(self, run: Run, post: Post) -> Iterator[None]:
         if post.end is None:
             post.is_awaited = True
-            return False
-        before, end = run.clock, np.maximum(run.clock, post.end)
+            yield
+        self._awaited(run, post)
+
+    def _awaited(self, run: Run, post: Post) -> None:
+        """Move the compute stream to the end of communication."""
+        assert post.end is not None
+        before, end = run.clock, later(run.clock, post.end)
         if is_later(end, before):
-            met = before if post.is_copy else between(post.met, before, end)
+            met = before if post.is_copy else sooner(later(post.met, before), end)
             run.spend("bubble", met - before)
             run.spend("copies" if post.is_copy else "exposed", end - met)
             run.clock = even(end)
-            run.note(run.at, before, run.clock, post)
-        return True
-
-    def _flush(self, run: Run) -> bool:
-        """Wait for sends and copies, as the optimizer does."""
-        while run.unflushed:
-            if not self._wait(run, run.unflushed[0]):
-                return False
-            run.unflushed.pop(0)
-        return True
-
-    def _sum(self, run: Run) -> bool:
-        """Sum the loss over all devices."""
-        if not self.program.model.loss or self.program.world == 1:
-            return True
-        if run.loss is None:
-            self.communication.loss(run)
-        assert run.loss is not None
-        return self._wait(run, run.loss)
+            run.note(Event(COMPUTE, run.at, before, run.clock, met, post))
 
     # The result.
 
@@ -216,18 +199,16 @@ class _Clock:
             for kind in kinds:
                 found[kind][run.cohort.devices] = run.seconds[kind]
         last = max(self.runs, key=lambda run: latest(run.clock))
+        row = 0 if isinstance(last.clock, float) else int(last.clock.argmax())
         lanes = tuple(map(_lane, self.runs))
-        return Timetable(
-            seconds, lanes, **found, path=path(last, int(last.clock.argmax())), bytes=dict(self.communication.bytes)
-        )
+        return Timetable(seconds, lanes, **found, path=path(last, row), bytes=dict(self.communication.bytes))
 
 
 def _lane(run: Run) -> Lane:
-    stream, at, start, end, post = zip(*run.events, strict=True) if run.events else ((),) * 5
+    stream, at, start, end, met, post = zip(*run.events, strict=True) if run.events else ((),) * 6
     waited = [-1 if p is None else p.at for p in post]
     streams, numbers, waits = (np.array(column, dtype=np.int64) for column in (stream, at, waited))
-    there = [s if p is None or p.is_copy else between(p.met, s, e) for s, e, p in zip(start, end, post, strict=True)]
-    first, last, met = (_table(some, len(run.cohort)) for some in (start, end, there))
+    first, last, there = (_table(some, len(run.cohort)) for some in (start, end, met))
     return Lane(
         run.cohort.devices,
         run.cohort.code,
@@ -237,18 +218,18 @@ def _lane(run: Run) -> Lane:
         waits,
         first,
         last,
-        met,
+        there,
         partial(_late, post),
     )
 
 
 def _late(posts: Sequence[Post | None], row: int) -> Ints:
-    is_collective = (p is not None and isinstance(p.run.code[p.at], Collective | Loss) for p in posts)
+    is_collective = (p is not None and isinstance(p.run.cohort.code[p.at], Collective | Loss) for p in posts)
     return np.array([p.last(row) if known and p else -1 for p, known in zip(posts, is_collective, strict=True)])
 
 
-def _table(times: Sequence[Floats], rows: int) -> Floats:
+def _table(times: Sequence[Times], rows: int) -> Floats:
     """Return times as [events, devices], without memory for devices that are alike."""
-    most = max(map(len, times), default=1)
-    found = [t if len(t) == most else np.broadcast_to(t, most) for t in times]
-    return np.broadcast_to(np.array(found).reshape(-1, most), (len(times), rows))
+    if all(isinstance(t, float) for t in times):
+        return np.broadcast_to(np.array(times, dtype=np.float64)[:, None], (len(times), rows))
+    return np.array([np.broadcast_to(t, rows) for t in times])

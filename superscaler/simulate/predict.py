@@ -21,7 +21,6 @@ from superscaler.ir.variants import once, without_twins
 from superscaler.simulate.clock import clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
-from superscaler.simulate.ports import Floats
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
 from superscaler.simulate.rates import (
     is_attention,
@@ -33,6 +32,7 @@ from superscaler.simulate.rates import (
     waiting_seconds,
 )
 from superscaler.simulate.recording import Recorder, alone, callables
+from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.simulate.works import Call
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Instruction, Role, names
-from superscaler.simulate.ports import Floats
+from superscaler.simulate.times import Floats
 
 # The stream of a device on which everything runs but transfers.
 COMPUTE = 0

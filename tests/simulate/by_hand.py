@@ -13,6 +13,7 @@ import superscaler as ss
 from superscaler.cluster.links import Link, Links
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import Cohort
+from superscaler.ir.loops import Rolled
 from superscaler.ir.model import Model
 from superscaler.ir.program import CollectiveArg, Device, Instruction, Program, Value
 from superscaler.simulate.clock import clock
@@ -59,7 +60,11 @@ END = p.Loss((), ())
 
 
 def made_of(*codes: Sequence[Instruction]) -> Program:
-    return Program(MODEL, (), tuple(Device(rank, (), tuple(code)) for rank, code in enumerate(codes)))
+    return Program(
+        MODEL,
+        (),
+        tuple(Device(rank, (), code if isinstance(code, Rolled) else tuple(code)) for rank, code in enumerate(codes)),
+    )
 
 
 def work(cohort: Cohort, at: int) -> float:

@@ -16,6 +16,7 @@ import superscaler as ss
 from superscaler.cluster import links
 from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort
+from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Load, Recv, Send, Wait
 from superscaler.plans import resolve
 from superscaler.simulate.clock import clock
@@ -137,6 +138,24 @@ def test_a_message_comes_when_both_ends_are_there_and_its_sender_goes_on() -> No
     assert found.bubble.tolist() == [0, 2 + UPDATE]
     # An update waits for sends.
     assert found.exposed.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("growth", [0, 1])
+def test_a_loop_takes_the_time_of_its_repetitions(growth: int) -> None:
+    """Messages have a number each; the bytes of the collectives may grow from one repetition to the next."""
+
+    def repetitions(at: int) -> tuple[tuple[Instruction, ...], ...]:
+        both = reduced("g", [0, 1], 8 + growth * at)
+        return (run(2.0), sent(1, at, 3), both, wait("g")), (received("m", 0, at, 3), both, wait("g"), wait("m"))
+
+    loops = [Rolled((Loop(*pair, count=4), (run(1.0),))) for pair in zip(repetitions(0), repetitions(1), strict=True)]
+    found = timed(TWO, *loops)
+    written = timed(TWO, *map(tuple, loops))
+    assert found.seconds == written.seconds == 4 * (2 + 8 + 3) + growth * 6 + 1
+    assert found.bytes == written.bytes
+    for lane, other in zip(found.lanes, written.lanes, strict=True):
+        assert np.array_equal(lane.end, other.end)
+        assert np.array_equal(lane.instruction, other.instruction)
 
 
 def test_directions_and_peers_have_a_stream_each() -> None:

@@ -15,9 +15,9 @@ import superscaler as ss
 from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
 from superscaler.runtime.optimizer import LISTED
-from superscaler.simulate.ports import Floats
 from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
 from superscaler.simulate.prediction import words
+from superscaler.simulate.times import Floats
 from tests.commands import answer, run
 from tests.graphs import graph_of
 

@@ -12,7 +12,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Program, Send, links
 from superscaler.report.model import group
 from superscaler.report.page.markup import Markup, table, tag
-from superscaler.simulate.ports import Floats
+from superscaler.simulate.times import Floats
 from superscaler.specs.sizes import size
 
 # Rows of a matrix; of more devices several share one.

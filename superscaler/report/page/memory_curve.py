@@ -11,7 +11,7 @@ from superscaler.ir.grid import Ints
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.memory import DeviceMemory
-from superscaler.simulate.ports import Floats
+from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import COMPUTE, Lane
 from superscaler.specs.sizes import size
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Instruction, Task, Value
-from superscaler.simulate.ports import Floats, Transfer, earliest, even, latest, of_rows
+from superscaler.ir.program import Task, Value
+from superscaler.simulate.times import Times, earliest, even, later, latest, of_row, of_rows
 from superscaler.simulate.timetable import COMPUTE, Link
-
-ZERO = np.zeros(1)
+from superscaler.simulate.transfers.ports import Transfer
 
 
 @dataclass(eq=False)
@@ -36,12 +36,12 @@ class Side:
         self.starts = np.unique(self.group[self.order], return_index=True)[1]
         self.key = self.groups.shape, self.groups.tobytes()
 
-    def latest(self, times: Floats) -> Floats:
+    def latest(self, times: Times) -> Times:
         """Return the latest time in each group."""
-        return times if len(times) == 1 else np.maximum.reduceat(times[self.order], self.starts)
+        return times if isinstance(times, float) else np.maximum.reduceat(times[self.order], self.starts)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, repr=False)
 class Meeting:
     """A transfer between cohorts. `ends`: the number of cohorts; `posts`: those that the cohorts have started so
     far.
@@ -54,7 +54,7 @@ class Meeting:
     posts: list[tuple[Post, Side]] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, repr=False)
 class Post:
     """A communication that a cohort starts together on a stream. `before`, `after`: its neighbours on the stream.
 
@@ -64,7 +64,7 @@ class Post:
 
     run: Run
     at: int
-    time: Floats
+    time: Times
     events: int
     meetings: list[tuple[Meeting, Side]]
     stream: int = COMPUTE
@@ -73,13 +73,13 @@ class Post:
     after: Post | None = None
     left: int = 0
     is_awaited: bool = False
-    met: Floats = field(default_factory=lambda: ZERO)
-    end: Floats | None = None
+    met: Times = 0.0
+    end: Times | None = None
 
     @property
-    def earliest(self) -> Floats:
+    def earliest(self) -> Times:
         """Return the earliest start of its transfers that its cohort allows."""
-        return self.time if self.before is None or self.before.end is None else np.maximum(self.time, self.before.end)
+        return self.time if self.before is None or self.before.end is None else later(self.time, self.before.end)
 
     def last(self, row: int) -> int:
         """Return the device that starts this communication last, in the group of the device at `row` of its cohort."""
@@ -87,28 +87,45 @@ class Post:
         for meeting, own in self.meetings:
             for post, side in meeting.posts:
                 rows = np.flatnonzero(side.group == own.group[row])
-                late = int(rows[post.time[rows].argmax() if len(post.time) > 1 else 0])
-                found = max(found, (_at(post.time, late), int(post.run.cohort.devices[late])))
+                late = int(rows[0 if isinstance(post.time, float) else post.time[rows].argmax()])
+                found = max(found, (of_row(post.time, late), int(post.run.cohort.devices[late])))
         return found[1]
 
 
-@dataclass(eq=False)
+class Event(NamedTuple):
+    """An instruction, or a transfer that it started, on a stream of a cohort. `met`: for a wait on the compute stream,
+    when all ends of its communication, `post`, were there.
+    """
+
+    stream: int
+    at: int
+    start: Times
+    end: Times
+    met: Times
+    post: Post | None
+
+
+@dataclass(eq=False, repr=False)
 class Run:
     """The state of a cohort in its code. `clock`: the time of its compute stream; `seconds`: its time by cause."""
 
     cohort: Cohort
-    code: Sequence[Instruction]
     # Messages that start together, by the first: the last one.
     batches: dict[int, int]
-    at: int = 0
-    clock: Floats = field(default_factory=lambda: ZERO)
-    seconds: dict[str, Floats] = field(default_factory=lambda: defaultdict(lambda: ZERO))
+    # Goes on until it must wait for an event, or to the end of the code.
+    going: Iterator[None] = field(init=False)
+    is_done: bool = False
+    # The number of the instruction.
+    at: int = -1
+    clock: Times = 0.0
+    seconds: dict[str, Times] = field(default_factory=lambda: defaultdict(float))
     # The number of each stream, its name and its last post.
     streams: dict[Hashable, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=lambda: ["compute"])
     tails: dict[int, Post] = field(default_factory=dict)
-    # Of names, and of tasks whose tape is copied.
-    handles: dict[Value | Task, Post] = field(default_factory=dict)
+    # The posts of handles, and of tasks whose tape is copied.
+    handles: dict[Value | None, Post] = field(default_factory=dict)
+    tapes: dict[Task, Post] = field(default_factory=dict)
     # Messages that start together with a later one, up to the instruction `until`.
     gathered: list[tuple[Meeting, Side, Value | None]] = field(default_factory=list)
     until: int = -1
@@ -118,24 +135,20 @@ class Run:
     beside: list[tuple[Transfer, Side]] = field(default_factory=list)
     open: int = 0
     count: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
-    # The instruction whose work was done last, and the sum of the loss.
-    worked: int = -1
-    loss: Post | None = None
-    # Stream, instruction, start, end, and the post of a wait. `own`: the numbers of those of the compute stream.
-    events: list[tuple[int, int, Floats, Floats, Post | None]] = field(default_factory=list)
+    # `own`: the numbers of the events of the compute stream.
+    events: list[Event] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
 
-    def note(self, at: int, start: Floats, end: Floats, post: Post | None = None, stream: int = COMPUTE) -> None:
-        if stream == COMPUTE:
-            self.own.append(len(self.events))
-        self.events.append((stream, at, start, end, post))
-
-    def work(self, name: str, seconds: Floats) -> None:
+    def work(self, name: str, seconds: Times) -> None:
         """Spend seconds on the current instruction."""
-        end = even(self.clock + seconds)
+        start, self.clock = self.clock, even(self.clock + seconds)
         self.spend(name, seconds)
-        self.note(self.at, self.clock, end)
-        self.clock = end
+        self.note(Event(COMPUTE, self.at, start, self.clock, start, None))
+
+    def note(self, event: Event) -> None:
+        """Record an event of the compute stream."""
+        self.own.append(len(self.events))
+        self.events.append(event)
 
     def runs_beside(self, transfer: Transfer, side: Side) -> None:
         """Record a transfer of these devices that begins; forget the transfers that ended before the current work."""
@@ -143,12 +156,8 @@ class Run:
         self.beside = [(t, s) for t, s in self.beside if latest(t.end) > start]
         self.beside.append((transfer, side))
 
-    def spend(self, name: str, seconds: Floats) -> None:
+    def spend(self, name: str, seconds: Times) -> None:
         self.seconds[name] = self.seconds[name] + seconds
-
-
-def _at(times: Floats, row: int) -> float:
-    return float(times[row if len(times) > 1 else 0])
 
 
 def path(run: Run, row: int) -> tuple[Link, ...]:
@@ -157,8 +166,8 @@ def path(run: Run, row: int) -> tuple[Link, ...]:
     """
     found, event = list[Link](), len(run.own) - 1
     while event >= 0:
-        _, at, start, end, post = run.events[run.own[event]]
-        seconds = _at(end, row) - _at(start, row)
+        _, at, start, end, _, post = run.events[run.own[event]]
+        seconds = of_row(end, row) - of_row(start, row)
         event -= 1
         if seconds and post is None:
             found.append(Link(int(run.cohort.devices[row]), at, seconds, False))
@@ -170,12 +179,12 @@ def path(run: Run, row: int) -> tuple[Link, ...]:
 def _last_end(post: Post, row: int, found: list[Link]) -> tuple[Run, int, int]:
     """Record the transfers that ended a wait; return the device whose work they waited for, and its last event."""
     while True:
-        meeting, side = max(post.meetings, key=lambda m: _at(of_rows(m[0].transfer.end, m[1].group), row))
+        meeting, side = max(post.meetings, key=lambda m: of_row(of_rows(m[0].transfer.end, m[1].group), row))
         transfer, group = meeting.transfer, int(side.group[row])
-        seconds = _at(transfer.end, group) - _at(transfer.start, group)
+        seconds = of_row(transfer.end, group) - of_row(transfer.start, group)
         found.append(Link(int(post.run.cohort.devices[row]), post.at, seconds, True))
         members = ((p, int(r)) for p, s in meeting.posts for r in np.flatnonzero(s.group == group))
-        post, row = max(members, key=lambda member: _at(member[0].earliest, member[1]))
-        if post.before is None or _at(post.time, row) >= _at(post.earliest, row):
+        post, row = max(members, key=lambda member: of_row(member[0].earliest, member[1]))
+        if post.before is None or of_row(post.time, row) >= of_row(post.earliest, row):
             return post.run, row, post.events - 1
         post = post.before

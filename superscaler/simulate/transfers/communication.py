@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
 from math import prod
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from superscaler.ir.cohorts import Cohort
-from superscaler.ir.grid import Ints
 from superscaler.ir.model import width
-from superscaler.ir.program import Collective, Program, Recv, Role, Send, Task, Value, names
-from superscaler.simulate.ports import Floats, Ports, Transfer, earliest, even, latest, of_rows
-from superscaler.simulate.posts import Meeting, Post, Run, Side
+from superscaler.ir.program import Collective, Program, Recv, Send
+from superscaler.simulate.steps import Step
+from superscaler.simulate.times import Times, earliest, even, later, latest, of_rows, sooner
+from superscaler.simulate.transfers.ports import Ports, Route, Transfer
+from superscaler.simulate.transfers.posts import Event, Meeting, Post, Run, Side
 
 # The bytes of a loss, which is summed over all devices.
 _LOSS = 4
@@ -47,6 +49,20 @@ class Agenda:
         act(what)
 
 
+@dataclass(eq=False, slots=True)
+class _Way:
+    """The communication of a form of instructions of a cohort. `ends`: the number of cohorts that meet; `start`: the
+    seconds to start it that were measured.
+    """
+
+    side: Side
+    route: Route
+    ends: int
+    stream: Hashable
+    name: str
+    start: float
+
+
 class Communication:
     """The communication of all cohorts. `bytes`: those moved so far, by class of link."""
 
@@ -60,67 +76,87 @@ class Communication:
             self._cohort_of[run.cohort.devices] = run.cohort.number
         self._open: dict[Hashable, Meeting] = {}
         self._sides: dict[Hashable, Side] = {}
+        self._ways: dict[Hashable, _Way] = {}
 
-    def collective(self, run: Run, i: Collective) -> None:
+    def collective(self, run: Run, step: Step, turn: int) -> None:
+        i = step.first
+        assert isinstance(i, Collective)
         if len(i.group) == 1:
             # Nothing moves.
             done = Post(run, run.at, run.clock, len(run.own), [], met=run.clock, end=run.clock)
-            run.handles |= dict.fromkeys(names(i, Role.WRITE), done)
+            run.handles |= dict.fromkeys(step.handles_at(turn), done)
             return
-        side = self._side(run, i.group, lambda: _side_of(run.cohort, run.at))
-        # Devices have a stream for each set of devices, in whatever order.
-        is_world = len(i.group) == self.program.world
-        stream = _WORLD if is_world else frozenset(i.group)
-        turn, key = run.count[side.key], side.key
-        run.count[key] += 1
-        # Clusters price the only receiver as the last of its group.
-        groups = side.groups if i.root < 0 else np.delete(side.groups, i.root, axis=1)
-        groups = groups if i.root < 0 else np.append(groups, side.groups[:, i.root, None], axis=1)
-        ends = len(set(self._cohort_of[side.groups[0]].tolist()))
-        meeting = self._meet((key, turn), i.kind, groups, i.bytes, ends)
-        name = "all devices" if is_world else f"devices {', '.join(map(str, i.group))}"
-        post = self._post(run, stream, name, [(meeting, side)], self._start_of(i.kind, i.bytes))
-        run.handles |= dict.fromkeys(names(i, Role.WRITE), post)
+        way = self._way((run.cohort.number, i.kind, i.group, i.root, i.bytes), lambda: self._collective(run, i))
+        number = run.count[way.side.key]
+        run.count[way.side.key] += 1
+        meeting = self._meet((way.side.key, number), way)
+        post = self._post(run, way.stream, way.name, [(meeting, way.side)], way.start)
+        run.handles |= dict.fromkeys(step.handles_at(turn), post)
         if i.root >= 0 or i.kind == "broadcast":
             run.unflushed.append(post)
 
-    def message(self, run: Run, i: Send | Recv) -> None:
-        cohort, at, is_send = run.cohort, run.at, isinstance(i, Send)
-        peers = (i.peer,) if cohort.fold is not None else tuple(cohort.data(at, "peer").tolist())
-        side = self._side(run, (is_send, peers), lambda: _pairs_of(cohort, at, is_send))
-        key = side.key, cohort.data(at, "message")[side.order].tobytes()
+    def _collective(self, run: Run, i: Collective) -> _Way:
+        side = self._side(run, i.group, lambda: _side_of(run.cohort, run.at))
+        # Devices have a stream for each set of devices, in whatever order.
+        is_world = len(i.group) == self.program.world
+        # Clusters price the only receiver as the last of its group.
+        groups = side.groups if i.root < 0 else np.delete(side.groups, i.root, axis=1)
+        groups = groups if i.root < 0 else np.append(groups, side.groups[:, i.root, None], axis=1)
+        return _Way(
+            side,
+            self.ports.route(i.kind, groups, i.bytes),
+            len(set(self._cohort_of[side.groups[0]].tolist())),
+            _WORLD if is_world else frozenset(i.group),
+            "all devices" if is_world else f"devices {', '.join(map(str, i.group))}",
+            self._start_of(i.kind, i.bytes),
+        )
+
+    def message(self, run: Run, step: Step, turn: int) -> None:
+        i, cohort = step.first, run.cohort
+        assert isinstance(i, Send | Recv)
+        is_send, at = isinstance(i, Send), run.at
         size = i.bytes if isinstance(i, Send) else prod(i.shape) * width(i.dtype)
-        meeting = self._meet(key, "send", side.groups, size, 2)
-        run.gathered.append((meeting, side, None if isinstance(i, Send) else i.work))
+        peers = (i.peer,) if cohort.fold is not None else tuple(cohort.data(at, "peer").tolist())
+        way = self._way((cohort.number, is_send, peers, size), lambda: self._message(run, i, is_send, peers, size))
+        # Of a fold, the messages of all devices have the number of the first one.
+        is_folded = cohort.fold is not None
+        number = step.moved("message", turn) if is_folded else cohort.data(at, "message")[way.side.order].tobytes()
+        meeting = self._meet((way.side.key, number), way)
+        run.gathered.append((meeting, way.side, None if is_send else step.handles_at(turn)[0]))
         run.until = max(run.until, run.batches.get(at, at))
         if at < run.until:
             return
-        stream: Hashable = (is_send, peers)
-        name = f"{'to' if is_send else 'from'} {i.peer}"
-        if self.one_stream:
-            stream, name = _WORLD, "all devices"
         meetings = [(meeting, side) for meeting, side, _ in run.gathered]
-        post = self._post(run, stream, name, meetings, self._start_of("send", size))
+        post = self._post(run, way.stream, way.name, meetings, way.start)
         run.handles |= {work: post for *_, work in run.gathered if work is not None}
         if any(work is None for *_, work in run.gathered):
             run.unflushed.append(post)
         run.gathered = []
 
-    def copy(self, run: Run, key: Value | Task, size: int, *, to_host: bool) -> None:
+    def _message(self, run: Run, i: Send | Recv, is_send: bool, peers: tuple[int, ...], size: int) -> _Way:
+        side = self._side(run, (is_send, peers), lambda: _pairs_of(run.cohort, run.at, is_send))
+        stream: Hashable = (is_send, peers)
+        name = f"{'to' if is_send else 'from'} {i.peer}"
+        if self.one_stream:
+            stream, name = _WORLD, "all devices"
+        return _Way(side, self.ports.route("send", side.groups, size), 2, stream, name, self._start_of("send", size))
+
+    def copy(self, run: Run, size: int, *, to_host: bool) -> Post:
         devices, kind = run.cohort.devices, "to_host" if to_host else "to_device"
         side = self._side(run, "copy", lambda: Side(np.stack([devices] * 2, axis=1), np.arange(len(devices))))
         meeting = Meeting(Transfer(self.ports.route(kind, side.groups, size)), 1)
         post = self._post(run, kind, kind, [(meeting, side)], is_copy=True)
-        run.handles[key] = post
         run.unflushed.append(post)
+        return post
 
-    def loss(self, run: Run) -> None:
+    def loss(self, run: Run) -> Post:
         """Start to sum the loss over all devices."""
         every = np.arange(self.program.world)[None]
         side = self._side(run, "loss", lambda: Side(every, np.zeros(len(run.cohort), dtype=np.int64)))
         size = _LOSS * self.program.model.iterations
-        meeting = self._meet("loss", "all_reduce", every, size, self._cohorts)
-        run.loss = self._post(run, _WORLD, "all devices", [(meeting, side)], self._start_of("all_reduce", size))
+        route, start = self.ports.route("all_reduce", every, size), self._start_of("all_reduce", size)
+        way = _Way(side, route, self._cohorts, _WORLD, "all devices", start)
+        return self._post(run, way.stream, way.name, [(self._meet("loss", way), side)], start)
 
     def _start_of(self, kind: str, size: float) -> float:
         return self.ports.cluster.links.start(kind, size)
@@ -130,11 +166,16 @@ class Communication:
             self._sides[run.cohort.number, key] = make()
         return self._sides[run.cohort.number, key]
 
-    def _meet(self, key: Hashable, kind: str, groups: Ints, size: float, ends: int) -> Meeting:
-        """Return the meeting of so many cohorts at a key; the first cohort makes it."""
-        found = self._open.pop(key, None) or Meeting(Transfer(self.ports.route(kind, groups, size)), ends)
+    def _way(self, key: Hashable, make: Callable[[], _Way]) -> _Way:
+        if key not in self._ways:
+            self._ways[key] = make()
+        return self._ways[key]
+
+    def _meet(self, key: Hashable, way: _Way) -> Meeting:
+        """Return the meeting of cohorts at a key; the first cohort makes it."""
+        found = self._open.pop(key, None) or Meeting(Transfer(way.route), way.ends)
         found.seen += 1
-        if found.seen < ends:
+        if found.seen < found.ends:
             self._open[key] = found
         return found
 
@@ -149,7 +190,7 @@ class Communication:
     ) -> Post:
         """Start communication on a stream, after the communication already there."""
         if self.launch + start:
-            run.work("launch", np.full(1, self.launch + start))
+            run.work("launch", self.launch + start)
         stream = run.streams.setdefault(key, len(run.names))
         if stream == len(run.names):
             run.names.append(name)
@@ -173,9 +214,9 @@ class Communication:
             return
         meeting.is_started = True
         for post, side in posts:
-            met = post.time if post.before is None else np.maximum(post.time, post.before.met)
-            transfer.start = np.maximum(transfer.start, side.latest(post.earliest))
-            transfer.met = np.maximum(transfer.met, side.latest(met))
+            met = post.time if post.before is None else later(post.time, post.before.met)
+            transfer.start = later(transfer.start, side.latest(post.earliest))
+            transfer.met = later(transfer.met, side.latest(met))
         transfer.start, transfer.met = even(transfer.start), even(transfer.met)
         self.agenda.push(earliest(transfer.start), self._begin, meeting)
 
@@ -204,12 +245,11 @@ class Communication:
     def _close(self, post: Post) -> None:
         """End a post whose transfers have ended; resume the cohorts that waited for it."""
         run = post.run
-        start, met, end = (
-            [of_rows(getattr(m.transfer, name), side.group) for m, side in post.meetings]
-            for name in ("start", "met", "end")
-        )
-        post.met, post.end = _largest(met), _largest(end)
-        run.note(post.at, -_largest([-s for s in start]), post.end, stream=post.stream)
+        rows = [(meeting.transfer, side.group) for meeting, side in post.meetings]
+        start = _joined([of_rows(t.start, group) for t, group in rows], sooner)
+        post.met = _joined([of_rows(t.met, group) for t, group in rows], later)
+        post.end = _joined([of_rows(t.end, group) for t, group in rows], later)
+        run.events.append(Event(post.stream, post.at, start, post.end, start, None))
         run.open -= not post.is_copy
         if post.after is not None:
             for meeting, _ in post.after.meetings:
@@ -231,8 +271,5 @@ def _pairs_of(cohort: Cohort, at: int, is_send: bool) -> Side:
     return Side(pairs[order], np.argsort(order))
 
 
-def _largest(times: list[Floats]) -> Floats:
-    found = times[0]
-    for other in times[1:]:
-        found = np.maximum(found, other)
-    return even(found)
+def _joined(times: list[Times], join: Callable[[Times, Times], Times]) -> Times:
+    return even(reduce(join, times))

@@ -6,50 +6,20 @@ long as they have bytes left there. The delay of a group is the largest delay of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import Port
 from superscaler.ir.grid import Ints
+from superscaler.simulate.times import Floats, Times, earliest, even
 
-Floats = NDArray[np.float64]
 # Times that differ by less are equal: what rounding leaves.
 EQUAL = 1e-12
-
-
-def even(times: Floats) -> Floats:
-    """Return one number for an array of equal numbers."""
-    return times[:1] if len(times) == 1 or times.min() == times.max() else times
-
-
-def earliest(times: Floats) -> float:
-    """Return the earliest of some times."""
-    return float(times[0] if len(times) == 1 else times.min())
-
-
-def latest(times: Floats) -> float:
-    """Return the latest of some times."""
-    return float(times[0] if len(times) == 1 else times.max())
-
-
-def is_later(times: Floats, others: Floats) -> bool:
-    """Return whether any time is later than its counterpart in the other array."""
-    return bool(times[0] > others[0] if len(times) == len(others) == 1 else (times > others).any())
-
-
-def between(times: Floats, low: Floats, high: Floats) -> Floats:
-    """Return times that are at least `low`, and at most `high`. On few numbers, np.clip takes five times as long."""
-    return np.minimum(np.maximum(times, low), high)
-
-
-def of_rows(times: Floats, rows: Ints) -> Floats:
-    """Return some rows of numbers; an array of one entry stands for equal numbers."""
-    return times if len(times) == 1 else times[rows]
 
 
 @dataclass(eq=False)
@@ -58,10 +28,12 @@ class Route:
 
     `seconds`: of each group without other transfers; `loads`: the busy seconds that they cause on each of `ports`.
     `users`: the groups of the first port, then those of the next one, from `port_starts` on; `used`: the ports of the
-    first group, then those of the next one, from `group_starts` on.
+    first group, then those of the next one, from `group_starts` on. `near`: the routes with common ports, itself
+    included, with the places of these ports among its own and among theirs. `until`: its ports are busy until then by
+    transfers of this route.
     """
 
-    seconds: Floats
+    seconds: Times
     ports: Ints
     loads: Floats
     users: Ints
@@ -69,22 +41,29 @@ class Route:
     used: Ints
     group_starts: Ints
     bytes: Mapping[str, float]
+    near: dict[Route, tuple[Ints, Ints]] = field(default_factory=dict)
+    until: float = 0.0
+
+    @cached_property
+    def load(self) -> float:
+        """Return the largest of its loads."""
+        return float(self.loads.max())
 
     @cached_property
     def counts(self) -> Ints:
         """Return the number of groups that use each port."""
         return np.diff(np.append(self.port_starts, len(self.users)))
 
-    def of_ports(self, times: Floats) -> Floats:
+    def of_ports(self, times: Times) -> Times:
         """Return the earliest time of the groups of each port."""
-        return times if len(times) == 1 else np.minimum.reduceat(times[self.users], self.port_starts)
+        return times if isinstance(times, float) else np.minimum.reduceat(times[self.users], self.port_starts)
 
     def of_groups(self, delays: Floats) -> Floats:
         """Return the largest delay of the ports of each group."""
         return np.maximum.reduceat(delays[self.used], self.group_starts)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transfer:
     """One use of a route. Times of its groups: `met`, when all ends are there; `start`, `end`: when bytes move, when
     they are there.
@@ -93,10 +72,10 @@ class Transfer:
     """
 
     route: Route
-    met: Floats = field(default_factory=lambda: np.zeros(1))
-    start: Floats = field(default_factory=lambda: np.zeros(1))
-    end: Floats = field(default_factory=lambda: np.zeros(1))
-    began: Floats = field(default_factory=lambda: np.zeros(1))
+    met: Times = 0.0
+    start: Times = 0.0
+    end: Times = 0.0
+    began: Times = 0.0
     left: Floats | None = None
     delays: Floats | None = None
 
@@ -107,7 +86,7 @@ class Transfer:
         return self.left, self.delays
 
     def set_end(self) -> None:
-        late = 0.0 if self.delays is None else self.route.of_groups(self.delays)
+        late: Times = 0.0 if self.delays is None else self.route.of_groups(self.delays)
         self.end = even(self.start + self.route.seconds + late)
 
 
@@ -120,14 +99,17 @@ class Ports:
         # Until when each port is busy, and when a transfer began there last.
         self._busy, self._last = np.zeros(0), np.zeros(0)
         self._routes: dict[Hashable, Route] = {}
-        self._common: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        self._users: dict[int, list[Route]] = defaultdict(list)
         self._active: dict[int, Transfer] = {}
+        # When transfers began on routes whose ports were all free, in order, until `_busy` and `_last` have it.
+        self._alone: dict[Route, Times] = {}
 
     def route(self, kind: str, groups: Ints, size: float) -> Route:
         """Return the route of a collective in groups of several devices [groups, members]."""
         key = kind, size, groups.shape, groups.tobytes()
         if key not in self._routes:
             self._routes[key] = self._route(kind, groups, size)
+            self._join(self._routes[key])
         return self._routes[key]
 
     def _route(self, kind: str, groups: Ints, size: float) -> Route:
@@ -150,20 +132,49 @@ class Ports:
             bytes={name: amount * size for name, amount in way.bytes.items()},
         )
 
+    def _join(self, route: Route) -> None:
+        """Make a route near to those with common ports."""
+        ports = route.ports.tolist()
+        for port in ports:
+            self._users[port].append(route)
+        for other in {user: None for port in ports for user in self._users[port]}:
+            _, mine, theirs = np.intersect1d(route.ports, other.ports, return_indices=True)
+            route.near[other], other.near[route] = (mine, theirs), (theirs, mine)
+
     def begin(self, transfer: Transfer) -> None:
         """Set the end of a transfer that starts, and move the ends of the transfers that it slows."""
         route = transfer.route
-        busy, began = self._busy[route.ports], route.of_ports(transfer.start)
-        transfer.began = began
-        if (busy - began > EQUAL).any():
-            self._share(transfer, np.broadcast_to(began, busy.shape))
-        self._busy[route.ports], self._last[route.ports] = np.maximum(busy, began) + route.loads, began
+        transfer.began = began = route.of_ports(transfer.start)
+        first = earliest(began)
+        if all(other.until <= first for other in route.near):
+            # Its ports are written once others need them.
+            self._alone.pop(route, None)
+            self._alone[route] = began
+            route.until = began + route.load if isinstance(began, float) else float((began + route.loads).max())
+        else:
+            self._begin_beside(transfer, began)
         transfer.set_end()
         self._active[id(transfer)] = transfer
+
+    def _begin_beside(self, transfer: Transfer, began: Times) -> None:
+        self._write()
+        route = transfer.route
+        busy = self._busy[route.ports]
+        if (busy - began > EQUAL).any():
+            self._share(transfer, np.broadcast_to(began, busy.shape))
+        busy = np.maximum(busy, began) + route.loads
+        self._busy[route.ports], self._last[route.ports], route.until = busy, began, float(busy.max())
+
+    def _write(self) -> None:
+        """Record until when the ports of routes that were alone are busy."""
+        for route, began in self._alone.items():
+            self._busy[route.ports], self._last[route.ports] = began + route.loads, began
+        self._alone.clear()
 
     def end(self, transfer: Transfer, now: float) -> None:
         """Forget a transfer. Transfers beside it have had a part of the ports until now."""
         if transfer.delays is not None:
+            self._write()
             self._progress(transfer, np.full(len(transfer.delays), now))
             self._last[transfer.route.ports] = now
         del self._active[id(transfer)]
@@ -186,8 +197,8 @@ class Ports:
         """Advance all transfers under way on the ports of a transfer to a time. Return this transfer with the places of
         its ports among those, the seconds that its groups have left there, and their number.
         """
-        pairs = ((other, *self._ports_of_both(transfer.route, other.route)) for other in self._active.values())
-        users = [(other, mine, theirs) for other, mine, theirs in pairs if len(mine)]
+        near = transfer.route.near
+        users = [(other, *near[other.route]) for other in self._active.values() if other.route in near]
         left, counts = np.zeros((2, len(users), len(now)))
         last = self._last[transfer.route.ports]
         for row, count, (other, mine, theirs) in zip(left, counts, users, strict=True):
@@ -198,13 +209,6 @@ class Ports:
         for row, (other, mine, theirs) in zip(left, users, strict=True):
             other.shared()[0][theirs] = row[mine]
         return users, left, counts
-
-    def _ports_of_both(self, one: Route, other: Route) -> tuple[Ints, Ints]:
-        key = id(one), id(other)
-        if key not in self._common:
-            _, mine, theirs = np.intersect1d(one.ports, other.ports, return_indices=True)
-            self._common[key] = mine, theirs
-        return self._common[key]
 
 
 def _after(left: Floats, counts: Floats, seconds: Floats) -> Floats:

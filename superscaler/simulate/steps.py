@@ -1,0 +1,98 @@
+"""The steps of a cohort: its instructions in order, those of a loop once for all of its repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from superscaler.ir.cohorts import Cohort
+from superscaler.ir.loops import Loop, mover, runs_of
+from superscaler.ir.program import (
+    ROLES,
+    Collective,
+    Copy,
+    Free,
+    Instruction,
+    Recv,
+    Role,
+    Send,
+    Value,
+    Wait,
+)  # fmt: skip
+
+# The fields of communication that may differ between repetitions of a loop.
+_MOVING = (Role.READ, Role.WRITE, Role.MESSAGE, Role.NOTE)
+_COMMUNICATION = Collective | Send | Recv | Copy
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """An instruction in all repetitions of a loop, `first` and `second` in the first two of them, or one that runs
+    once. `place`: its number in the code, in the first repetition; `moves`: functions from the repetition to its
+    handles.
+    """
+
+    place: int
+    first: Instruction
+    second: Instruction
+    moves: tuple[Callable[[int], Any] | None, ...] = ()
+    handles: tuple[Value | None, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handles = _handles(self.first)
+
+    def handles_at(self, turn: int) -> tuple[Value | None, ...]:
+        """Return the handles that it starts or ends in a repetition."""
+        if not turn:
+            return self.handles
+        return tuple([h if m is None else m(turn) for h, m in zip(self.handles, self.moves, strict=True)])
+
+    def moved(self, field: str, turn: int) -> Any:
+        """Return a field in a repetition."""
+        first, second = getattr(self.first, field), getattr(self.second, field)
+        move = mover(first, second) if turn else None
+        return first if move is None else move(turn)
+
+
+def steps(cohort: Cohort) -> Iterator[tuple[Step, int, int]]:
+    """Yield the steps of a cohort in order, each with the number of the instruction and of the repetition."""
+    start = 0
+    for run in runs_of(cohort.code):
+        if isinstance(run, Loop) and all(map(_is_alike, run.first, run.second)):
+            body = _body(run, start)
+            for turn in range(run.count):
+                offset = turn * len(run.first)
+                for step in body:
+                    yield step, step.place + offset, turn
+        else:
+            for at, i in enumerate(run, start):
+                if not isinstance(i, Free):
+                    yield Step(at, i, i), at, 0
+        start += len(run)
+
+
+def _body(loop: Loop, start: int) -> list[Step]:
+    known, found = dict[Any, Callable[[int], Any]](), list[Step]()
+    for at, (one, two) in enumerate(zip(loop.first, loop.second, strict=True), start):
+        if not isinstance(one, Free):
+            moves = tuple([mover(a, b, known) for a, b in zip(_handles(one), _handles(two), strict=True)])
+            found.append(Step(at, one, two, moves))
+    return found
+
+
+def _handles(i: Instruction) -> tuple[Value | None, ...]:
+    match i:
+        case Wait() | Recv() | Copy():
+            return (i.work,)
+        case Collective():
+            return i.works
+    return ()
+
+
+def _is_alike(one: Instruction, two: Instruction) -> bool:
+    """Return whether communication of two repetitions has equal ends and equal bytes."""
+    if not isinstance(one, _COMMUNICATION):
+        return True
+    fields = (name for name, role in ROLES[type(one)].items() if role not in _MOVING)
+    return all(getattr(one, name) == getattr(two, name) for name in fields)
