@@ -70,10 +70,10 @@ def divisors(number: int) -> str:
 def a(word: str) -> str:
     """Return a word with its article.
 
-    >>> a("plan"), a("optimizer")
-    ('a plan', 'an optimizer')
+    >>> a("plan"), a("optimizer"), a("Iterator")
+    ('a plan', 'an optimizer', 'an Iterator')
     """
-    return f"{'an' if word[:1] in 'aeio' else 'a'} {word}"
+    return f"{'an' if word[:1] in 'aeioAEIO' else 'a'} {word}"
 
 
 def some(names: Sequence[str], most: int = 6) -> str:

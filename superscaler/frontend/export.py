@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from superscaler.errors import CaptureError, PlanError
+from superscaler.errors import CaptureError, PlanError, a
 from superscaler.frontend import autocast as casts
 from superscaler.frontend import checkpoints
 from superscaler.frontend.autocast import Autocast
@@ -142,8 +142,8 @@ def examples(
     """
     if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
         raise CaptureError(
-            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, but a tuple and a dict are needed; "
-            "write args=(x,) and kwargs={'name': x}."
+            f"args is {a(type(args).__name__)} and kwargs {a(type(kwargs).__name__)}, but a tuple and a dict are "
+            "needed; write args=(x,) and kwargs={'name': x}."
         )
     is_meta = any(p.is_meta for p in module.parameters())
     seen: set[int] = set()

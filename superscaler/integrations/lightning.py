@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, a
 from superscaler.integrations.planned import Planned, put, users, warn_of_stale
 
 # In the folder of the run.
@@ -89,8 +89,8 @@ class PlanStrategy(DDPStrategy):
             def log(name: str, value: Any, **options: Any) -> None:
                 if not isinstance(value, Tensor):
                     raise InputError(
-                        f"training_step logs {name}, a {type(value).__name__}, which would be the same in all steps of "
-                        "a plan; log a tensor, or log it in a callback."
+                        f"training_step logs {name}, {a(type(value).__name__)}, which would be the same in all steps "
+                        "of a plan; log a tensor, or log it in a callback."
                     )
                 logged[name], notes[name] = value.detach(), options
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from superscaler.comm.distributed import connect
-from superscaler.errors import InputError, PlanError
+from superscaler.errors import InputError, PlanError, a
 from superscaler.integrations import state
 from superscaler.plan import capture, compile, load
 from superscaler.runtime.step import Step
@@ -199,7 +199,7 @@ def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
     for path, value in pairs:
         name = "_".join(re.findall(r"\w+", pytree.keystr(path)))
         if not isinstance(value, Tensor):
-            raise InputError(f"a batch has a {type(value).__name__} at '{name}'; a plan takes tensors only.")
+            raise InputError(f"a batch has {a(type(value).__name__)} at '{name}'; a plan takes tensors only.")
         found[name if name.isidentifier() else f"input_{name}"] = value
     return found, spec
 

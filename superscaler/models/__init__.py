@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superscaler.errors import InputError, unknown
+from superscaler.errors import InputError, a, unknown
 from superscaler.models.families import FAMILIES
 from superscaler.models.without_data import forget, without_data
 from superscaler.specs.options import ALIASES, Options, options_of, read_pairs
@@ -54,11 +54,11 @@ def build(spec: str) -> BuiltModel:
     meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown
     model, key, file or function, and for a value of the wrong type.
     """
-    name, options = spec.partition(":")[0], sizes_of(spec)
+    name = spec.partition(":")[0]
     if name.endswith(".py"):
         return _from_file(spec)
+    given, options = _read(spec)
     family = FAMILIES[name]
-    given = {ALIASES.get(word, word) for word in read_pairs(spec, spec.partition(":")[2])}
     kept = [f"{key}={options[key]}" for key in ("mlp", "kv_heads") if key in options and key not in given]
     if kept and "size" not in given and given & {"hidden", "heads"}:
         logging.getLogger(__name__).warning(
@@ -84,12 +84,17 @@ def build(spec: str) -> BuiltModel:
 
 def sizes_of(spec: str) -> Options:
     """Return the options of a named model; none for a model from a file. Raises InputError as `build` does."""
+    return {} if spec.partition(":")[0].endswith(".py") else _read(spec)[1]
+
+
+def _read(spec: str) -> tuple[set[str], Options]:
+    """Return the keys that the text of a named model gives, and all its options."""
     name, _, rest = spec.partition(":")
-    if name.endswith(".py"):
-        return {}
     if name not in FAMILIES:
         raise InputError(f"{unknown('model', name, FAMILIES)} Or give a file: path/to/file.py:function.")
-    return options_of(spec, read_pairs(spec, rest), FAMILIES[name].sizes, FAMILIES[name].default)
+    pairs = read_pairs(spec, rest)
+    options = options_of(spec, pairs, FAMILIES[name].sizes, FAMILIES[name].default)
+    return {ALIASES.get(word, word) for word in pairs}, options
 
 
 def _from_file(spec: str) -> BuiltModel:
@@ -97,11 +102,11 @@ def _from_file(spec: str) -> BuiltModel:
     with watched() as reads:
         where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        result = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        result = f"a tuple of {len(made)}" if isinstance(made, tuple) else a(type(made).__name__)
         raise InputError(f"{where} returned {result}; return {_SHAPE}.")
     module, args, kwargs = made if len(made) == 3 else (*made, {})
     for name, value, kind in (("module", module, nn.Module), ("args", args, (tuple, list)), ("kwargs", kwargs, dict)):
         if not isinstance(value, kind):
             hint = "; write (x,) for one argument" if name == "args" else ""
-            raise InputError(f"{where} returned a {type(value).__name__} as {name}; return {_SHAPE}{hint}.")
+            raise InputError(f"{where} returned {a(type(value).__name__)} as {name}; return {_SHAPE}{hint}.")
     return BuiltModel(spec, module, tuple(args), dict(kwargs), None, reads)

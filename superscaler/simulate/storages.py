@@ -184,10 +184,9 @@ def buffers(i: Collective, place: int) -> Buffers:
             return _scattered(i, is_one, ascending, given, flat, block(flat // p))
         case _:
             # Chunks that lie one after the other, in the order of the ranks, are sent as they are.
-            is_read = way.leads(way.give) and ascending
-            return Buffers(
-                0 if way.leads(way.give) else flat, shared=flat * (2 - is_read), made=results, sources=is_read
-            )
+            leads = way.leads(way.give)
+            is_read = leads and ascending
+            return Buffers(0 if leads else flat, shared=flat * (2 - is_read), made=results, sources=is_read)
 
 
 def _scattered(i: Collective, is_one: bool, ascending: bool, given: Sequence[int], flat: int, result: int) -> Buffers:

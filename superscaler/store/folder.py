@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from superscaler.errors import InputError, printable
+from superscaler.errors import InputError, a, printable
 from superscaler.specs.file_errors import reading, refuse, require_file
 from superscaler.store.tensor_file import tensor_hashes, write_tensors
 
@@ -103,7 +103,7 @@ def parse(file: Path, text: bytes, types: type[Head]) -> dict[str, Any]:
     with reading(file, types.REMEDY, kind=types.KIND):
         found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
         if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, not an object")
+            raise ValueError(f"it holds {a(type(found).__name__)}, not an object")
         if found.get("version") != types.VERSION:
             theirs = printable(str(found.get("version"))[:20])
             refuse(file, f"is of version {theirs}, but this superscaler reads version {types.VERSION}", types.REMEDY)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from superscaler.errors import InputError, some
+from superscaler.errors import InputError, a, some
 from superscaler.replaced import own_numbers
 from superscaler.runtime.batch import Batch, Padding
 from superscaler.specs.user_file import from_file
@@ -126,7 +126,9 @@ class Stream:
 
     def __init__(self, step: Step, made: Any, make: Callable[[], Any], seed: int, say: Callable[[str], None]) -> None:
         if not isinstance(made, Iterable):
-            raise InputError(f"data is a {type(made).__name__}; give a data set of samples, or an iterable of batches.")
+            raise InputError(
+                f"data is {a(type(made).__name__)}; give a data set of samples, or an iterable of batches."
+            )
         self._made, self._make, self._seed = made, make, seed
         self._inputs, self._padding = step.inputs, step.padding
         self._say = say if step.rank == 0 else (lambda _: None)
@@ -213,7 +215,7 @@ def _is_samples(made: Any, step: Step) -> bool:
 
 def check_names(item: Any, inputs: Mapping[str, Any], what: str) -> None:
     if not isinstance(item, Mapping):
-        raise InputError(f"{what} is a {type(item).__name__}; give a dict with {', '.join(inputs)}.")
+        raise InputError(f"{what} is {a(type(item).__name__)}; give a dict with {', '.join(inputs)}.")
     if lacking := [name for name in inputs if name not in item]:
         names = some([str(name) for name in item])
         raise InputError(f"{what} has no '{lacking[0]}', but {names}; this plan reads {some([*inputs])}.")

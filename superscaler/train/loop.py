@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, a
 from superscaler.launch.process import run_rank
 from superscaler.replaced import own_numbers
 from superscaler.runtime.batch import Padding
@@ -162,8 +162,8 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         made = make()
         batches, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(batches, Iterable):
-            kind = type(batches).__name__
-            raise InputError(f"--eval {spec} returned a {kind} as batches; return an iterable, or (batches, metrics).")
+            kind = a(type(batches).__name__)
+            raise InputError(f"--eval {spec} returned {kind} as batches; return an iterable, or (batches, metrics).")
         say: Callable[[str], None] = resume.say if step.rank == 0 else lambda _: None
         own = step.evaluating
         with step.averaged():

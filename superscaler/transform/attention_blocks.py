@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from superscaler.errors import TransformError, divisors
 from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
@@ -85,7 +84,10 @@ class _Blocks:
         self.makers = {name: maker for name, (maker, _) in model.producers.items()}
         self.tensors: dict[str, PTensor] = {}
         self.whole: tuple[Operand, ...] = ()
-        if op.target != TARGET or self._given("dropout_p"):
+        # The arguments that the attention was given, by name.
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        self.given = {**dict(zip(names, op.args, strict=False)), **dict(op.kwargs)}
+        if op.target != TARGET or self.given.get("dropout_p"):
             why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
             raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
         learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
@@ -96,16 +98,11 @@ class _Blocks:
             )
         self.queries, self.keys = (self._along(k) for k in (0, 1))
         counts = [op.indices[k].size for k in (self.queries, self.keys)]
-        if self._given("is_causal") and counts[0] != counts[1]:
+        if self.given.get("is_causal") and counts[0] != counts[1]:
             raise TransformError(
                 f"AttentionBlocks of {op.name} ({op.module}) needs as many queries as keys, because it is causal, but "
                 f"there are {counts[0]} and {counts[1]}; leave it out."
             )
-
-    def _given(self, name: str) -> Any:
-        """Return an argument of the attention, None if it is left out."""
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        return {**dict(zip(names, self.op.args, strict=False)), **dict(self.op.kwargs)}.get(name)
 
     def _along(self, k: int) -> int:
         """Return the index of the dim before the last of an operand."""
@@ -198,7 +195,7 @@ class _Blocks:
         return Operand(made.name, own.slots), Operand(total.name, own.slots[:count])
 
     def _block(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand], step: int) -> Op:
-        args = *self.op.args[:3], *map(self._given, ("attn_mask", "is_causal", "scale"))
+        args = *self.op.args[:3], *map(self.given.get, ("attn_mask", "is_causal", "scale"))
         indices = [self._index(n, outputs) for n in range(len(self.op.indices))]
         indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
         made = replace(self.op, name=f"{self.op.name}.{step}", target=BLOCK, args=args, kwargs=())

@@ -88,7 +88,7 @@ def model(body: str = "return Net(4, 4), (torch.ones(8, 4),)", forward: str = _L
 MODELS: dict[str, Case] = {
     "nothing returned": Case(model("pass"), "returned a NoneType"),
     "a module alone": Case(model("return Net(4, 4)"), "returned a Net"),
-    "no module": Case(model("return 3, ()"), "returned a int as module"),
+    "no module": Case(model("return 3, ()"), "returned an int as module"),
     "a tensor as arguments": Case(model("return Net(4, 4), torch.ones(8, 4)"), "returned a Tensor as args"),
     "a tuple of four": Case(model("return 1, 2, 3, 4"), "returned a tuple of 4"),
     "keywords that are no names": Case(model("return Net(4, 4), (), {1: torch.ones(8, 4)}"), "keyword"),
