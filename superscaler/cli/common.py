@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
@@ -288,7 +288,7 @@ def _read_options(context: typer.Context, file: str | None) -> str | None:
 
 # Groups of options in the help of a command that has many.
 _PANELS = {
-    "Data and evaluation": "data evaluation eval_every",
+    "Data and evaluation": "data eval eval_every",
     "Checkpoints": "save save_every keep on_failed_save resume weights",
     "Learning rate and gradients": "clip ema schedule warmup check_finite",
 }
@@ -299,12 +299,13 @@ def _panel(name: str) -> str | None:
 
 
 def command(function: Callable[..., bool | None]) -> Callable[..., None]:
-    """Make a command of `function(printer, [request,] options of its own)`. The fields of the request are options too,
-    and so is --json. If the function returns False, the exit code is 1.
+    """Make a command of `function(printer, options)`, where a dataclass stands for its fields. --json is an option of
+    all commands. If the function returns False, the exit code is 1.
     """
     _, *own = signature(function, eval_str=True).parameters.values()
-    kind: Any = own.pop(0).annotation if own and own[0].name == "request" else None
-    asked = list(signature(kind, eval_str=True).parameters.values()) if kind else []
+    kinds: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
+    fields = {name: [*signature(kind, eval_str=True).parameters.values()] for name, kind in kinds.items()}
+    options = [option for p in own for option in fields.get(p.name, [p])]
     as_json = Annotated[bool, option("--json", "One JSON object as the last line of standard output.")]
     timed = Annotated[bool, option("--timings", "Print at the end where the time went.")]
     config = Annotated[
@@ -320,21 +321,22 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     ]
 
     def run(context: typer.Context, as_json: bool, timings: bool, config: str | None, **given: Any) -> None:
-        request = [kind(**{p.name: given.pop(p.name) for p in asked})] if kind else []
+        made = {name: kind(**{p.name: given.pop(p.name) for p in fields[name]}) for name, kind in kinds.items()}
         with printing(as_json, timings) as printer:
             printer.options = _resolved(context)
-            is_good = function(printer, *request, **given)
+            is_good = function(printer, **made, **given)
         if is_good is False:
             raise typer.Exit(1)
 
-    for p in (*own, *asked, *last):
+    for p in (*options, *last):
         for given in getattr(p.annotation, "__metadata__", ()):
             if isinstance(given, typer.models.OptionInfo):
-                given.rich_help_panel = "Model and plan" if p in asked else "Output" if p in last else _panel(p.name)
+                in_request = p in fields.get("request", ())
+                given.rich_help_panel = "Model and plan" if in_request else "Output" if p in last else _panel(p.name)
                 # A flag has no value.
                 given.metavar = " " if p.annotation.__origin__ is bool else given.metavar
-    # Typer reads this signature and lists its options in order: required ones, then those of the command.
-    ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
+    # Typer reads this signature and lists its options in order: required ones first.
+    ordered = sorted(options, key=lambda p: p.default is not Parameter.empty)
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
     # Typer shows the lines of a paragraph as they are.
     paragraphs = (getdoc(function) or "").split("\n\n")

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 _TOLERATED = 1.1
 
 
-@command
-def train(
-    printer: Printer,
-    request: PlanRequest,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
-    clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run, as text. Its fields are options, which a rank takes by the same names."""
+
+    steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20
+    clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None
     ema: Annotated[
         float | None, option("--ema", "Decay of averages of the weights, as 0.999; --eval evaluates them.")
-    ] = None,
+    ] = None
     schedule: Annotated[
         str | None,
         option(
@@ -42,14 +43,14 @@ def train(
             "linear, polynomial, step.",
             "NAME[:key=value,...]",
         ),
-    ] = None,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0,
+    ] = None
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
-    ] = False,
+    ] = False
     torch_compile: Annotated[
         bool, typer.Option("--torch-compile", help="Run each segment as torch.compile compiles it.")
-    ] = False,
+    ] = False
     data: Annotated[
         Path | None,
         option(
@@ -58,66 +59,63 @@ def train(
             "own text.",
             "FILE | FILE.py:FUNCTION[:key=value,...]",
         ),
-    ] = None,
-    evaluation: Annotated[
+    ] = None
+    eval: Annotated[
         Path | None,
         option(
             "--eval",
             "A function that gives batches, or (batches, metrics by name), for the model in eval mode.",
             "FILE.py:FUNCTION[:key=value,...]",
         ),
-    ] = None,
+    ] = None
     eval_every: Annotated[
         int | None, typer.Option("--eval-every", min=1, help="Steps between two evaluations; default: one at the end.")
-    ] = None,
-    out: Out = None,
-    seed: Seed = 0,
+    ] = None
+    seed: Seed = 0
     save: Annotated[
         Path | None, path("--save", "DIR", "Save checkpoints into this folder, one of them at the end or at SIGTERM.")
-    ] = None,
+    ] = None
     save_every: Annotated[
         int | None, typer.Option("--save-every", min=1, help="Steps between two checkpoints; default: one at the end.")
-    ] = None,
+    ] = None
     keep: Annotated[
         int | None, typer.Option("--keep", min=1, help="How many checkpoints stay, the last ones; default: all.")
-    ] = None,
+    ] = None
     on_failed_save: Annotated[
         str, typer.Option("--on-failed-save", metavar="continue|stop", help="Whether training goes on without it.")
-    ] = "continue",
+    ] = "continue"
     resume: Annotated[
         Path | None,
         path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
-    ] = None,
+    ] = None
     weights: Annotated[
         Path | None, path("--weights", "PATH", "Start with these: a safetensors file, a folder of them, a checkpoint.")
-    ] = None,
+    ] = None
     profile: Annotated[
         int | None, typer.Option("--profile", min=1, help="Record so many steps, after a first one, into --run.")
-    ] = None,
+    ] = None
     run: Annotated[
         Path | None,
         path("--run", "DIR", "Folder for options.yaml, metrics.jsonl, scalars, and what --profile records."),
-    ] = None,
-) -> bool:
+    ] = None
+
+
+@command
+def train(printer: Printer, request: PlanRequest, training: Training, out: Out = None) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     import_numpy()
-    check(request, data, evaluation, out)
-    printer.progress.announce(f"train {request}: capture, compile, certify, then {steps} steps")
+    check(request, training.data, training.eval, out)
+    printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
         from superscaler.train.launch import Options
         from superscaler.train.launch import train as launch
         from superscaler.train.resume import ending
         from superscaler.train.warm import warm_python
 
-    given: dict[str, Any] = {
-        "steps": steps, "clip": clip, "ema": ema, "schedule": schedule, "warmup": warmup, "check_finite": check_finite,
-        "torch_compile": torch_compile, "data": data, "seed": seed, "save": save, "save_every": save_every,
-        "eval": evaluation, "eval_every": eval_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume,
-        "weights": weights, "profile": profile, "run": run,
-    }  # fmt: skip
+    given = vars(training)
     Options(**given).check()
-    if run is not None:
-        save_options(run, printer.options)
+    if training.run is not None:
+        save_options(training.run, printer.options)
     with warm_python() as python:
         compiled, built = request.compile()
         if not compiled.trains:
@@ -126,7 +124,7 @@ def train(
         printer.show(compiled.memory())
         # The directory of --out, or one that is removed afterwards.
         with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
-            compiled.save(folder, seed, None if evaluation is None else request.compile_evaluation(built))
+            compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
             world = compiled.compiled.program.world
             result = launch(Path(folder), world=world, python=python, named=request.model, **_work(compiled), **given)
     printer.show(
