@@ -140,47 +140,91 @@ def capture(
             )
         module, optimizer, args, kwargs = narrowed(Narrowed(module, optimizer, args, kwargs), precision)
         training = replace(training, optimizer=replace(training.optimizer, precision=precision if is_trained else ""))
-    inputs = examples(module, args, kwargs or {})
-    kinds = [training.kind(name) for name in training.groups]
-    named = (kinds, training.groups, training.loss_of, bool(training.optimizer.scaler), precision)
-    chosen = (*named, aliases_of(module), device, cast, is_trained, is_kept)
-    exported: ExportedProgram | None = None
+    request = _Request(
+        module, args, kwargs or {}, examples(module, args, kwargs or {}), optimizer, made, training, device, cast,
+        is_trained, is_kept, precision,
+    )  # fmt: skip
+    return request.capture(cache, check)
 
-    def program() -> ExportedProgram:
-        if exported is not None:
-            return exported
-        with torch.autocast(device.type, enabled=False):
-            return export(module, *inputs, cast, is_trained, is_kept, training.losses)[0]
 
-    seconds = dict.fromkeys(("export", "capture", "check"), 0.0)
-    with timed(seconds, "capture"):
-        key = key_of(cache, module, inputs, *chosen) if cache else ""
-        kept = load(key, module, check) if cache else None
-    is_new, is_asked = kept is None, False
-    if kept is None:
-        with torch.autocast(device.type, enabled=False), without_garbage_collection(), watched(False) as seen:
+@dataclass(frozen=True)
+class _Request:
+    """What `capture` was asked for, checked: the module in its precision, its call, and its training.
+
+    `inputs`: the arguments of the export. `optimizers`: as the user made them, in the place of `optimizer`, which has
+    the parameters of the module in its precision.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    optimizer: Optimizers | None
+    optimizers: tuple[Given, ...]
+    training: Training
+    device: torch.device
+    autocast: Autocast | None
+    is_trained: bool
+    is_kept: bool
+    precision: str | None
+
+    def capture(self, cache: str | None, check: bool) -> Captured:
+        """Return the captured step, from the cache if it has the entry of this name; see `capture`."""
+        seconds = dict.fromkeys(("export", "capture", "check"), 0.0)
+        with timed(seconds, "capture"):
+            key = self._key(cache) if cache else ""
+            kept = load(key, self.module, check) if cache else None
+        if kept is not None:
+            return self._captured(*kept, lambda: self._export()[0], seconds)
+        with self._without_autocast(), without_garbage_collection(), watched(False) as seen:
             with timed(seconds, "export"):
-                exported, form = export(module, *inputs, cast, is_trained, is_kept, training.losses)
+                exported, form = self._export()
             with timed(seconds, "capture"):
-                kept = (*_read(module, exported, form, training, device), inputs_of(exported), "")
+                model, values = _read(self.module, exported, form, self.training, self.device)
+                names = inputs_of(exported)
         # A key that changed while the model ran (it loaded code, or set a buffer) is no later capture's key. Files that
         # the model reads in its forward are not part of any key.
-        reads_nothing = not seen.own and not seen.unknown
-        is_asked = bool(cache and reads_nothing and key == key_of(cache, module, inputs, *chosen))
-    model, values, names, checked = kept
-    model = replace(model, optimizer=training.optimizer)
-    _warn_of_underflow(model)
-    modes = tuple(m.training for m in module.modules())
-    given, losses = (tuple(args), dict(kwargs or {})), (training.losses, training.of_pieces(model.segments).loss_of)
-    call = Call(module, *given, names, modes, cast, made, *losses)
-    captured = Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model), checked)
-    if is_new and check:
-        with timed(seconds, "check"), torch.autocast(device.type, enabled=False):
-            captured = replace(captured, checked=agree(captured, optimizer))
-            captured = replace(captured, model=replace(model, shorter=shorter(captured)))
-    if is_asked:
-        save(key, module, captured.model, values, names, captured.checked)
-    return captured
+        is_saved = bool(cache and not seen.own and not seen.unknown and key == self._key(cache))
+        captured = self._captured(model, values, names, "", lambda: exported, seconds)
+        if check:
+            with timed(seconds, "check"), self._without_autocast():
+                captured = replace(captured, checked=agree(captured, self.optimizer))
+                captured = replace(captured, model=replace(captured.model, shorter=shorter(captured)))
+        if is_saved:
+            save(key, self.module, captured.model, values, names, captured.checked)
+        return captured
+
+    def _key(self, name: str) -> str:
+        training = self.training
+        kinds = [training.kind(parameter) for parameter in training.groups]
+        named = (kinds, training.groups, training.loss_of, bool(training.optimizer.scaler), self.precision)
+        chosen = (aliases_of(self.module), self.device, self.autocast, self.is_trained, self.is_kept)
+        return key_of(name, self.module, self.inputs, *named, *chosen)
+
+    def _without_autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, enabled=False)
+
+    def _export(self) -> tuple[ExportedProgram, str]:
+        with self._without_autocast():
+            losses = self.training.losses
+            return export(self.module, *self.inputs, self.autocast, self.is_trained, self.is_kept, losses)
+
+    def _captured(
+        self,
+        model: Model,
+        values: dict[str, Tensor],
+        names: Inputs,
+        checked: str,
+        program: Callable[[], ExportedProgram],
+        seconds: dict[str, float],
+    ) -> Captured:
+        model = replace(model, optimizer=self.training.optimizer)
+        _warn_of_underflow(model)
+        modes = tuple(m.training for m in self.module.modules())
+        losses = self.training.losses, self.training.of_pieces(model.segments).loss_of
+        given = tuple(self.args), dict(self.kwargs)
+        call = Call(self.module, *given, names, modes, self.autocast, self.optimizers, *losses)
+        return Captured(model, values, call, program, seconds, call.batch(), _fixed(self.module, model), checked)
 
 
 def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:
@@ -274,5 +318,5 @@ def _warn_of_underflow(model: Model) -> None:
         warnings.warn(
             f"{len(found)} tensors of this model, {found[0]} first, have float16 gradients, which are 0 where "
             "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
-            stacklevel=4,
+            stacklevel=6,
         )
