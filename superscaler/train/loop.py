@@ -18,7 +18,6 @@ from superscaler.runtime.load import load
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step
 from superscaler.specs.user_file import from_file
-from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.feed import feed, fitting, is_function
@@ -70,13 +69,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
     folder = resume.saving_folder(options.save, options.resume)
     with ExitStack() as stack:
         asked = stack.enter_context(resume.stop_requests(options.launched)) if folder else None
-        step = load(directory, torch_compile=options.torch_compile)
-        if not step.trains:
-            raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
-        if options.ema is not None:
-            step.ema = options.ema
-        if step.watch is not None:
-            step.watch.log = options.launched
+        step = _loaded(directory, options, load)
         if folder is not None:
             options = resume.continued(step, options, folder)
         resume.check_saving(options, folder)
@@ -84,12 +77,9 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
         check_profile(options, start)
         batches, evaluate = choose_batches(step, options.data, seed), evaluation_of(step, options.eval)
         schedule = _schedule(step, options, start)
-        position = {"seed": seed, "data": resume.data_of(options.data), "model": options.named}
-        saver = Saver(step, folder, options.keep, resume.warn) if folder else None
-        if saver is not None:
-            saver.open()
+        saves = resume.Saves(step, options, folder, seed, asked) if folder and asked else None
         profile = Profile(step, options.profile, options.run) if options.profile else None
-        reporter, why = None, ""
+        reporter = None
         times.append(time.time())
         if step.rank == 0:
             work = (options.flops or 0.0) / step.world, options.peak_flops or 0.0
@@ -110,29 +100,31 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
                     reporter.add(turn, value, seconds, _amount(batch), step.last_norm, step.lr)
             advance(schedule, turns.step)
             done = number + turns.step
-            if saver is not None and asked is not None:
-                is_asked, has_failed = resume.signs(saver, asked)
-                if has_failed:
-                    saver.finish()
-                if is_asked or _is_due(done, turns.step, options.save_every, options.steps):
-                    saver.save(position)
-                why = "SIGTERM" if is_asked else ""
-                why = "a failed save" if saver.failures and options.on_failed_save == resume.STOP else why
-                if done == options.steps:
-                    # It is on disk before the last evaluation, in which the user's code may raise.
-                    saver.finish()
+            if saves is not None:
+                saves.after(done, _is_due(done, turns.step, options.save_every, options.steps))
             if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
                 found = evaluate()
                 if reporter is not None:
                     reporter.evaluated(done, found)
-            if why:
+            if saves is not None and saves.stopped:
                 break
-        if saver is not None:
-            saver.finish()
+        if saves is not None:
+            saves.finish()
     # Not closed after an error: closing waits for the other ranks.
     step.close()
-    if saver is not None and step.rank == 0:
-        resume.report(saver, why, start, options.launched)
+    if saves is not None and step.rank == 0:
+        saves.report(start)
+
+
+def _loaded(directory: Path, options: argparse.Namespace, load: Callable[..., Step]) -> Step:
+    step = load(directory, torch_compile=options.torch_compile)
+    if not step.trains:
+        raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
+    if options.ema is not None:
+        step.ema = options.ema
+    if step.watch is not None:
+        step.watch.log = options.launched
+    return step
 
 
 def _schedule(step: Step, options: argparse.Namespace, start: int) -> LRScheduler | None:

@@ -178,13 +178,56 @@ def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def signs(saver: Saver, asked: Callable[[], bool]) -> tuple[bool, bool]:
-    """Return, equal on all ranks, whether any was asked to stop, and whether any rank's part of a save has failed."""
-    communicator = saver.step.state.communicator
-    here = torch.tensor([float(asked()), float(saver.has_failed)], device=communicator.device)
-    found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()
-    is_asked, has_failed = (found > 0).tolist()
-    return is_asked, has_failed
+class Saves:
+    """The checkpoints of a run: the periodic ones, one at the end, and one when training is `asked` to stop.
+
+    `stopped`: the cause of an early end of training, "" while it goes on.
+    """
+
+    def __init__(
+        self, step: Step, options: argparse.Namespace, folder: Path, seed: int, asked: Callable[[], bool]
+    ) -> None:
+        self._options, self._asked, self.stopped = options, asked, ""
+        self._position = {"seed": seed, "data": data_of(options.data), "model": options.named}
+        self._saver = Saver(step, folder, options.keep, warn)
+        self._saver.open()
+        self.finish = self._saver.finish
+
+    def after(self, done: int, is_due: bool) -> None:
+        """Save a checkpoint after so many steps if one is due, or training is asked to stop."""
+        is_asked, has_failed = self._signs()
+        if has_failed:
+            self.finish()
+        if is_asked or is_due:
+            self._saver.save(self._position)
+        if done == self._options.steps:
+            # It is on disk before the last evaluation, in which the user's code may raise.
+            self.finish()
+        has_ended = self._saver.failures and self._options.on_failed_save == STOP
+        self.stopped = "a failed save" if has_ended else "SIGTERM" if is_asked else ""
+
+    def _signs(self) -> tuple[bool, bool]:
+        """Return, equal on all ranks, whether any was asked to stop, and whether any part of a save has failed."""
+        communicator = self._saver.step.state.communicator
+        here = torch.tensor([float(self._asked()), float(self._saver.has_failed)], device=communicator.device)
+        found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()
+        is_asked, has_failed = (found > 0).tolist()
+        return is_asked, has_failed
+
+    def report(self, start: int) -> None:
+        """Report the end to the launcher; without one print it, or raise RuntimeFailure for a failed save."""
+        saver, launched = self._saver, self._options.launched
+        outcome = {
+            "saved": None if saver.last is None else str(saver.last), "failed_saves": saver.failures,
+            "stopped": self.stopped or None, "start": start, "steps": saver.step.state.steps,
+        }  # fmt: skip
+        if launched is not None:
+            with suppress(OSError):
+                (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
+                return
+        say(ending(outcome))
+        if saver.failures:
+            raise RuntimeFailure(f"{len(saver.failures)} checkpoints were not saved; the first: {saver.failures[0]}")
 
 
 def warn(text: str) -> None:
@@ -205,22 +248,6 @@ def report_times(times: list[float], launched: Path | None) -> None:
         if launched is not None:
             with suppress(OSError):
                 (launched / TIMES_FILE).write_text(json.dumps(times))
-
-
-def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
-    """Report the end, and `why` it came early, to the launcher; without one print it, or raise for a failed save."""
-    steps = saver.step.state.steps
-    outcome = {
-        **{"saved": None if saver.last is None else str(saver.last), "failed_saves": saver.failures},
-        **{"stopped": why or None, "start": start, "steps": steps},
-    }
-    if launched is not None:
-        with suppress(OSError):
-            (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
-            return
-    say(ending(outcome))
-    if saver.failures:
-        raise RuntimeFailure(f"{len(saver.failures)} checkpoints were not saved; the first: {saver.failures[0]}")
 
 
 def ending(outcome: dict[str, Any]) -> str:
