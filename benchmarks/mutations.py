@@ -204,7 +204,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "store/test_hostile"),
     ("pieces of a packed weight lie side by side", "found = [(k * unit + a, k * unit + b)", "found = [(k + a, k + b)",
      "train/test_checkpoint"),
-    ("the last evaluation may raise before the checkpoint is on disk", "if done == options.steps:", "if False:",
+    ("the last evaluation may raise before the checkpoint is on disk", "if done == self._options.steps:", "if False:",
      "cli/test_checkpoint"),
     ("one checkpoint too many is removed", "max(0, len(others) + 1 - keep)", "max(0, len(others) + 2 - keep)",
      "train/test_checkpoint"),
