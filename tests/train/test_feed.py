@@ -286,8 +286,8 @@ def test_bad_data_is_one_line() -> None:
         for data, message in (
             (Rows(3, names(step)), "the data has 3 samples, but one batch of this plan has 4"),
             ([{x: 1.0}] * 5, f"has no '{y}'"),
-            ([1, 2], "is a int; give a dict with"),
-            (7, "data is a int; give a data set"),
+            ([1, 2], "is an int; give a dict with"),
+            (7, "data is an int; give a data set"),
             ([{x: torch.zeros(2, 7), y: torch.zeros(2)}], "the data has no batch of the shapes of this plan"),
             (short, "of shape (7,), but this plan was compiled for (8,)"),
         ):
