@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
-from superscaler.runtime import split_backward as halves
 from superscaler.runtime.optimizer import Scaler, at_once, average, laid_out, optimizer_of, scale
-from superscaler.runtime.saved_tensors import Copies, MovedTape, RegatheredTensors, storage_of
+from superscaler.runtime.saved_tensors import Copies
+from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
 
 Box = Sequence[Sequence[int]]
-# The edges of saved outputs, the aliases that want a gradient, and whether that is float32.
-Tape = tuple[list[GradientEdge | None], list[Tensor], list[bool]]
-Tensors = tuple[Tensor, ...]
-Segment = Callable[..., Tensors]
 Pairs = Sequence[tuple[str, Tensor]]
-# Lists of sums, or ranges of them, each by the number of the first gradient that is added there.
-List = list[Tensor | None]
-Sums = Mapping[int, List | tuple[List, int, int]]
 T = TypeVar("T")
 
 
@@ -98,9 +90,6 @@ class Rank:
         self.optimizer = optimizer_of(self.tables["weights"], self.weights, *chosen)
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, Tape] = {}
-        self._rests: dict[str, tuple[Tape, halves.Rest, list[int]]] = {}
-        self._dropped: dict[str, RegatheredTensors] = {}
-        self._moved: dict[str, MovedTape] = {}
         self._early: list[tuple[str, Tensor]] = []
         # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
         self._names = {id(weight): name for name, weight in self.weights.items()}
@@ -138,38 +127,23 @@ class Rank:
         parts: int | None = None,
     ) -> Tensors:
         """Run a segment on detached aliases and return detached outputs. A `tape` stays under `tag`."""
-        needs = function.__dict__
-        wants = [tape and n not in needs.get("constant", ()) for n in range(len(inputs))]
-        leaves = [self._leaf(x) if wanted else x.detach() for x, wanted in zip(inputs, wants, strict=True)]
+        facts = function.__dict__
         extra: dict[str, Any] = {} if draws is None else {"random": self.random(draws)}
         extra |= {} if parts is None else {"parts": self.tables["parts"][parts]}
-        again = [inputs[n] for n in needs.get("again", ())] if tape else []
-        dropped = RegatheredTensors(again) if again else None
         if self.compiled is not None:
             function, extra = self.compiled(function, extra)
-        with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
-            outputs = function(*map(_on, leaves, inputs), **extra)
-        if dropped is not None:
-            self._dropped[tag] = dropped
         if tape:
-            aliases = [leaf for leaf in leaves if leaf.requires_grad]
-            wide = [n in needs.get("wide", ()) for n, wanted in enumerate(wants) if wanted]
-            # Gradients enter at these edges. The outputs are not kept: they may be freed before.
-            saved = [outputs[k] for k in needs["saved"]] if needs.get("saved") is not None else outputs
-            edges = [get_gradient_edge(x) if x.requires_grad else None for x in saved]
-            self._tapes[tag] = (edges, aliases, wide)
-        return self._done("F", tag, inputs, tuple(o.detach() for o in outputs))
+            outputs, self._tapes[tag] = record(function, inputs, extra, facts, self._names)
+        else:
+            with torch.no_grad():
+                outputs = function(*(x.detach() for x in inputs), **extra)
+        return self._done("F", tag, inputs, tuple(x.detach() for x in outputs))
 
     def _done(self, kind: str, tag: str, given: Sequence[Tensor | None], made: Tensors) -> Tensors:
         self.works += 1
         if self.watch is not None:
             self.watch(kind, tag, given, made)
         return made
-
-    def _leaf(self, x: Tensor) -> Tensor:
-        """Return a leaf for an input's gradient, without memory, which graphs hold; a resident weight is its own."""
-        own = x if id(x) in self._names else x.new_empty(()).expand(x.shape)
-        return own.detach().requires_grad_()
 
     def backward(
         self, tag: str, gradients: Sequence[Tensor | None], again: Sequence[Tensor] = (), into: Sums | None = None
@@ -179,42 +153,23 @@ class Rank:
         `again`: the weights that the forward did not keep. With `into`, gradients are added to these sums instead, from
         the number of their first one on.
         """
-        if again:
-            self._dropped.pop(tag).give(again)
-        edges, aliases, _ = tape = self._tape(tag)
-        ends = list(map(get_gradient_edge, aliases))
-        # Gradients have no other name here, so that each ends once it is added to its sum.
-        made = _filled(tape, halves.grad(_given(edges, gradients), ends), range(len(aliases)), into)
-        return self._done("B", tag, gradients, made)
+        return self._done("B", tag, gradients, self._tapes.pop(tag).backward(gradients, again, into))
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Tensors:
         """Return the gradients of the aliases with these numbers; keep what `backward_weight` needs."""
-        edges, aliases, _ = tape = self._tape(tag)
-        found, rest = halves.first_half(_given(edges, gradients), aliases, [n in first for n in range(len(aliases))])
-        self._rests[tag] = tape, rest, [n for n in range(len(aliases)) if n not in first]
-        return self._done("B", tag, gradients, _filled(tape, found, first))
+        return self._done("B", tag, gradients, self._tapes[tag].first_half(gradients, first))
 
     def backward_weight(self, tag: str, into: Sums | None = None) -> Tensors:
         """Return the gradients of the other aliases, without those that are added to sums."""
-        tape, rest, numbers = self._rests.pop(tag)
-        return _filled(tape, halves.second_half(rest), numbers, into)
-
-    def _tape(self, tag: str) -> Tape:
-        """Return the tape of a backward; one that was on the host has arrived."""
-        if tag in self._moved:
-            self._moved.pop(tag).arrive()
-        return self._tapes.pop(tag)
+        return self._tapes.pop(tag).second_half(into)
 
     def offload(self, tag: str, alive: Sequence[Tensor] = ()) -> None:
         """Copy the tape of a forward to the host. What the rank holds itself stays, and tensors that are `alive`."""
-        if tag not in self._moved:
-            edges, *_ = self._tapes[tag]
-            self._moved[tag] = MovedTape(halves.nodes_from(edge.node for edge in edges if edge is not None))
-        self._moved[tag].offload(self._copies, (*alive, *self.weights.values(), *self.batch.values()))
+        self._tapes[tag].offload(self._copies, (*alive, *self.weights.values(), *self.batch.values()))
 
     def fetch(self, tag: str) -> None:
         """Copy a tape back from the host."""
-        self._moved[tag].fetch(self._copies)
+        self._tapes[tag].fetch(self._copies)
 
     def sums(self, count: int) -> list[Tensor | None]:
         """Return a list for `count` sums of gradients; the first addition makes each sum."""
@@ -397,39 +352,6 @@ class Rank:
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
-
-
-def _on(leaf: Tensor, x: Tensor) -> Tensor:
-    """Return an input whose gradient goes to a leaf."""
-    if storage_of(leaf) == storage_of(x):
-        return leaf
-    alias = leaf.view_as(leaf)
-    alias.data = x
-    return alias
-
-
-def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> halves.Given:
-    return [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
-
-
-def _filled(tape: Tape, found: Sequence[Tensor | None], numbers: Iterable[int], into: Sums | None = None) -> Tensors:
-    """Return the gradients of some aliases of a tape: zeros for missing ones, float32 where they are wide. Others are
-    added to their sums in place; a first one is copied, because it may share memory.
-    """
-    _, aliases, wide = tape
-    whole = [(torch.zeros_like(aliases[n]) if (g := found[n]) is None else g, wide[n]) for n in numbers]
-    del found
-    for first, sums in sorted((into or {}).items(), reverse=True):
-        own, start, stop = sums if isinstance(sums, tuple) else (sums, 0, len(sums))
-        some = {n: whole.pop(first) for n in range(start, stop)}
-        if known := {n: total for n, total in enumerate(own[start:stop], start) if total is not None}:
-            # In the dtype of the sums.
-            torch._foreach_add_(list(known.values()), [some.pop(n)[0] for n in known])
-        for n in list(some):
-            g, is_wide = some.pop(n)
-            own[n] = g.to(torch.float32 if is_wide else g.dtype, copy=True)
-            del g
-    return tuple(g.float() if is_wide else g for g, is_wide in whole)
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

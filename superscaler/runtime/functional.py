@@ -1,12 +1,14 @@
 """Functions of emitted code that torch lacks, and random numbers that are equal under all plans."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.runtime import attention_blocks
 from superscaler.runtime.attention_blocks import Box, Pair, Sizes, expand_heads
@@ -14,7 +16,6 @@ from superscaler.runtime.attention_blocks import attention_block as attention_bl
 from superscaler.runtime.attention_blocks import attention_gradient as attention_gradient
 from superscaler.runtime.attention_blocks import attention_merge as attention_merge
 from superscaler.runtime.attention_blocks import seen_by as seen_by
-from superscaler.runtime.for_backward import for_backward as for_backward
 from superscaler.runtime.losses import count_labels as count_labels
 from superscaler.runtime.losses import cross_entropy as cross_entropy
 from superscaler.runtime.losses import exp_sum
@@ -30,6 +31,11 @@ _SECOND = 0x94D049BB133111EB
 _WORD = 1 << 64
 # Elements mixed at a time, so that the words stay in a core's cache.
 _BLOCK = 1 << 17
+
+_ATEN = torch.ops.aten
+# Kernels whose backward needs at most their inputs. Others run: copies, which a product may save, among them.
+_PRODUCTS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
+_POINTWISE = frozenset({_ATEN.add, _ATEN.sub, _ATEN.mul, _ATEN.div, _ATEN.neg})
 
 T = TypeVar("T")
 
@@ -58,6 +64,34 @@ def segment(
         return function
 
     return marked
+
+
+def for_backward() -> AbstractContextManager[Any]:
+    """Return a context for results without readers. If a backward is recorded, products and sums give zeros there,
+    without memory. Otherwise it changes nothing, nor in code of torch.compile, which has no modes.
+    """
+    return nullcontext() if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _Unread()
+
+
+class _Unread(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode below autograd, which records each operator as usual."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kind, tensors = func.overloadpacket, [x for x in args if isinstance(x, Tensor)]
+        if kind in _PRODUCTS:
+            *_, a, b = tensors
+            return _zeros(a, (*a.shape[:-1], b.shape[-1]), a.dtype)
+        if kind in _POINTWISE:
+            shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+            dtype = torch.result_type(*args[:2]) if len(args) > 1 else args[0].dtype
+            return _zeros(tensors[0], shape, dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _zeros(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return like.new_zeros((), dtype=dtype).expand(shape)
 
 
 def picked(scores: Tensor, labels: Tensor, box: Box = (), extents: Sizes = ()) -> Tensor:

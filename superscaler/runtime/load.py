@@ -14,8 +14,8 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError, RuntimeFailure, brief
 from superscaler.launch.jobs import how_to_start
-from superscaler.runtime.executor import Segment
 from superscaler.runtime.step import Step, build_step
+from superscaler.runtime.tapes import Segment
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators

@@ -23,8 +23,8 @@ from superscaler.ir.program import Forward, Task
 from superscaler.ir.program_text import parse_program
 from superscaler.ops.table import ops_of_lines
 from superscaler.runtime.emitted_lines import PARSING, op_at
-from superscaler.runtime.executor import Sums
 from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
+from superscaler.runtime.tapes import Sums
 from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep
 
