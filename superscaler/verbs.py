@@ -19,8 +19,9 @@ from superscaler.ir.model import Op, PTensor
 from superscaler.ir.orders import Action, Group, Groups, Order, Row, parse_schedule, timetable
 from superscaler.ir.parts import Block, Flat, Parts
 from superscaler.specs.arguments import checked
+from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.attention_blocks import AttentionBlocks
-from superscaler.transform.cut import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit, cut
+from superscaler.transform.cut import cut
 from superscaler.transform.experts import Dispatch
 from superscaler.transform.losses import Decompose
 from superscaler.transform.place import leaves, spread

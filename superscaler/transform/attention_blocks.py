@@ -8,7 +8,7 @@ from math import prod
 
 from superscaler.errors import TransformError, divisors
 from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
-from superscaler.transform.cut import check_parts
+from superscaler.transform.algorithms import check_parts
 from superscaler.transform.recompute import with_twins
 from superscaler.transform.rewrite import copy_op
 

@@ -12,7 +12,8 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid, Ints, covers
 from superscaler.ir.model import Op
 from superscaler.ir.parts import Parts
-from superscaler.transform.cut import Replicate, cut
+from superscaler.transform.algorithms import Replicate
+from superscaler.transform.cut import cut
 
 
 def leaves(graph: Graph, op: Op) -> list[Parts]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import superscaler as ss
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op
-from superscaler.transform.cut import Algorithm
+from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
 SHAPES = [(3,), (4,), (5,), (6,), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (3, 4), (4, 3),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import superscaler as ss
 from superscaler.ir.grid import UNASSIGNED
 from superscaler.ir.model import Op, first
-from superscaler.transform.cut import Algorithm
+from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
 
