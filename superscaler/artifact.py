@@ -15,6 +15,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
 from superscaler.errors import InputError
+from superscaler.groups import collect
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model
 from superscaler.ir.model_text import print_model
@@ -187,9 +188,7 @@ def print_journal(journal: Sequence[Entry]) -> str:
     """
     lines = []
     for where, entries in groupby(journal, lambda entry: entry.where):
-        ops: dict[str, list[str]] = {}
-        for entry in entries:
-            ops.setdefault(f"{entry.verb} {entry.detail}".rstrip(), []).append(entry.op)
+        ops = collect((f"{entry.verb} {entry.detail}".rstrip(), entry.op) for entry in entries)
         effects = (f"{effect} of {', '.join(names)}" if names[0] else effect for effect, names in ops.items())
         lines.append(f"{_short_place(where)}: {'; '.join(effects)}\n")
     return "".join(lines)

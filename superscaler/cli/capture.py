@@ -6,7 +6,8 @@ from typing import Any
 from superscaler.cli.common import ModelRequest, command
 from superscaler.cli.printing import Printer, table
 from superscaler.errors import some
-from superscaler.report.model import collapse, describe, group
+from superscaler.groups import group_by
+from superscaler.report.model import collapse, describe
 from superscaler.specs.sizes import scaled
 
 # Places and factors that a cell of the tables names; --json has all.
@@ -41,7 +42,7 @@ def _collapse_word(word: str) -> str:
 
 def _factors(found: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Yield the rows of factors; those of one size that differ only in the numbers of their blocks share a row."""
-    for (name, size), rows in group(found["factors"], lambda f: (collapse(f["name"]), f["size"])).items():
+    for (name, size), rows in group_by(found["factors"], lambda f: (collapse(f["name"]), f["size"])).items():
         counts = [str(sum(row[mark] for row in rows)) for mark in _MARKS]
         where = list(dict.fromkeys(collapse(place) for row in rows for place in row["where"]))
         yield name, str(size), str(len(rows)), *counts, some(where, _PLACES)

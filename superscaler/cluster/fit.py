@@ -9,6 +9,7 @@ import numpy as np
 
 from superscaler.cluster.cluster import Cluster
 from superscaler.cluster.links import LOCAL, Link, Links
+from superscaler.groups import group_by
 
 _FREE = Link(0.0, math.inf)
 # What takes less is lost in the noise of the work beside it.
@@ -42,10 +43,8 @@ def fit(samples: Iterable[Sample], known: Links) -> Links:
     """Return the links with the measured ones in place of `known`: least squares of the relative error, per class.
     Curves have the rest at the measured sizes, starts are lines of the size.
     """
-    by_link: dict[str, list[Sample]] = {}
     samples = list(samples)
-    for sample in samples:
-        by_link.setdefault(sample.link, []).append(sample)
+    by_link = group_by(samples, lambda sample: sample.link)
     changes: dict[str, Any] = {name: _fit(name, found) for name, found in by_link.items()}
     links = replace(known, **changes)
     curves: dict[str, dict[int, float]] = {}

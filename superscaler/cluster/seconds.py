@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from superscaler.cluster.links import Link, Links
 from superscaler.errors import InputError, unknown
+from superscaler.groups import group_by
 
 Groups = tuple[tuple[int, ...], ...]
 # Seconds of latency, and seconds per byte.
@@ -190,10 +191,7 @@ def _busy(wiring: Wiring, kind: str, groups: Groups) -> Groups:
 
 
 def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for device in group:
-        found.setdefault(device // wiring.per_server, []).append(device)
-    return found
+    return group_by(group, lambda device: device // wiring.per_server)
 
 
 def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, float], dict[int, float]]:

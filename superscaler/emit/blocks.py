@@ -16,6 +16,7 @@ from typing import NamedTuple
 from superscaler.emit.lists import Run
 from superscaler.emit.names import is_apart
 from superscaler.emit.repeats import Layers, Line, Repeat, Slot, repeats_of
+from superscaler.groups import collect, group_by
 from superscaler.ir.model import Op
 from superscaler.ir.program import Value
 
@@ -80,18 +81,13 @@ class Blocks:
         self.repeats = {one.start: one for one in found if one is not None}
         self._index = layers.index
         self._loops = {n: one for one in self.repeats.values() for n in range(one.start, one.end)}
-        members: dict[int, list[Value]] = {}
-        for value, (family, _) in self._index.items():
-            if isinstance(value, Value):
-                members.setdefault(family, []).append(value)
+        members = collect((family, v) for v, (family, _) in self._index.items() if isinstance(v, Value))
         # The inputs that differ by block.
         self.own = {v for some in members.values() if all(self._made.get(v) == -1 for v in some) for v in some}
         kept = {n: some for n, some in members.items() if not self.own.issuperset(some)}
         lives = {n: [(self._made[v], self._read.get(v, self._made[v])) for v in some] for n, some in kept.items()}
         self._crowded = {n for n, some in lives.items() if not is_apart(some)}
-        self._places: dict[Place, list[Value]] = {}
-        for v in self._made:
-            self._places.setdefault(self.place(v), []).append(v)
+        self._places = group_by(self._made, self.place)
         # By loop: where each value of the second repetition is there.
         self._second: dict[int, dict[Value, tuple[int, int]]] = {
             one.start: {

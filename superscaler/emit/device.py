@@ -1,7 +1,7 @@
 """Source of device programs: one `step` function per distinct program; peers, groups and slices become data."""
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -16,6 +16,7 @@ from superscaler.emit.repeats import LAYER, Layers, Repeat, line, repeats_of, sp
 from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
 from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
+from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import form
 from superscaler.ir.communication import batches
@@ -63,9 +64,7 @@ def _written(program: Program, names: list[str]) -> list[tuple[str, "_Writer", d
     """Return, for each group of devices, its text, the writer and the entries in its tables. Groups that differ in
     their data alone are written once, if their data fit equal numbers.
     """
-    alike: dict[Hashable, list[int]] = {}
-    for n, (_, samples) in enumerate(program.groups):
-        alike.setdefault(form(samples[0]), []).append(n)
+    alike = collect((form(samples[0]), n) for n, (_, samples) in enumerate(program.groups))
     found: dict[int, tuple[str, _Writer, dict[str, Entries]]] = {}
     for own in alike.values():
         writer = _Writer(program, [device for n in own for device in program.groups[n][1]], names)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
+from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.loops import NONE
 from superscaler.ir.program import FIELDS, VALUES, Role, Shape, Value, Weight
@@ -137,10 +138,7 @@ class Lists:
         self._whole = {str(v) for v in values}
         # A list or a family is named without the microbatch that is written behind its name.
         self.taken = self._whole | {_bare(v) for v in values}
-        modules: dict[str, list[Value]] = {}
-        for value, tensor in weights.items():
-            modules.setdefault(tensor.split(".")[0], []).append(value)
-        for own in modules.values():
+        for own in group_by(weights, lambda value: weights[value].split(".")[0]).values():
             self._add(own)
         of_weights = {v.name for v in weights}
         for own in _groups(rows, of_weights):
@@ -267,12 +265,8 @@ def free_name(value: Value, taken: set[str]) -> Value:
 
 def modules_of(tensors: Sequence[str]) -> Modules:
     """Return the tensors of each name, and those in each module, in order."""
-    found: dict[str, list[str]] = {}
-    for tensor in tensors:
-        words = tensor.split(".")
-        for n in range(1, len(words) + 1):
-            found.setdefault(".".join(words[:n]), []).append(tensor)
-    return found
+    words = ((tensor, tensor.split(".")) for tensor in tensors)
+    return collect((".".join(own[:n]), tensor) for tensor, own in words for n in range(1, len(own) + 1))
 
 
 def named_weights(weights: Sequence[Weight], rows: Sequence[p.Instruction], modules: Modules) -> dict[Value, str]:

@@ -12,6 +12,7 @@ from math import inf
 from superscaler.emit.lists import Instruction, Item, Lists, Run, family, names
 from superscaler.emit.loops import Section
 from superscaler.emit.repeats import LAYER, Repeat, sum_of
+from superscaler.groups import collect
 from superscaler.ir.loops import NONE
 from superscaler.ir.program import ONE, Role, Task, Value
 
@@ -71,10 +72,8 @@ class Spelling:
 
     def _crowded(self) -> set[Value]:
         """Return the families of layers with several live values at a time, and those that are kept by microbatch."""
-        lives: dict[tuple[Value, int], list[Life]] = {}
-        for value, life in self._lives.items():
-            if family(value) in self.layers:
-                lives.setdefault((self._base(value), value.microbatch), []).append(life)
+        layered = ((value, life) for value, life in self._lives.items() if family(value) in self.layers)
+        lives = collect(((self._base(value), value.microbatch), life) for value, life in layered)
         return self._kept | {of for (of, _), some in lives.items() if not is_apart(some)}
 
     def _find_shared(self, runs: Sequence[Section]) -> dict[str, str]:

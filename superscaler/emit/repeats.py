@@ -7,6 +7,7 @@ import numpy as np
 
 from superscaler.emit.lists import Instruction, Lists, Run, Waits, family, free_name
 from superscaler.emit.lists import fields as fields_of
+from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import ONE, ROLES, VALUES, Task, Value
@@ -208,10 +209,7 @@ class Layers:
 
     def names(self, taken: set[str]) -> dict[Value, tuple[Value, int]]:
         """Return the family of each value, as a value, and the number of its layer."""
-        members: dict[int, list[Value]] = {}
-        for value, (number, _) in self.index.items():
-            if isinstance(value, Value):
-                members.setdefault(number, []).append(value)
+        members = collect((number, v) for v, (number, _) in self.index.items() if isinstance(v, Value))
         # The names of values in families are not written.
         left = taken - {str(v._replace(microbatch=-1)) for own in members.values() for v in own}
         named = {number: _name(own, left) for number, own in members.items()}

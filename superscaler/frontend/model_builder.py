@@ -14,6 +14,7 @@ from superscaler.frontend.naming import name_factors
 from superscaler.frontend.rewrites.packed_weights import Segments
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
 from superscaler.frontend.training import Training, depends, remove_idle_detaches, with_gradient
+from superscaler.groups import group_by
 from superscaler.ir.model import (
     Factor,
     Index,
@@ -140,9 +141,7 @@ class Builder:
 
 def _checkpoints(calls: Iterable[Node]) -> dict[int | None, str]:
     """Return names of the regions of the model's own checkpoints: the module of each, or its first op."""
-    members: dict[int | None, list[Node]] = {}
-    for call in calls:
-        members.setdefault(call.meta.get("region"), []).append(call)
+    members = group_by(calls, lambda call: call.meta.get("region"))
     members.pop(None, None)
     taken: set[str] = set()
     modules = {number: common_module(call.meta["module"] for call in some) for number, some in members.items()}

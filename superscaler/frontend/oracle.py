@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.fx import Interpreter, Node
 
 from superscaler.frontend.results import names_of
+from superscaler.groups import collect
 from superscaler.ir.model import Model
 
 if TYPE_CHECKING:
@@ -32,12 +33,8 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the whole parameters that the model has in segments."""
-    parts: dict[str, list[Tensor]] = {}
-    dims = {}
-    for piece, (name, dim, *_) in model.segments.items():
-        parts.setdefault(name, []).append(values[piece])
-        dims[name] = dim
-    return {name: torch.cat(some, dims[name]) for name, some in parts.items()}
+    parts = collect(((name, dim), values[piece]) for piece, (name, dim, *_) in model.segments.items())
+    return {name: torch.cat(some, dim) for (name, dim), some in parts.items()}
 
 
 def pieces(model: Model, values: Mapping[str, Any]) -> dict[str, Any]:

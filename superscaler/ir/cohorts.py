@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.errors import ScheduleError
+from superscaler.groups import group_by
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, kinds_of, runs_of
@@ -191,10 +192,8 @@ def _refined(devices: Sequence[Device]) -> list[Cohort]:
         if len(number) == len(set(color.values())):
             break
         color = refined
-    members: dict[int, list[Device]] = {}
-    for device in devices:
-        members.setdefault(color[device.rank], []).append(device)
-    return [Cohort(n, np.array([d.rank for d in some]), some) for n, some in enumerate(members.values())]
+    members = group_by(devices, lambda device: color[device.rank]).values()
+    return [Cohort(n, np.array([d.rank for d in some]), some) for n, some in enumerate(members)]
 
 
 def _messages(device: Device) -> list[tuple[int, int, int, int, bool]]:

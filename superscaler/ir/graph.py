@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
+from superscaler.groups import group_by
 from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of, read_by
 from superscaler.ir.model import Factor, Model, Op, first, later
 from superscaler.ir.orders import Group, Order, changed
@@ -105,11 +106,8 @@ class Graph:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Return the repeated blocks in order of their first op."""
-        found: dict[str, list[Op]] = {}
-        for op in self.forward_ops:
-            if path := block_of(op.module):
-                found.setdefault(path, []).append(op)
-        return tuple(Block(path, tuple(ops)) for path, ops in found.items())
+        found = group_by(self.forward_ops, lambda op: block_of(op.module))
+        return tuple(Block(path, tuple(ops)) for path, ops in found.items() if path)
 
     def op(self, name: str) -> Op:
         """Return an op by its name. Raises InputError for an unknown one, with the nearest names."""

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
+from superscaler.groups import group_by
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import form
 from superscaler.ir.fold import Fold, Folded
@@ -74,10 +75,7 @@ def _lines(program: p.Program) -> Iterator[str]:
             spans = " ".join(f"{lo}:{hi}@{c}" for (lo, hi), c in zip(box, where, strict=True))
             yield f"  {op.name} ({shown}) {spans}".rstrip()
     if not isinstance(devices, Folded):
-        alike: dict[object, list[p.Device]] = {}
-        for device in devices:
-            alike.setdefault(form(device), []).append(device)
-        sections = list(alike.values())
+        sections = list(group_by(devices, form).values())
     else:
         sections = [[devices.compiled[d] for d in devices.fold.samples(b)] for b in range(len(devices.fold.devices))]
         sections += [[devices.idle]]

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from superscaler.errors import some
+from superscaler.groups import group_by
 from superscaler.ir import program as p
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, width
 from superscaler.ir.parts import block_of
 from superscaler.materialize.local_tensors import unique_identifiers
-from superscaler.report.model import group
 from superscaler.report.words import heading
 from superscaler.simulate.timetable import place
 
@@ -191,7 +191,7 @@ class Details:
     def _asked(self, ops: Iterable[Op]) -> tuple[str, ...]:
         """Return the effects of the plan on some ops, each with these ops and the place of its line."""
         every = dict.fromkeys(op.name if op.name in self._lines else op.origin for op in ops)
-        found = group(((line, name) for name in every for line in self._lines.get(name, ())), lambda pair: pair[0])
+        found = group_by(((line, name) for name in every for line in self._lines.get(name, ())), lambda pair: pair[0])
         return tuple(
             effect
             + ("" if len(some_of) == len(every) else f" of {some([name for _, name in some_of], 3)}")

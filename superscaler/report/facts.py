@@ -11,6 +11,7 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import COPIES
 from superscaler.compiler import Compiled
+from superscaler.groups import collect, group_by
 from superscaler.ir.communication import TransferRow, bytes_moved, paths
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Grid
@@ -22,7 +23,7 @@ from superscaler.ir.orders import Action
 from superscaler.ir.program import Backward, Collective, Copy, Fetch, Forward, Instruction, Offload, Program, Send
 from superscaler.ir.variants import without_twins
 from superscaler.report.details import MOST, OUTSIDE, groups_text, home_of, ranges
-from superscaler.report.model import collapse, describe, group, span
+from superscaler.report.model import collapse, describe, span
 from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter
 
 
@@ -31,7 +32,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
     every = _Blocks(compiled)
     model = without_twins(compiled.graph.model)
     found, optimizer = describe(model), model.optimizer
-    equal = group(map(every.describe, every.ops), lambda block: replace(block, names=()))
+    equal = group_by(map(every.describe, every.ops), lambda block: replace(block, names=()))
     blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in equal.items()]
     return {
         "version": VERSION,
@@ -58,7 +59,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
 
 def summary(compiled: Compiled) -> str:
     """Return one line per distinct program: its devices, its segments, its communication per step."""
-    groups = group(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
+    groups = group_by(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
     fold = compiled.fold
     mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
     ages = [age for age in compiled.graph.model.ages.values() if age]
@@ -117,7 +118,7 @@ def _stages(graph: Graph) -> dict[str, int | str]:
 
 def _totals(moves: Iterable[TransferRow]) -> list[dict[str, Any]]:
     """Return the transfers by direction, way and kind: their number, the bytes of sources, and bytes on links."""
-    found = sorted(group(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
+    found = sorted(group_by(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
     return [{"direction": d, "way": way, "kind": kind, **_add(some)} for (d, way, kind), some in found]
 
 
@@ -134,7 +135,7 @@ def _sums(
     """
     groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
     seconds: Counter[str] = Counter()
-    for together, some in group(moves, lambda move: move.together).items():
+    for together, some in group_by(moves, lambda move: move.together).items():
         count, size = (sum(getattr(move, what) for move in some) for what in ("count", "bytes"))
         own = list(dict.fromkeys(group for move in some for group in everywhere[move.group]))
         are_disjoint = len({d for group in own for d in group}) == sum(map(len, own))
@@ -174,9 +175,7 @@ class _Blocks:
             name = op.inputs[1].tensor
             self.uses[name] = [*self.uses[name], (op, 1)]
         self.layouts: dict[tuple[str, bool], str] = {}
-        self.ops: dict[str, list[Op]] = {}
-        for op in self.model.forward_ops:
-            self.ops.setdefault(home_of(op), []).append(op)
+        self.ops = group_by(self.model.forward_ops, home_of)
         # A weight belongs to its first reader, a constant of several blocks to none, an activation to its producer.
         self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
         self.home |= {name: home_of(op) for name, (op, _) in self.producers.items()}
@@ -186,10 +185,10 @@ class _Blocks:
             self.ops.setdefault(name, [])
         block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
-        self.moves: dict[str, list[TransferRow]] = group(compiled.moves, lambda move: self.home[move.tensor])
+        self.moves: dict[str, list[TransferRow]] = group_by(compiled.moves, lambda move: self.home[move.tensor])
         split = (s for s in compiled.schedule.segments if s.backwards == "IW")
         self.halves = {op.name: len(set(s.given.values())) for s in split for op in s.ops if op.has_mirror}
-        self.journal = group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
+        self.journal = group_by(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()
         for rank in range(compiled.program.world):
@@ -218,16 +217,13 @@ class _Blocks:
 
     def schedule(self) -> list[dict[str, Any]]:
         """Return the order of the microbatches for each set of devices that run the same blocks in it."""
-        run: dict[int, list[str]] = {}
-        for name in self.ops:
-            for device in self.devices(name):
-                run.setdefault(device, []).append(name)
+        run = collect((device, name) for name in self.ops for device in self.devices(name))
         programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
         # Devices with one program have one order: any of them is a sample.
         first = dict(zip(programs, count()))
         stages = _stages(self.graph)
         order = {name: _microbatches(self.compiled, devices[k].instructions, stages) for name, k in first.items()}
-        found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
+        found = group_by(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
         return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
 
     def _splits(self, name: str) -> Iterator[Split]:
@@ -238,7 +234,7 @@ class _Blocks:
         # Most recomputed ops have the parts of their originals.
         grids = self.graph.grids
         shown = (op for op in self.ops[name] if not op.origin or grids[op.name] is not grids[op.origin])
-        for (axes, devices), some in group(shown, key).items():
+        for (axes, devices), some in group_by(shown, key).items():
             yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, name) for op in some)))
 
     def _weights(self, name: str) -> Iterator[Weights]:
@@ -249,7 +245,7 @@ class _Blocks:
             percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
             return Weights(spec.kind, tensor in self.trained, len(places), groups_text(list(places.values())), percent)
 
-        for row, tensors in group((t for t in self.places if self.home[t] == name), key).items():
+        for row, tensors in group_by((t for t in self.places if self.home[t] == name), key).items():
             widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
             held = {t: sum(prod(extents(b)) * len(at) for b, at in self.places[t].items()) for t in tensors}
             yield replace(
@@ -270,7 +266,7 @@ class _Blocks:
         # The number of local copies depends on the ends of segments, in which equal blocks may differ.
         found = (
             row if row.way == "local" else replace(row, **_sums(moves, self.groups, self.compiled.cluster))
-            for row, moves in group(self.moves.get(name, ()), key).items()
+            for row, moves in group_by(self.moves.get(name, ()), key).items()
         )
         order = sorted(found, key=lambda row: (row.direction == "backward", row.reason if row.way == "local" else ""))
         return tuple(order)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
+from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.report.details import Details, Kind
 from superscaler.report.timeline import Row, Timeline, timeline
@@ -166,10 +167,8 @@ def _stream(i: p.Instruction) -> str:
 
 def _met(ranks: Sequence[_Rank]) -> dict[Hashable, tuple[float, int]]:
     """Return when all ends of each communication were there, and the last of them, by the key that they share."""
-    called = defaultdict[Hashable, list[tuple[float, int]]](list)
-    for rank in ranks:
-        for key, at in _meetings(rank):
-            called[key].append((rank.called.get(at, math.inf), rank.rank))
+    ends = ((key, rank, at) for rank in ranks for key, at in _meetings(rank))
+    called = collect((key, (rank.called.get(at, math.inf), rank.rank)) for key, rank, at in ends)
     return {key: last for key, ends in called.items() if (last := max(ends))[0] < math.inf}
 
 

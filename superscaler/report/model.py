@@ -2,14 +2,13 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
+from superscaler.groups import group_by
 from superscaler.ir.model import Model, Op, PTensor
 
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
@@ -42,14 +41,6 @@ def describe(model: Model) -> dict[str, Any]:
         "flops": sum(op.flops for op in forward),
         "unsupported": dict(model.unsupported),
     }
-
-
-def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items by their key, in the order of the first item of each key."""
-    found: dict[K, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
 
 
 def span(numbers: Collection[int]) -> str:
@@ -87,7 +78,7 @@ def frozen_indices(model: Model, op: Op) -> list[tuple[str, str]]:
 def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
     """Return each operator with its count, the notation of its first op, and its frozen indices."""
     rows = []
-    for target, ops in sorted(group(forward, lambda op: op.target).items(), key=lambda item: -len(item[1])):
+    for target, ops in sorted(group_by(forward, lambda op: op.target).items(), key=lambda item: -len(item[1])):
         frozen = Counter(f for op in ops for f in dict.fromkeys(collapse(f) for f, _ in frozen_indices(model, op)))
         rows.append({"operator": target, "count": len(ops), "notation": ops[0].notation(), "frozen": dict(frozen)})
     return rows
@@ -122,7 +113,7 @@ def _frozen(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
     rows = [
         {"operator": target, "reason": reason, "count": len({op.name for op, *_ in some}),
          "factors": list(dict.fromkeys(collapse(factor) for _, factor, _ in some))}
-        for (target, reason), some in group(found, lambda row: (row[0].target, row[2])).items()
+        for (target, reason), some in group_by(found, lambda row: (row[0].target, row[2])).items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (row["reason"] != "no rule", -row["count"], row["operator"], row["reason"]))
 

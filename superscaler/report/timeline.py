@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from superscaler.groups import group_by
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Copy, Fetch, Instruction, Loss, Offload, Program, Recv, Send
 from superscaler.report.details import Details, Kind
@@ -104,10 +105,8 @@ def _equal(lane: Alike) -> Iterator[Ints]:
     if len(lane.start) == 0 or all(x.strides[1] == 0 for x in columns):
         yield np.arange(len(lane.devices))
         return
-    found: dict[bytes, list[int]] = {}
     digits = [np.round(x / max(float(lane.end.max()), 1e-12) / _EQUAL).astype(np.int64) for x in columns]
-    for row in range(len(lane.devices)):
-        found.setdefault(b"".join(x[:, row].tobytes() for x in digits), []).append(row)
+    found = group_by(range(len(lane.devices)), lambda row: b"".join(x[:, row].tobytes() for x in digits))
     yield from map(np.array, found.values())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from superscaler.errors import some
-from superscaler.report.model import group
+from superscaler.groups import group_by
 from superscaler.report.schema import Account, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.specs.sizes import duration, size
 from superscaler.store.plan import EXPLAIN_FILE, read_plan
@@ -73,7 +73,7 @@ def _block(block: Block) -> Iterator[str]:
 
 def _held(block: Block) -> Iterator[str]:
     """Yield lines of text: how the ops of a block are cut and on which devices, and where its weights rest."""
-    for devices, rows in group(block.splits, lambda row: row.devices).items():
+    for devices, rows in group_by(block.splits, lambda row: row.devices).items():
         if len(rows) == 1:
             yield f"{_on(devices)}: {axes_text(rows[0].axes, 'whole')}: {_ops(rows[0])}"
             continue
@@ -104,7 +104,7 @@ def _groups(groups: Sequence[str]) -> str:
 def _communication(block: Block, *more: str) -> dict[tuple[str, ...], list[Sent]]:
     """Return the communication of a block by direction, kind, groups, and the columns `more`."""
     rows = (row for row in block.moves if row.way != "local")
-    return group(rows, lambda row: (row.direction, row.kind, _groups(row.groups), *(getattr(row, m) for m in more)))
+    return group_by(rows, lambda row: (row.direction, row.kind, _groups(row.groups), *(getattr(row, m) for m in more)))
 
 
 def _links(rows: Sequence[Sent]) -> str:
@@ -230,7 +230,7 @@ def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     sides = [{name: block for block in adapter().validate_python(x["blocks"]) for name in block.names} for x in (a, b)]
     changes = {n: tuple(_block_changes(*(side.get(n) for side in sides))) for n in (*sides[0], *sides[1])}
     yield from (
-        "\n".join([heading(names), *lines]) for lines, names in group(changes, changes.__getitem__).items() if lines
+        "\n".join([heading(names), *lines]) for lines, names in group_by(changes, changes.__getitem__).items() if lines
     )
 
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
+from superscaler.groups import group_by
 from superscaler.specs.file_errors import reading, refuse
 from superscaler.store.checkpoint import (
     ANOTHER,
@@ -257,10 +258,6 @@ def load_weights(module: nn.Module, path: str | Path, ema: bool = False) -> list
 
 def named(module: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Return the parameters and buffers of a module, each once with all its names."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    for name, tensor in (pair for pairs in every for pair in pairs):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return [(names[key], tensor) for key, tensor in tensors.items()]
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    same = group_by(every, lambda pair: id(pair[1])).values()
+    return [([name for name, _ in some], some[0][1]) for some in same]

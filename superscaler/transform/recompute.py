@@ -4,6 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from superscaler.errors import NoneOfThese, TransformError
+from superscaler.groups import group_by
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.model_text import unique
@@ -59,11 +60,8 @@ class Save:
 
 def recompute_checkpoints(graph: Graph) -> None:
     """Recompute the model's own checkpointed regions, except where the plan says otherwise."""
-    found: dict[str, list[Op]] = {}
-    for op in (op for op in graph.forward_ops if op.checkpoint):
-        found.setdefault(op.checkpoint, []).append(op)
     model, names = graph.model, list[str]()
-    for ops in found.values():
+    for ops in group_by((op for op in graph.forward_ops if op.checkpoint), lambda op: op.checkpoint).values():
         if not any(op.region for op in ops) and (needed := _needed(model, ops)):
             model = with_twins(model, needed)
             names += [op.name for op in needed]

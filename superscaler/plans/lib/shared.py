@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
 
 from superscaler.errors import divisors
+from superscaler.groups import collect
 from superscaler.specs.arguments import checked
 from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, op_trans
 
@@ -24,10 +25,8 @@ def inner_blocks(graph: Graph) -> list[Block]:
     """
     found: list[Block] = []
     for block in graph.blocks:
-        inner: dict[str, list[Op]] = {}
-        for op in block.ops:
-            if own := re.match(rf"{re.escape(block.path)}\.(.*?\.)?\d+(?=\.|$)", op.module):
-                inner.setdefault(own[0], []).append(op)
+        inside = re.compile(rf"{re.escape(block.path)}\.(.*?\.)?\d+(?=\.|$)")
+        inner = collect((own[0], op) for op in block.ops if (own := inside.match(op.module)))
         inner = {path: ops for path, ops in inner.items() if sum(op.flops > 0 for op in ops) > 1}
         is_most = 2 * sum(op.flops for ops in inner.values() for op in ops) > sum(op.flops for op in block.ops)
         found += [Block(path, tuple(ops)) for path, ops in inner.items()] if is_most else [block]

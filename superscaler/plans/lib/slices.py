@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from superscaler.errors import divisors
+from superscaler.groups import collect
 from superscaler.plans.lib.shared import layers
 from superscaler.verbs import Graph, InputError, Insert, Op, Parts, Replicate, Shard, Split, op_trans
 
@@ -106,11 +107,9 @@ class Slices:
 
 def readers(graph: Graph) -> Mapping[str, Sequence[str]]:
     """Return the names of the ops of layers that read each weight."""
-    found = dict[str, list[str]]()
-    for op in (op for layer in layers(graph) for op in layer.ops):
-        for weight in dict.fromkeys(o.tensor for o in op.inputs if o.tensor in graph.model.weights):
-            found.setdefault(weight, []).append(op.name)
-    return found
+    weights = graph.model.weights
+    read = ((op, dict.fromkeys(o.tensor for o in op.inputs)) for layer in layers(graph) for op in layer.ops)
+    return collect((name, op.name) for op, names in read for name in names if name in weights)
 
 
 def _named(op: Op, index: int | None) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from superscaler.groups import group_by
 from superscaler.verbs import Action, InputError, Row, timetable
 
 Table = list[list[Action]]
@@ -21,9 +22,7 @@ def fill(works: Iterable[Action], place: Callable[[Action], int], rank: Rank, mo
 
     A device keeps the activations of at most `most` forwards; a backward takes two units of time, all else one.
     """
-    left: dict[int, list[Action]] = {}
-    for work in sorted(works, key=rank):
-        left.setdefault(place(work), []).append(work)
+    left = group_by(sorted(works, key=rank), place)
     needs = _needs({work for own in left.values() for work in own})
     trained = {work.stage for work in needs if work.kind != "F"}
     keeps = {work: KEEPS.get(work.kind, 0) * (work.stage in trained) for work in needs}

@@ -7,10 +7,10 @@ from math import ceil, log2
 
 import numpy as np
 
+from superscaler.groups import group_by
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Program, Send, links
-from superscaler.report.model import group
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.simulate.times import Floats
 from superscaler.specs.sizes import size
@@ -60,7 +60,7 @@ def matrix(program: Program) -> Markup:
     names = [_name(k, share, program.world) for k in range(len(found))]
     order = np.argsort(found, axis=None, kind="stable")[::-1]
     pairs = [divmod(int(k), len(found)) for k in order if found.flat[k]]
-    equal = group(pairs, lambda pair: (size(found[pair]), pair[1] - pair[0]))
+    equal = group_by(pairs, lambda pair: (size(found[pair]), pair[1] - pair[0]))
     rows = ((names[min(p)[0]], names[min(p)[1]], key[0], len(p)) for key, p in islice(equal.items(), _SHOWN))
     title = "The largest entries. Those of equal bytes and distance share a row, which names the first."
     largest = table(("from", "to", "bytes", "of these"), rows, left=2, title=title)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from superscaler.groups import group_by
 from superscaler.report.details import ranges
-from superscaler.report.model import group
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.schema import Axis, Block, adapter
 from superscaler.report.subject import Subject
@@ -29,7 +29,7 @@ def model_table(subject: Subject) -> Markup:
     blocks: list[Block] = adapter().validate_python(subject.account["blocks"])
     world = subject.simulation.prediction.world
     most = max((bytes_moved(block) for block in blocks), default=0)
-    rows = (list(_row(some, world, most)) for some in group(blocks, _form).values())
+    rows = (list(_row(some, world, most)) for some in group_by(blocks, _form).values())
     return tag("div", table(_NAMES, rows, left=4), class_="tall")
 
 
