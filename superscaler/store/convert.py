@@ -112,10 +112,8 @@ def _publish(directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str
     stored: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        kinds = {kind: x for kind, x in states.get(name, {}).items() if x.shape == tensor.shape and kind != "step"}
-        numbers = {kind: float(x) for kind, x in states.get(name, {}).items() if kind not in kinds}
-        stored |= {name: tensor, **{f"{name}/{kind}": value for kind, value in kinds.items()}}
-        add_entry(entries, name, tensor.shape, tensor.dtype, name, whole(tensor.shape), kinds, numbers)
+        ranges, own = whole(tensor.shape), states.get(name, {})
+        stored |= add_entry(entries, name, tensor.shape, tensor.dtype, name, ranges, tensor, own)
     draft = Draft(directory / new_folder(directory, 0), CheckpointHead)
     write_shard(draft, 0, stored, entries)
     nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))

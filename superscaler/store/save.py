@@ -7,7 +7,7 @@ has one shard per rank, each with elements that no other shard has, and a manife
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,24 +214,14 @@ def snapshot(
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
     for resident in owned:
-        key, (name, ranges), kept = (
-            resident["name"],
-            located(step.plan, resident),
-            step.plan["tensors"][resident["tensor"]],
-        )
-        weight = step.state.weights[key]
-        found = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
-        found = {key: value for key, value in found.items() if value is not None}
-        states = {key: x for key, x in found.items() if key != "step" and x.shape == weight.shape}
-        numbers = {key: float(x) for key, x in found.items() if key not in states}
-        for place, value in {key: weight, **{f"{key}/{state}": value for state, value in states.items()}}.items():
-            tensors[place] = _copy(value, older.get(place))
-        add_entry(entries, name, kept["shape"], kept["dtype"], key, ranges, states, numbers)
+        kept, (name, ranges) = step.plan["tensors"][resident["tensor"]], located(step.plan, resident)
+        weight = step.state.weights[resident["name"]]
+        states = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
+        tensors |= add_entry(entries, name, kept["shape"], kept["dtype"], resident["name"], ranges, weight, states)
     for name, value in step.fixed.items():
         # No name of a weight on a device has a slash.
-        tensors[f"fixed/{name}"] = _copy(value, older.get(f"fixed/{name}"))
-        add_entry(entries, name, value.shape, value.dtype, f"fixed/{name}", whole(value.shape))
-    return tensors, entries
+        tensors |= add_entry(entries, name, value.shape, value.dtype, f"fixed/{name}", whole(value.shape), value)
+    return {key: _copy(value, older.get(key)) for key, value in tensors.items()}, entries
 
 
 def add_entry(
@@ -241,14 +231,19 @@ def add_entry(
     dtype: object,
     key: str,
     ranges: Ranges,
-    states: Iterable[str] = (),
-    numbers: Mapping[str, float] | None = None,
-) -> None:
-    """Add a piece of a tensor, and the tensor with its first piece, to the entries of a shard."""
-    kind, more = str(dtype).removeprefix("torch."), dict(numbers or {})
+    piece: Tensor,
+    given: Mapping[str, Tensor | None] = {},
+) -> dict[str, Tensor]:
+    """Add a piece of a tensor, and the tensor with its first piece, to the entries of a shard. Return the piece and its
+    states by their keys there. `given`: the states of the optimizer; those of another shape are numbers of the tensor.
+    """
+    states = {kind: x for kind, x in given.items() if x is not None and x.shape == piece.shape and kind != "step"}
+    numbers = {kind: float(x) for kind, x in given.items() if x is not None and kind not in states}
+    kind = str(dtype).removeprefix("torch.")
     entry: dict[str, Any] = {"shape": list(shape), "dtype": kind, "states": sorted(states)}
-    entry |= {"steps": more.pop("step", None), "pieces": [], **({"numbers": more} if more else {})}
+    entry |= {"steps": numbers.pop("step", None), "pieces": [], **({"numbers": numbers} if numbers else {})}
     entries.setdefault(name, entry)["pieces"].append({"key": key, "ranges": ranges})
+    return {key: piece, **{f"{key}/{state}": value for state, value in states.items()}}
 
 
 def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
