@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from superscaler.runtime.step import Step
-from superscaler.store.pieces import Ranges, located, owners, sizes
+from superscaler.store.pieces import Ranges, elements, index_of, located, owners, sizes
 from superscaler.store.restore import set_states
 from superscaler.store.save import snapshot
 from superscaler.store.tensors import named
@@ -89,5 +88,4 @@ def _write(whole: Tensor, ranges: Ranges, piece: Tensor) -> None:
 
 def _at(ranges: Ranges) -> tuple[Tensor, ...]:
     """Return the index of a piece in its tensor."""
-    dims = [np.concatenate([np.arange(a, b) for a, b in dim]) for dim in ranges]
-    return tuple(map(torch.from_numpy, np.ix_(*dims)))
+    return index_of(map(elements, ranges))

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.store.pieces import Ranges, located, overlap, owners, sizes
+from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, sizes
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -71,9 +70,8 @@ class Filler:
             common = overlap(wanted, ranges) if theirs == name else None
             if common is not None:
                 weight = self.evaluation.state.weights[entry["name"]]
-                here, there = (np.ix_(*(pair[k] for pair in common)) for k in (0, 1))
-                at = tuple(map(torch.from_numpy, here)), tuple(map(torch.from_numpy, there))
-                weight.view(sizes(wanted))[at[0]] = piece[at[1]].to(weight)
+                here, there = (index_of(pair[k] for pair in common) for k in (0, 1))
+                weight.view(sizes(wanted))[here] = piece[there].to(weight)
 
 
 def _owned(plan: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:

@@ -1,10 +1,12 @@
 """Pieces of tensors, by ranges of elements."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 # Per dim of a tensor, the runs [start, end) of a piece of it, ascending.
 Ranges = Sequence[Sequence[Sequence[int]]]
@@ -66,7 +68,7 @@ def overlap(one: Ranges, other: Ranges) -> list[tuple[np.ndarray, np.ndarray]] |
     """Return, per dim, the positions in each of two pieces of their common elements; None if they share none."""
     found = []
     for a, b in zip(one, other, strict=True):
-        places = _indices(a), _indices(b)
+        places = elements(a), elements(b)
         _, here, there = np.intersect1d(*places, assume_unique=True, return_indices=True)
         if not here.size:
             return None
@@ -74,8 +76,14 @@ def overlap(one: Ranges, other: Ranges) -> list[tuple[np.ndarray, np.ndarray]] |
     return found
 
 
-def _indices(found: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.concatenate([np.arange(a, b) for a, b in found]) if found else np.zeros(0, dtype=np.int64)
+def elements(dim: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the places of the elements in the runs of a dim."""
+    return np.concatenate([np.arange(a, b) for a, b in dim]) if dim else np.zeros(0, dtype=np.int64)
+
+
+def index_of(places: Iterable[np.ndarray]) -> tuple[Tensor, ...]:
+    """Return the index of the elements at some places of each dim of a tensor."""
+    return tuple(map(torch.from_numpy, np.ix_(*places)))
 
 
 def covers(shape: Sequence[int], pieces: Sequence[Ranges]) -> bool:

@@ -28,7 +28,7 @@ from superscaler.store.checkpoint import (
     pointed,
 )
 from superscaler.store.folder import Whole, read
-from superscaler.store.pieces import Ranges, overlap, sizes, whole
+from superscaler.store.pieces import Ranges, index_of, overlap, sizes, whole
 from superscaler.store.tensor_file import kind_of, kinds, opened, reading_tensors
 
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -81,7 +81,7 @@ class TensorReader:
                 # The slice is the whole result, in order.
                 return found
             out = torch.empty(sizes(ranges), dtype=found.dtype) if out is None else out
-            out[tuple(torch.from_numpy(i) for i in np.ix_(*(there for _, there in common)))] = found
+            out[index_of(there for _, there in common)] = found
         assert out is not None, "pieces cover a tensor, as the check of its head found"
         return out
 
