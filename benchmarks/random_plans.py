@@ -5,9 +5,9 @@
 Of each kind so many plans, from seeds that follow `--first`. `regular` and `nested` are random graphs under random
 grids and trees of parts (tests/property/random_graphs.py); `free`, `layered`, `rewritten` and `unrolled` are random
 sPrograms on small models (tests/property/random_sprograms.py). `rewritten` ones have recomputation, split backwards,
-copies, tapes on hosts, stale weights and early updates; `unrolled` ones have two iterations in the place of stale
-weights. `refused`: their own orders cannot hold, or a copy changes nothing, so that there
-is no plan. `alarm`: a check refuses a plan. Of a share `--numbers` of the plans, and of all alarms, a step is compared
+attention in blocks, copies, tapes on hosts, stale weights and early updates; `unrolled` ones have two iterations in the
+place of stale weights. `refused`: their own orders cannot hold, or a copy changes nothing, so that there is no plan.
+`alarm`: a check refuses a plan. Of a share `--numbers` of the plans, and of all alarms, a step is compared
 with the model's: `equal`, `WRONG`. An alarm whose numbers are equal is a false one. `CPU ms` is that of both checks,
 for a plan.
 """
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 # How many plans of a kind follow each other.
 BLOCK = 10
 COUNTS = ("plans", "refused", "alarm", "compared", "equal", "WRONG")
-REWRITES = ("split", "copies", "tapes", "early")
+REWRITES = ("split", "blocks", "copies", "tapes", "early")
 MORE = {"rewritten": (*REWRITES, "stale"), "unrolled": (*REWRITES, "unroll")}
 # A program, and what tells whether its numbers are the model's.
 Drawn = tuple[Program, Callable[[], bool]] | None

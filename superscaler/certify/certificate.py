@@ -76,10 +76,12 @@ def _is_gradient(model: Model, op: Op) -> bool:
     its place.
     """
     (out,), (whole, total) = op.outputs, op.inputs[-2:]
-    detached, (last, _) = model.producers[whole.tensor][0], model.producers[total.tensor]
+    # Each of the two may be recomputed, or a copy.
+    first, summed = model.origin(whole.tensor), model.origin(total.tensor)
+    (detached, _), (last, _) = model.producers[first], model.producers[summed]
     is_same = whole.slots == out.slots and total.slots == out.slots[: len(total.slots)]
     own = [o.tensor for o in last.outputs]
-    is_whole = [detached.inputs[0].tensor, total.tensor] == own and detached.target == "aten.detach.default"
+    is_whole = [model.origin(detached.inputs[0].tensor), summed] == own and detached.target == "aten.detach.default"
     return is_same and is_whole and model.origin(out.tensor) == model.origin(own[0])
 
 

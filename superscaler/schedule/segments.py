@@ -152,6 +152,9 @@ def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[
             free = marks[op.name] == marks[producer.name] and not {op.name, producer.name} & alone
             joins = free and op.from_data == producer.from_data and edges.is_local(op, k)
             joins &= stretches[op.name] == stretches[producer.name]
+            # A gradient that another op takes further, as those of blocks of attention, leaves the segment.
+            is_graded = op.has_mirror and edges.model.tensors[operand.tensor].requires_grad
+            joins &= producer.has_mirror or not is_graded
             local[producer.name, op.name] = joins and local.get((producer.name, op.name), True)
             levels[op.name] = max(levels[op.name], levels[producer.name] + (not joins))
     _sink(ops, local, levels)

@@ -20,7 +20,7 @@ class Recompute:
     All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the region's inputs are
     kept. They run when the backward reaches the region (`select(kind="R")` orders them otherwise), on the parts of
     their ops. Weights and values inside are communicated a second time; random numbers are those of the ops. With
-    `copies`, copies among the ops are recomputed, too.
+    `copies`, copies among the ops are recomputed, too; those that another region recomputes always are.
 
     Regions nest, in any depth. The outer region is recomputed without a tape for the inner one. The inner one is
     recomputed once more, from values of the outer, when its own backward comes:
@@ -32,7 +32,7 @@ class Recompute:
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
         check_once("Recompute", [op for op in ops if op.regather])
-        names = {op.origin or op.name for op in ops if self.copies or not op.is_copy}
+        names = {op.origin or op.name for op in ops if self.copies or op.region or not op.is_copy}
         chosen = _needed(model, [op for op in model.ops if op.name in names])
         if not chosen:
             raise NoneOfThese("Recompute needs ops that have a backward; none of these do.")

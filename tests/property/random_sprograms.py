@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import superscaler as ss
+from superscaler.errors import TransformError
 from superscaler.ir.grid import UNASSIGNED
 from superscaler.ir.model import Op, first
 from superscaler.transform.algorithms import Algorithm
@@ -103,6 +104,21 @@ class Layers(nn.Module):
         return F.cross_entropy(F.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten())
 
 
+class Ring(nn.Module):
+    """Attention whose queries, keys and values lie between each other, then one of few queries under a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.ask, self.tell, self.out = (nn.Linear(8, n) for n in (24, 8, 8, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = self.mix(x).unflatten(-1, (2, 4, 3)).transpose(1, 2).unbind(-1)
+        h = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        q, k = self.ask(h[:, :3]), self.tell(h)
+        h = F.scaled_dot_product_attention(q, k, k, torch.ones(3, 6, dtype=torch.bool).tril())
+        return F.mse_loss(self.out(h), y)
+
+
 def _tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 12, (4, 6)), torch.randint(0, 12, (4, 6))
 
@@ -114,6 +130,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "attention": lambda: (Attention(), (torch.randn(4, 6, 8), torch.randn(4, 6, 8))),
     "auxiliary": lambda: (Auxiliary(), _tokens()),
     "layers": lambda: (Layers(), _tokens()),
+    "ring": lambda: (Ring(), (torch.randn(4, 6, 8), torch.randn(4, 3, 8))),
 }
 
 
@@ -160,8 +177,10 @@ class Author:
             factor = self.draw.choice(sorted(factors)) if factors else ""
             size = self.graph.factors[factor].size if factor else 1
             size //= max(self.microbatches, 1) if factor == "batch" else 1
+            chunks = [count for op in ops if (count := chunked(op).get(factor))]
             if size > 1 and self.draw.random() < 0.7:
-                chain.append(ss.Split(factor, sizes=self.sizes(size)))
+                sizes = (size // chunks[0],) * chunks[0] if chunks else self.sizes(size)
+                chain.append(ss.Split(factor, sizes=sizes))
             else:
                 chain.append(ss.Replicate(2, self.draw.choice([None, "copy", "route"])))
         return chain
@@ -193,6 +212,9 @@ class Author:
             return ss.Replicate(parts, mirror if op.is_forward else None), extents
         factor, i = self.draw.choice(able)
         left = list(extents)
+        if count := chunked(op).get(factor):
+            left[i] = 1
+            return ss.Split(factor, count), left
         if extents[i] % 2 == 0 and self.draw.random() < 0.5:
             left[i] //= 2
             return ss.Split(factor, 2), left
@@ -231,10 +253,23 @@ class Author:
             run = left[start : start + self.draw.randint(1, len(left))]
             chosen = run if self.draw.random() < 0.7 else [op for op in left if self.draw.random() < 0.4]
             if any(op.has_mirror and not op.from_data for op in chosen) and len(chosen) < len(left):
+                # Gradients of blocks are in a region: a new one has all of its ops or none.
+                chosen += [
+                    op for op in left if op.region in {c.region for c in chosen if c.region} and op not in chosen
+                ]
                 left = [op for op in left if op not in chosen]
                 for parts in ss.op_trans(self.graph, chosen, ss.Recompute()):
                     if self.draw.random() < apart:
                         self.cut(parts.op, depth=self.draw.choice([0, 1, 2]))
+
+    def blocks(self) -> None:
+        """Before all else, compute attention in blocks of keys, which pass around; that of few queries cannot be."""
+        for op in [op for op in self.graph.forward_ops if "attention" in op.target]:
+            try:
+                ss.op_trans(self.graph, op, ss.AttentionBlocks(self.draw.choice([1, 3]), self.draw.random() < 0.5))
+            except TransformError as error:
+                if "as many queries as keys, because it is causal" not in str(error):
+                    raise
 
     def split(self) -> None:
         """Split the backward of a few runs of ops, and mostly say when gradients of weights are made."""
@@ -289,7 +324,7 @@ class Author:
 
     def regather(self) -> None:
         """Bring the weights of some ops again for their backward."""
-        chosen = [op for op in self.graph.forward_ops if self.draw.random() < 0.6]
+        chosen = [op for op in self.graph.forward_ops if self.draw.random() < 0.6 and not op.region]
         if any(op.has_mirror and not op.from_data for op in chosen):
             ss.op_trans(self.graph, chosen, ss.Regather())
 
@@ -321,7 +356,12 @@ class Author:
 
 
 def cuttable(op: Op) -> set[str]:
-    return {index.factor for index in op.indices if index.mark != "frozen"}
+    return {index.factor for index in op.indices if index.mark != "frozen" and not index.follows}
+
+
+def chunked(op: Op) -> dict[str, int]:
+    """Return how many chunks along a factor a block of attention is cut into, if it is cut along it."""
+    return {op.indices[i.follows[0]].factor: i.follows[2] for i in op.indices if i.follows}
 
 
 def random_sprogram(
@@ -333,11 +373,13 @@ def random_sprogram(
 
     def sprogram(graph: Graph, cluster: Cluster) -> None:
         author = Author(graph, random.Random(seed), len(cluster.devices))
+        rewrites = [partial(author.recompute, apart)] if apart is not None else []
+        rewrites += [getattr(author, name) for name in more if name != "blocks"]
+        if "blocks" in more:
+            author.blocks()
         author.layered() if kind == "layered" else author.free()
         author.optimizers()
         author.orders()
-        rewrites = [partial(author.recompute, apart)] if apart is not None else []
-        rewrites += [getattr(author, name) for name in more]
         for rewrite in author.draw.sample(rewrites, len(rewrites)):
             rewrite()
 

@@ -97,6 +97,27 @@ def test_the_dim_of_the_values_is_not_cut() -> None:
     assert_equal(captured(Attention())[0], blocks)
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("reads", ["all values", "a result that is recomputed twice", "a copy", "a copy of the result"])
+def test_blocks_are_in_regions_of_layers(again: bool, reads: str) -> None:
+    """What a gradient reads may be recomputed in a region around its own, in one more inside, or be a copy."""
+
+    def layers(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        attention = next(op for op in graph.forward_ops if "attention" in op.target)
+        made = [parts.op for parts in op_trans(graph, attention, AttentionBlocks(3, again))]
+        whole = next(op for op in made if op.name.endswith(".whole"))
+        inner = [op for op in (*made, graph.forward_ops[-2]) if not op.origin and op != whole]
+        op_assign(graph, graph.forward_ops, cluster.devices[0])
+        if "copy" in reads:
+            readers = [whole] if "result" in reads else [op for op in made if op.target == "ss.attention_gradient"]
+            op_assign(graph, op_trans(graph, readers, ss.Insert()), "host")
+        op_trans(graph, graph.forward_ops, ss.Recompute())
+        if "twice" in reads:
+            op_trans(graph, inner, ss.Recompute())
+
+    assert_equal(captured(Attention())[0], layers, 1)
+
+
 @dataclass(frozen=True)
 class Mine:
     index: int
