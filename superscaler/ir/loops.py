@@ -9,10 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, repeat
 from typing import Any
 
-import numpy as np
-
 from superscaler.ir.fold import evenly
-from superscaler.ir.grid import Ints
 from superscaler.ir.program import Instruction, Value
 
 # The least number of repetitions of a body that counts as a loop, unless fewer are asked for.
@@ -200,34 +197,26 @@ class Span:
         return self.start + self.length * self.count
 
 
-def find_spans(forms: Sequence[Hashable], microbatches: Sequence[int], period: int, seen: int = SEEN) -> list[Span]:
+def find_spans(forms: Sequence[Hashable], microbatches: Sequence[int], period: int, seen: float = SEEN) -> list[Span]:
     """Return the spans in which a sequence repeats, `seen` times at least, with microbatches `period` later each time.
     NONE stays NONE.
     """
     known: dict[Hashable, int] = {}
-    form = np.array([known.setdefault(f, len(known)) for f in forms], dtype=np.int64)
-    at = np.array(microbatches, dtype=np.int64)
-    later = {(f, k): n for n, (f, k) in enumerate(zip(form.tolist(), at.tolist(), strict=True)) if k != NONE}
-    found, runs, here = list[Span](), dict[int, Ints](), 0
-    while here < len(form):
-        lag = later.get((int(form[here]), int(at[here]) + period), 0) - here if at[here] != NONE else 0
-        if lag > 0 and lag not in runs:
-            runs[lag] = _runs(form, at, period, lag)
-        count = int(runs[lag][here]) // lag + 1 if lag > 0 else 0
-        if count >= seen:
-            found.append(Span(here, lag, count))
-        here += max(lag * count, 1) if count >= seen else 1
-    return found
-
-
-def _runs(form: Ints, at: Ints, period: int, lag: int) -> Ints:
-    """Return, for each position, the number of elements from there on that repeat `lag` later."""
-    moved = np.where(at[:-lag] == NONE, at[lag:] == NONE, at[lag:] - at[:-lag] == period)
-    is_same = (form[lag:] == form[:-lag]) & moved
-    broken = np.append(np.flatnonzero(~is_same), len(is_same))
-    places = np.arange(len(is_same))
-    found = np.zeros(len(form), dtype=np.int64)
-    found[: len(is_same)] = broken[np.searchsorted(broken, places)] - places
+    own = [(known.setdefault(f, len(known)), k) for f, k in zip(forms, microbatches, strict=True)]
+    moved = [(f, k if k == NONE else k + period) for f, k in own]
+    at = {name: n for n, name in enumerate(own) if name[1] != NONE}
+    # By lag, the first element that is not repeated so much later, of those that were looked at.
+    found, ends, here = list[Span](), dict[int, int](), 0
+    while here < len(own):
+        lag = at.get(moved[here], 0) - here
+        if lag > 0 and ends.get(lag, 0) <= here:
+            last = len(own) - lag
+            ends[lag] = next((n for n in range(here, last) if own[n + lag] != moved[n]), last)
+        if lag > 0 and ends[lag] - here >= (seen - 1) * lag:
+            found.append(Span(here, lag, (ends[lag] - here) // lag + 1))
+            here = found[-1].end
+        else:
+            here += 1
     return found
 
 

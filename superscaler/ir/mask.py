@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from superscaler.errors import InputError
 
@@ -59,5 +60,6 @@ def inside(box: Box, outer: Box) -> Box:
     return tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(box, outer, strict=True))
 
 
+@lru_cache(1 << 14)
 def extents(box: Box) -> tuple[int, ...]:
     return tuple(hi - lo for lo, hi in box)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from math import prod
@@ -63,8 +63,7 @@ class PTensor:
 
     def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
-        sizes = iter(extents)
-        return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
+        return _local_shape(self.slots, extents)
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -443,6 +442,13 @@ def common_module(modules: Iterable[str]) -> str:
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
+@lru_cache(1 << 14)
+def _local_shape(slots: tuple[tuple[str, ...], ...], extents: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = iter(extents)
+    return tuple(prod(next(sizes) for _ in dim) for dim in slots)
+
+
+@cache
 def width(dtype: str) -> int:
     """Return the bytes of an element.
 

@@ -10,8 +10,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from superscaler.ir.fold import evenly
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
-from superscaler.ir.program import FIELDS, ROLES, VALUES, Backward, Forward, Instruction, Loss, Role, Tasked, Value
+from superscaler.ir.program import (
+    FIELDS,
+    ROLES,
+    VALUES,
+    Backward,
+    Forward,
+    Free,
+    Instruction,
+    Loss,
+    Role,
+    Tasked,
+    Value,
+)  # fmt: skip
 
 
 class Aperiodic(Exception):
@@ -59,13 +72,17 @@ class Shape:
     outside: Mapping[int, tuple[int, int, int]]
 
 
-def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: int = SEEN) -> Shape:
+def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: float = SEEN) -> Shape:
     """Return the loops of code that lacks `missing` microbatches. Raises Aperiodic if the code does not determine
     them.
     """
     forms, at = zip(*map(form, code), strict=True)
+    # A value of all microbatches is freed once, which is no difference between repetitions.
+    kept = [n for n, i in enumerate(code) if at[n] != NONE or not isinstance(i, Free)]
+    repeated = find_spans([forms[n] for n in kept], [at[n] for n in kept], period, seen)
     is_work = [isinstance(i, Forward | Backward) for i in code]
-    spans = steady_spans(find_spans(forms, at, period, seen), forms, at, is_work)
+    whole = (_without_gaps(span, kept) for span in repeated)
+    spans = steady_spans([span for span in whole if span.count], forms, at, is_work)
     bodies: dict[Hashable, dict[int, int]] = {}
     for span in spans:
         for n in range(span.start, span.start + span.length):
@@ -84,6 +101,10 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: int
         else:
             later = missing if n > like else 0
             outside[n] = like, (at[n] - at[like]) // period, later
+    likes = {like for like, *_ in outside.values()}
+    if not likes.issuperset(n for span in spans if span.count == 1 for n in span.body):
+        # Only the code around a single repetition shows that it is no exception.
+        raise Aperiodic
     shifts = _shifts(at, spans, outside)
     for n in unknown:
         gap = _gap(n, spans)
@@ -92,6 +113,16 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: int
             raise Aperiodic
         outside[n] = NONE, 0, next(iter(found))
     return Shape(tuple(spans), outside)
+
+
+def _without_gaps(span: Span, kept: Sequence[int]) -> Span:
+    """Return a span of the `kept` instructions as one of all instructions: the repetitions before the first one that is
+    not kept.
+    """
+    start, end = kept[span.start], span.start
+    while end < span.end and kept[end] - end == start - span.start:
+        end += 1
+    return Span(start, span.length, (end - span.start) // span.length)
 
 
 def _shifts(
@@ -119,26 +150,50 @@ def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> 
     """
     code = tuple(code)
     try:
-        moves_of = {n: _moves(code[n : span.end : span.length]) for span in shape.spans for n in span.body}
+        moves_of = {n: _moves(own) for n, own in _repetitions(code, shape).items()}
         runs, here = list[Run](), 0
         for span in (*shape.spans, Span(len(code), 0, 0)):
-            runs.append(tuple(_outside(code[n], moves_of, shape.outside[n], period) for n in range(here, span.start)))
-            second, here = span.start + span.length, span.end
-            body = code[span.start : second], code[second : second + span.length]
-            runs.append(Loop(*body, count=span.count + added))
+            left = ((code[n], *shape.outside[n]) for n in range(here, span.start))
+            runs.append(
+                tuple(
+                    _shifted(i, later, moves_of.get(like, {}), repetition + later // period) if later else i
+                    for i, like, repetition, later in left
+                )
+            )
+            first, second = (code[at : at + span.length] for at in (span.start, span.start + span.length))
+            if span.count == 1:
+                second = tuple(_shifted(code[n], period, moves_of.get(n, {}), 1) for n in span.body)
+            runs.append(Loop(first, second, count=span.count + added))
+            here = span.end
     except ValueError:
         # The lengths of numbers differ.
         raise Aperiodic from None
     return Rolled(tuple(run for run in runs if len(run)))
 
 
-def _moves(repetitions: Sequence[Instruction]) -> Moves:
+def _repetitions(code: Sequence[Instruction], shape: Shape) -> dict[int, list[tuple[int, Instruction]]]:
+    """Return, for each instruction of a body with numbers that move, those that are equal but for their microbatch,
+    inside of the loop and outside, each with its repetition.
+    """
+    found = dict[int, list[tuple[int, Instruction]]]()
+    for span in shape.spans:
+        for n in (n for n in span.body if _MOVING[type(code[n])]):
+            found[n] = list(enumerate(code[n : span.end : span.length]))
+    for n, (like, repetition, _) in shape.outside.items():
+        if like in found:
+            found[like].append((repetition, code[n]))
+    return found
+
+
+def _moves(repetitions: Sequence[tuple[int, Instruction]]) -> Moves:
     """Return the values of each moving field of an instruction, as a function of the repetition."""
     found = dict[str, Callable[[int], Any]]()
-    for name in _MOVING[type(repetitions[0])]:
-        values = [getattr(i, name) for i in repetitions]
-        move = mover(values[0], values[1]) or _always(values[0])
-        if list(map(move, range(len(values)))) != values:
+    for name in _MOVING[type(repetitions[0][1])]:
+        values = [(at, getattr(i, name)) for at, i in repetitions]
+        known = dict(values)
+        second = known[1] if 1 in known else evenly([known.get(-1, known[0]), known[0]], (2,))
+        move = mover(known[0], second) or _always(known[0])
+        if any(move(at) != value for at, value in values):
             raise Aperiodic
         found[name] = move
     return found
@@ -148,19 +203,9 @@ def _always(value: Any) -> Callable[[int], Any]:
     return lambda at: value
 
 
-def _outside(i: Instruction, moves_of: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
-    """Return an instruction outside of loops as it occurs in the code of all microbatches."""
-    like, repetition, later = stands
-    moves = moves_of.get(like, {})
-    if any(getattr(i, name) != move(repetition) for name, move in moves.items()):
-        raise Aperiodic
-    if not later:
-        return i
-    return _shifted(i, later, {name: move(repetition + later // period) for name, move in moves.items()})
-
-
-def _shifted(i: Instruction, later: int, changed: dict[str, Any]) -> Instruction:
-    """Return an instruction `later` microbatches on. `changed`: its fields that are known already."""
+def _shifted(i: Instruction, later: int, moves: Moves, repetition: int) -> Instruction:
+    """Return an instruction `later` microbatches on, where it is in that repetition of a loop."""
+    changed = {name: move(repetition) for name, move in moves.items()}
     for name in _NAMES[type(i)]:
         value = getattr(i, name)
         is_one = isinstance(value, Value)

@@ -19,6 +19,9 @@ Name = tuple[int, int]
 # Microbatches of each work that are compiled besides the repeating ones, before the code of all devices repeats. One is
 # enough where kinds of work alternate; more are taken where a kind follows itself, or if one proves not to be enough.
 AROUND = (1, 3)
+# The repetitions of a long round (an interleaved one) that are compiled at least, for each of these. Half of a second
+# one is enough where the instructions of the first occur in warm-up or cool-down, too.
+LONG = (1.5, 2)
 # The longest period of a steady state, in microbatches.
 LONGEST = 64
 
@@ -33,7 +36,7 @@ class SteadyState:
     """
 
     period: int
-    seen: int
+    seen: float
     few: int
     total: int
     inner: int
@@ -56,24 +59,23 @@ def steady_states(graph: Graph) -> Iterator[SteadyState]:
     all microbatches, or if its rows do not repeat.
     """
     least = 0
-    for around in AROUND:
-        steady = _find(graph, around)
+    for around, seen in zip(AROUND, LONG, strict=True):
+        steady = _find(graph, around, seen)
         if steady is not None and steady.few > least:
             least = steady.few
             yield steady
 
 
-def _find(graph: Graph, around: int) -> SteadyState | None:
+def _find(graph: Graph, around: int, least: float) -> SteadyState | None:
     (total, inner), found_names = _count(graph), _named(graph.orders)
     if found_names is None:
         return None
     rows = _rows(found_names[0]) or _listed(found_names[0])
-    # Of long rounds (interleaved ones) two may be all that repeat; warm-up and cool-down have two more.
-    for seen, period in product((SEEN, SEEN - 1), range(inner, min(LONGEST, total // SEEN) + 1, inner)):
+    for seen, period in product((SEEN, least), range(inner, min(LONGEST, total // SEEN) + 1, inner)):
         spans = list(takewhile(bool, (_spans(row, period, seen) for row in rows)))
         pairs = [(row, span) for row, some in zip(rows, spans, strict=False) for span in some]
         left = [_left(row, span, around, inner, period) - seen for row, span in pairs]
-        added = min(left, default=total // period - seen - AROUND[-1]) if len(spans) == len(rows) else 0
+        added = int(min(left, default=total // period - seen - AROUND[-1])) if len(spans) == len(rows) else 0
         if 2 * added * period < total:
             continue
         few = total - added * period
@@ -84,19 +86,19 @@ def _find(graph: Graph, around: int) -> SteadyState | None:
     return None
 
 
-def _spans(row: Sequence[Name], period: int, seen: int) -> list[Span]:
+def _spans(row: Sequence[Name], period: int, seen: float) -> list[Span]:
     """Return the spans in which a row is in its steady state."""
     forms, at = zip(*row, strict=True)
     return steady_spans(find_spans(forms, at, period, seen), forms, at, [True] * len(row))
 
 
-def _left(row: Sequence[Name], span: Span, around: int, inner: int, period: int) -> int:
+def _left(row: Sequence[Name], span: Span, around: int, inner: int, period: int) -> float:
     """Return the number of repetitions of a span without those `around` it."""
     kinds, end = {row[n][0] for n in span.body}, span.end
     around = around if len(kinds) > 1 else AROUND[-1]
     while end < len(row) and row[end] == (row[end - span.length][0], row[end - span.length][1] + period):
         end += 1
-    return (end - span.start - around * inner * len(kinds)) // span.length
+    return (end - span.start - around * inner * len(kinds)) / span.length
 
 
 def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> list[tuple[Name, Name]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.loops import Loop, Rolled, Span, find_spans
 from superscaler.ir.program_text import parse_program, print_program
 from superscaler.materialize import check_unrolled
-from superscaler.materialize.loops import roll
+from superscaler.materialize.loops import Aperiodic, find_shape, roll
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 from tests.ran import equal
@@ -293,6 +294,14 @@ def test_slices_of_a_constant_for_each_microbatch_are_compiled_whole() -> None:
 @pytest.mark.parametrize("model", [f"{GPT},attention=eager", "llama:size=tiny,batch=16,device=meta"])
 def test_masks_and_rotary_angles_are_no_work_of_a_microbatch(model: str) -> None:
     assert all(loops(compiled(graph_of(model, "SGD"), "pipeline_1f1b:microbatches=16", 2).program))
+
+
+@pytest.mark.parametrize("fifth", ["y0", "e0"])
+def test_a_body_seen_once_has_only_work_that_is_done_around_it(fifth: str) -> None:
+    rounds = f"a0 b0 c0 d0  a1 w0 b1 x0 c1 {fifth} d1 z0  a2 w1 b2 x1  y1 c2 z1 d2 w2 x2 y2 z2"
+    code = [p.Backward(p.Task(ord(name), int(at)), (), ()) for name, at in rounds.split()]
+    with nullcontext() if fifth == "y0" else pytest.raises(Aperiodic):
+        assert find_shape(code, 1, 3, 1.5).spans == (Span(4, 8, 1),)
 
 
 def test_a_sequence_repeats_where_it_goes_on_later() -> None:
