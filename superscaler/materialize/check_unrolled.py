@@ -132,17 +132,18 @@ class UsesCache:
         """Return the uses of instructions [uses, 4]: value family, role, microbatch, position of the instruction."""
         if id(code) in self._tables:
             return self._tables[id(code)][1]
-        found = list[int]()
-        counts = list[int]()
+        found, counts, numbers = list[int](), list[int](), self.families
         for i in code:
-            if id(i) not in self._known:
-                numbers = self.families
-                of = ((numbers.setdefault(name, len(numbers)), role, at) for name, role, at in uses(i))
-                self._known[id(i)] = i, [n for some in of for n in some]
-            found += (own := self._known[id(i)][1])
-            counts.append(len(own) // 3)
-        where = np.repeat(np.arange(len(counts)), counts)
-        rows = np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
+            known = self._known.get(id(i))
+            if known is None:
+                of = [(numbers.setdefault(name, len(numbers)), role, at) for name, role, at in uses(i)]
+                # As one number, since many are looked up.
+                known = self._known[id(i)] = i, [(number * 4 + role) * _MOST + at + 1 for number, role, at in of]
+            found += known[1]
+            counts.append(len(known[1]))
+        packed, where = np.array(found, dtype=np.int64), np.repeat(np.arange(len(counts)), counts)
+        number, at = np.divmod(packed, _MOST)
+        rows = np.column_stack([number // 4, number % 4, at - 1, where])
         self._tables[id(code)] = code, rows
         return rows
 

@@ -53,13 +53,13 @@ class Names:
     """A counter of values of one device that share tensor, microbatch, part and role."""
 
     def __init__(self) -> None:
-        self._count: Counter[tuple[object, ...]] = Counter()
+        self._count: dict[tuple[object, ...], int] = {}
 
     def fresh(self, like: Value) -> Value:
         """Return the next name of this pattern."""
         kind = like[:-1]
-        self._count[kind] += 1
-        return Value(*kind, self._count[kind])
+        number = self._count[kind] = self._count.get(kind, 0) + 1
+        return Value(*kind, number)
 
 
 class Code:

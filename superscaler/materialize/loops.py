@@ -7,7 +7,8 @@ value is made before it is read, each is read and freed as often as before, and 
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from superscaler.ir.fold import evenly
@@ -22,7 +23,7 @@ from superscaler.ir.program import (
     Instruction,
     Loss,
     Role,
-    Tasked,
+    Task,
     Value,
 )  # fmt: skip
 
@@ -41,6 +42,8 @@ _MOVING = {
     kind: tuple(n for role in (Role.EVEN, Role.MESSAGE, Role.GROUP, Role.PEER) for n in FIELDS[kind, role])
     for kind in ROLES
 }
+# The fields with values or tasks, which have microbatches.
+_NUMBERED = {kind: (*names, *(("task",) if "task" in ROLES[kind] else ())) for kind, names in _NAMES.items()}
 Moves = Mapping[str, Callable[[int], Any]]
 # The kinds of instructions with numbers for each microbatch.
 _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Role.MESSAGE]}
@@ -53,11 +56,11 @@ def form(i: Instruction) -> tuple[Hashable, int]:
         value = getattr(i, name)
         given += [value] if isinstance(value, Value) else [*value, None]
     task = getattr(i, "task", None)
-    numbers = (v.microbatch for v in (task, *given) if v is not None and v.microbatch != NONE)
-    first = next(numbers, NONE)
-    relative = tuple(v if v is None or v.microbatch == NONE else (*v[:2], *v[3:], v.microbatch - first) for v in given)
-    own = None if task is None else (task.segment, task.part, task.microbatch - first)
-    return (kind, own, relative, *(getattr(i, name) for name in _KEPT[kind])), first
+    numbers = [v.microbatch for v in (task, *given) if v is not None and v.microbatch != NONE]
+    first = numbers[0] if numbers else NONE
+    relative = tuple([v and (v if v.microbatch == NONE else (*v[:2], *v[3:], v.microbatch - first)) for v in given])
+    own = task and (task.segment, task.part, task.microbatch - first)
+    return (kind, own, relative, *[getattr(i, name) for name in _KEPT[kind]]), first
 
 
 @dataclass(frozen=True)
@@ -205,16 +208,15 @@ def _always(value: Any) -> Callable[[int], Any]:
 
 def _shifted(i: Instruction, later: int, moves: Moves, repetition: int) -> Instruction:
     """Return an instruction `later` microbatches on, where it is in that repetition of a loop."""
+    kind = type(i)
     changed = {name: move(repetition) for name, move in moves.items()}
-    for name in _NAMES[type(i)]:
+    for name in _NUMBERED[kind]:
         value = getattr(i, name)
-        is_one = isinstance(value, Value)
-        found = [None if v is None else _later(v, later) for v in ([value] if is_one else value)]
-        changed[name] = found[0] if is_one else tuple(found)
-    if isinstance(i, Tasked):
-        changed["task"] = _later(i.task, later)
-    return replace(i, **changed)
+        is_one = isinstance(value, Value | Task)
+        changed[name] = _later(value, later) if is_one else tuple([v and _later(v, later) for v in value])
+    return kind(*[changed[name] if name in changed else getattr(i, name) for name in ROLES[kind]])
 
 
+@lru_cache(1 << 16)
 def _later(value: Any, later: int) -> Any:
     return value if value.microbatch == NONE else value._replace(microbatch=value.microbatch + later)

@@ -1,7 +1,9 @@
 """The steps of a lowered transfer (collectives, messages, cuts, joins), and the context of a lowering."""
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from superscaler.ir.fold import Fold, Unfoldable
@@ -107,6 +109,10 @@ class Collective:
     def outs(self) -> list[Slot]:
         return [out for _, out in self.slots if out is not None]
 
+    def changed(self, change: Callable[[Slot], Slot]) -> Collective:
+        slots = tuple((source and change(source), out and change(out)) for source, out in self.slots)
+        return Collective(self.how, slots, self.why)
+
     def __str__(self) -> str:
         kind, group, take, give = self.how.kind, self.how.group, self.how.take, self.how.give
         along = (f" along {take}" if take >= 0 else "") + (f" to {give}" if give >= 0 else "")
@@ -126,6 +132,9 @@ class Message:
         """Return whether it goes between a device and its host."""
         return self.source.device ^ HOSTS == self.out.device
 
+    def changed(self, change: Callable[[Slot], Slot]) -> Message:
+        return Message(change(self.source), change(self.out), self.why)
+
     def __str__(self) -> str:
         return f"send {self.source} -> {self.out}"
 
@@ -137,6 +146,9 @@ class Cut:
     source: Slot
     out: Slot
 
+    def changed(self, change: Callable[[Slot], Slot]) -> Cut:
+        return Cut(change(self.source), change(self.out))
+
     def __str__(self) -> str:
         return f"cut {self.source} -> {self.out}"
 
@@ -147,6 +159,9 @@ class Join:
 
     sources: tuple[Slot, ...]
     out: Slot
+
+    def changed(self, change: Callable[[Slot], Slot]) -> Join:
+        return Join(tuple(map(change, self.sources)), change(self.out))
 
     def __str__(self) -> str:
         return f"join {_sum(self.sources)} -> {self.out}"
@@ -167,6 +182,24 @@ class Lowered:
     rounds: tuple[tuple[Step, ...], ...]
     ends: tuple[tuple[Slot, ...], ...]
     route: Route | None = None
+
+    def moved(self, by: Sequence[int]) -> Lowered:
+        """Return the steps of a transfer whose boxes are elsewhere in its tensor, by so much in each slot."""
+        if not any(by):
+            return self
+        known: dict[Box, Box] = {}
+
+        def box(old: Box) -> Box:
+            if old not in known:
+                known[old] = tuple((lo + far, hi + far) for (lo, hi), far in zip(old, by, strict=True))
+            return known[old]
+
+        def slot(old: Slot) -> Slot:
+            return Slot(old.device, old.item, box(old.box))
+
+        rounds = tuple(tuple(step.changed(slot) for step in steps) for steps in self.rounds)
+        ends = tuple(tuple(map(slot, slots)) for slots in self.ends)
+        return Lowered(rounds, ends, self.route and replace(self.route, whole=box(self.route.whole)))
 
     def __str__(self) -> str:
         lines = [f"round {n}: {step}" for n, steps in enumerate(self.rounds) for step in steps]

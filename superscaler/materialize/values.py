@@ -1,5 +1,7 @@
 """Values that parts make and read: their names, and the transfers that move them."""
 
+from collections.abc import Sequence
+
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Value
 from superscaler.materialize.writer import Writer
@@ -8,20 +10,23 @@ from superscaler.schedule.transfers import BACKWARD, End, Place
 EndOf = tuple[int, int]
 
 
+def _ends_at(sides: Sequence[Sequence[End]]) -> dict[Place, tuple[EndOf, ...]]:
+    """Return, for each place, its ends on one side of all transfers."""
+    found = dict[Place, tuple[EndOf, ...]]()
+    for number, ends in enumerate(sides):
+        for at, end in enumerate(ends):
+            for place in end.places:
+                found[place] = (*found.get(place, ()), (number, at))
+    return found
+
+
 class Values:
     """The ends of transfers by place. A piece or reader is addressed by (number of the transfer, position in it)."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.code, self.transfers = writer, writer.code, writer.transfers
-        self.pieces_of: dict[Place, list[EndOf]] = {}
-        self.readers_of: dict[Place, list[EndOf]] = {}
-        for number, transfer in enumerate(self.transfers):
-            for p, piece in enumerate(transfer.pieces):
-                for place in piece.places:
-                    self.pieces_of.setdefault(place, []).append((number, p))
-            for r, reader in enumerate(transfer.readers):
-                for place in reader.places:
-                    self.readers_of.setdefault(place, []).append((number, r))
+        self.pieces_of = _ends_at([transfer.pieces for transfer in self.transfers])
+        self.readers_of = _ends_at([transfer.readers for transfer in self.transfers])
         self._read: dict[EndOf, Value | None] = {}
         self._totals: dict[tuple[EndOf, ...], Value] = {}
         self._sums: dict[EndOf, bool] = {}
@@ -41,7 +46,7 @@ class Values:
         """Return the sum that a backward adds a gradient to: all gradients of the same box with one reader. None for a
         gradient that is a value of its own.
         """
-        (number, p), *others = self.pieces_of.get(place, [(-1, 0)])
+        (number, p), *others = self.pieces_of.get(place, ((-1, 0),))
         if others or not self._is_sum(number, p) or box != self.transfers[number].pieces[p].box:
             return None
         places, key = self.transfers[number].pieces[p].places, (number, place.key[0], p)
@@ -59,7 +64,9 @@ class Values:
 
     def value(self, place: Place) -> Value | None:
         """Return the name of the value read at a place: the sum of its transfers, None if nothing arrives."""
-        owners = tuple(self.readers_of.get(place, ()))
+        owners = self.readers_of.get(place, ())
+        if len(owners) == 1:
+            return self._of(owners[0])
         if owners in self._totals:
             return self._totals[owners]
         so_far = [self._so_far[owners]] if owners in self._so_far else []
@@ -92,7 +99,7 @@ class Values:
     def _add_up(self, number: int) -> None:
         """Add an arrived transfer to its sums."""
         for r, reader in enumerate(self.transfers[number].readers):
-            owners = tuple(self.readers_of[reader.places[0]])
+            owners = self.readers_of[reader.places[0]]
             # Collectives of other groups may be in buckets that wait.
             if len(owners) < 2 or not self.writer.is_started(number, r):
                 continue

@@ -6,7 +6,7 @@ from math import prod
 
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.layout import Provenance
-from superscaler.ir.mask import Box, extents
+from superscaler.ir.mask import Box, extents, inside
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, CollectiveArg, Copy, Recv, Send, Value
 from superscaler.materialize import steps
@@ -36,6 +36,8 @@ class Writer:
         self._lowered: dict[int, Lowered] = {}
         # Lowered transfers by form: those of the layers of a model are often equal.
         self._by_form: dict[Hashable, Lowered] = {}
+        # And by their ends, each with the corner of its boxes: those of the microbatches are elsewhere in their tensor.
+        self._by_ends: dict[Hashable, tuple[Lowered, Box]] = {}
         # Reduce-scatters in flight, by group. Their inputs stay alive until the wait; `on_arrival(number)` is called
         # then.
         self.on_arrival: Callable[[int], None] = lambda number: None
@@ -72,14 +74,18 @@ class Writer:
         return self._lowered[number]
 
     def _lower(self, transfer: Transfer, of: Hashable) -> Lowered:
-        """Return the steps of a transfer; equal ones are those of an earlier transfer with equal ends."""
+        """Return the steps of a transfer; those of an earlier one with equal ends elsewhere in its tensor are moved."""
         if transfer.is_local:
             return lower(transfer, self.context)
-        ends = (tuple((end.device, end.box) for end in some) for some in (transfer.pieces, transfer.readers))
-        key = (*ends, transfer.links, transfer.classes, transfer.is_to_updates, of)
-        if key not in self._by_form:
-            self._by_form[key] = lower(transfer, self.context)
-        return self._by_form[key]
+        sides = transfer.pieces, transfer.readers
+        corner = tuple(map(min, zip(*(end.box for some in sides for end in some), strict=True)))
+        ends = (tuple((end.device, inside(end.box, corner)) for end in some) for some in sides)
+        classes = tuple(map(transfer.classes.index, transfer.classes))
+        key = (*ends, transfer.links, classes, transfer.is_to_updates, of)
+        if key not in self._by_ends:
+            self._by_ends[key] = lower(transfer, self.context), corner
+        found, at = self._by_ends[key]
+        return found.moved([lo - start for (lo, _), (start, _) in zip(corner, at, strict=True)])
 
     def start(self, run: Sequence[Node]) -> None:
         """Start the communication that is ready at one point of the order."""
@@ -87,8 +93,8 @@ class Writer:
         for node in run:
             number, transfer = node.number, self.transfers[node.number]
             if transfer.is_local:
-                if node.link < 1:
-                    self._count(transfer, _local(transfer), (transfer.pieces[0].device,))
+                if node.link < 1 and (copies := self._copies(transfer, (transfer.pieces[0].device,))):
+                    self.notes[_local(transfer)] += copies
                 continue
             first, *left = self.lowered(number).rounds
             if node.link >= 0:
@@ -362,22 +368,22 @@ class Writer:
     def _note(self, transfer: Transfer, why: str) -> Provenance:
         return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
-    def _count(self, transfer: Transfer, note: Provenance, devices: Sequence[int]) -> None:
-        """Count a transfer once for each of its runs; skip it if another place of the fold counts it."""
+    def _copies(self, transfer: Transfer, devices: Sequence[int]) -> int:
+        """Return the number of runs for which a transfer counts, 0 if another place of the fold counts it."""
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
         if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:
             # The first microbatch also counts for those that are not compiled.
             copies *= 1 + (steady.total - steady.few) // steady.inner
-        if copies:
-            self.notes[note] += copies
+        return copies
 
     def _count_path(self, number: int) -> None:
         transfer, found = self.transfers[number], self.lowered(number).route
         if found is not None and len(found.path.steps) > 1:
-            path = found.described(self.context.dtype(transfer), transfer.kind == BACKWARD)
             devices = {*found.boxes(found.path.source), *found.boxes(found.path.goal)}
-            self._count(transfer, Provenance(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
+            if copies := self._copies(transfer, sorted(devices)):
+                path = found.described(self.context.dtype(transfer), transfer.kind == BACKWARD)
+                self.notes[Provenance(transfer.tensor, path.is_backward, PATH, path)] += copies
 
 
 def _local(transfer: Transfer) -> Provenance:

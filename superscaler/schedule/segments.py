@@ -48,8 +48,14 @@ class Alias:
     shares: tuple[Turn, ...] | None
     is_weight: bool
 
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Return the box of each key."""
+        sides = zip(self.lo.tolist(), self.hi.tolist(), strict=True)
+        return [tuple(zip(lo, hi, strict=True)) for lo, hi in sides]
+
     def box(self, key: int) -> Box:
-        return tuple(zip(self.lo[key].tolist(), self.hi[key].tolist(), strict=True))
+        return self.boxes[key]
 
     def is_zero(self, key: int) -> bool:
         """Return whether a part reads zeros, because another part of the value reads the tensor."""
