@@ -44,7 +44,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "plans/test_traffic report/test_explain"),
     ("a collective begins with a member that has not come", "if len(posts) <= post.count:",
      "if len(posts) < post.count:",
-     "ir/test_interpret faults/test_single"),
+     "certify/test_interpret faults/test_single"),
     ("weights change while a collective reads them", "if not flight.memory.isdisjoint(content.memory):",
      "if flight.memory == {0}:", "certify/test_storage certify/test_holes faults/test_faults"),
     ("a loop runs once less", "found.append(Span(here, lag, (ends[lag] - here) // lag + 1))",

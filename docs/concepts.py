@@ -15,7 +15,6 @@ import superscaler as ss
 from superscaler.certify.certificate import CHECKS
 from superscaler.examples.plans import piped
 from superscaler.ir.grid import Grid
-from superscaler.ir.interpret import describe
 from superscaler.ir.layout import layout_of
 from superscaler.ir.model import Op
 from superscaler.ir.program import Backward, Collective, Forward, Loss, Update
@@ -169,7 +168,7 @@ def certificate(plan: ss.Plan) -> str:
     lines += [text(20 + 400 * d, 20, f"device {d}", 'font-weight="bold"') for d in (0, 1)]
     for pair in zip(*columns, strict=True):
         for d, i in enumerate(pair):
-            lines.append(text(20 + 400 * d, y, describe(program, i)[:70], 'font-size="10"'))
+            lines.append(text(20 + 400 * d, y, program.describe(i)[:70], 'font-size="10"'))
         if isinstance(pair[0], Collective | Loss):
             lines.append(f'<path d="M370 {y - 4}H412" stroke="#009e73" stroke-width="2"/>')
         y += 18

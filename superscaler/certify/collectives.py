@@ -17,9 +17,9 @@ from superscaler.certify.content import (
     require_same_kind,
     rows_of,
 )
+from superscaler.certify.interpret import Refusal
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import Refusal
 from superscaler.ir.program import Collective, CollectiveArg
 from superscaler.remembered import remembered
 

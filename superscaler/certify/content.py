@@ -21,8 +21,8 @@ from superscaler.certify.boxes import (
     taken,
 )
 from superscaler.certify.coverage import SEED, Addends, Chain, Kinds
+from superscaler.certify.interpret import Refusal
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import Model, width
 from superscaler.ir.program import Instruction

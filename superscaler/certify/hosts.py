@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superscaler.certify.content import Content, Memory, kind_of
+from superscaler.certify.interpret import Refusal
 from superscaler.errors import ScheduleError
-from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.program import (
     ONE,
@@ -47,7 +47,7 @@ def on_host(program: Program, device: Device) -> set[Value]:
             is_wrong = len(places) > 1 or (is_there and not is_free) or (isinstance(i, Copy) and i.to_host == is_there)
         if is_wrong:
             why = "reads a value from the wrong memory, that of the host or of the device."
-            raise ScheduleError(f"device {device.rank}, instruction {at}: {describe(program, i)} {why}")
+            raise ScheduleError(f"device {device.rank}, instruction {at}: {program.describe(i)} {why}")
         if isinstance(i, Load | Copy):
             is_there = i.out in hosted if isinstance(i, Load) else i.to_host
         # An update of several weights leaves each where it is.
@@ -90,7 +90,7 @@ class Memories:
 
     def overwritten(self, content: Content) -> str:
         assert content.changed is not None
-        return f"whose memory {describe(self.program, content.changed)} has changed"
+        return f"whose memory {self.program.describe(content.changed)} has changed"
 
     def start(self, cohort: int, i: Instruction, read: Sequence[Content | None]) -> None:
         """Record the memory of the results of a communication.
@@ -121,7 +121,7 @@ class Memories:
             self._flights[cohort] = [flight for flight in self._flights.get(cohort, ()) if not flight.is_awaited]
         for flight in () if cohort is None else self._flights[cohort]:
             if not flight.memory.isdisjoint(content.memory):
-                started = describe(self.program, flight.how)
+                started = self.program.describe(flight.how)
                 raise Refusal(f"changes memory that {started} may still read; the wait for it must come first.")
         for memory in content.memory:
             memory.changed = i

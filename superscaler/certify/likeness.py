@@ -6,9 +6,9 @@ import numpy as np
 
 from superscaler.certify.boxes import Boxes
 from superscaler.certify.content import Content, Memory
+from superscaler.certify.interpret import Post
 from superscaler.certify.passes import Tape, made_by
 from superscaler.certify.shift import Shift, Status, still_fields
-from superscaler.ir.interpret import Post
 from superscaler.ir.program import Backward, Collective
 
 Flags = Mapping[int, tuple[bool, bool]]

@@ -31,10 +31,10 @@ from superscaler.certify.content import (
 )
 from superscaler.certify.coverage import Kinds
 from superscaler.certify.hosts import Memories
+from superscaler.certify.interpret import Refusal
 from superscaler.certify.passes import Passes
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import PTensor, first
@@ -197,7 +197,7 @@ class Masks:
 
     def _check_free(self, name: Value, into: Content) -> None:
         if into.held is not None:
-            raise Refusal(f"changes {name} in place, which {describe(self.program, into.held)} holds.")
+            raise Refusal(f"changes {name} in place, which {self.program.describe(into.held)} holds.")
 
     def _note(self, cohort: Cohort, name: Value, value: Content) -> None:
         if self.added is not None:

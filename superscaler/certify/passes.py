@@ -7,10 +7,10 @@ from itertools import product
 from superscaler.certify.boxes import Boxes, joined, lengths_of, one_each
 from superscaler.certify.content import Content, Memory, Sums, box_of, kind_of, must_equal
 from superscaler.certify.coverage import SEED, Addends, Chain
+from superscaler.certify.interpret import Refusal
 from superscaler.certify.segment import Segment, padded
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.mask import Mask
 from superscaler.ir.model import Op, Operand
 from superscaler.ir.program import ONE, Backward, Fetch, Forward, Offload, Program, Task
@@ -161,7 +161,7 @@ class Passes:
             self._given(tape.function, n, content, tape.at)
         for n, content in enumerate(tape.inputs):
             if content.changed is not None and n not in again:
-                how = describe(self.program, content.changed)
+                how = self.program.describe(content.changed)
                 raise Refusal(f"needs {kind_of(content)} as its forward read it, but {how} has changed its memory.")
         first, addends = tape.kept or (i, self._addends(tape, i, read[:count]))
         if first is not i and any(a and b for a, b in zip(made_by(first), made_by(i), strict=True)):

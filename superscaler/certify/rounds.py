@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from superscaler.certify.content import Content
+from superscaler.certify.interpret import Interpreter, Post, Run
 from superscaler.certify.likeness import Likeness, flags_of, is_collective, memories
 from superscaler.certify.masks import Masks
 from superscaler.certify.shift import Body, Key, Shift, Status, Unsteady, bodies
-from superscaler.ir.interpret import Interpreter, Post, Run
 from superscaler.ir.program import Program, Task, Value
 
 Added = Mapping[tuple[int, Value], Sequence[Content]]

@@ -8,8 +8,8 @@ import numpy as np
 
 from superscaler.certify.boxes import Boxes
 from superscaler.certify.coverage import Addends, Chain, Kinds
+from superscaler.certify.interpret import Refusal
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import Refusal
 from superscaler.ir.model import Op, Operand
 from superscaler.ir.parts import following
 from superscaler.ir.program import Forward, Function

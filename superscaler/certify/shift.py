@@ -13,10 +13,10 @@ from superscaler.certify.boxes import Boxes
 from superscaler.certify.content import Content, Memory
 from superscaler.certify.coverage import Addends, Chain, Column, Kinds
 from superscaler.certify.hosts import Flight
+from superscaler.certify.interpret import Post
 from superscaler.certify.passes import Tape
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import Post
 from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.program import (
     ROLES,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.program import links
+from superscaler.ir.communication import links
 
 Group = tuple[int, ...]
 Shape = Sequence[int]

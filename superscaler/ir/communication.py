@@ -146,7 +146,7 @@ def bytes_moved(program: p.Program) -> int:
     for device, copies in program.distinct:
         for i, weight in weighted(device.instructions):
             if isinstance(i, p.Collective):
-                found[len(i.group)] += copies * weight * i.bytes * p.links(i.kind, len(i.group))
+                found[len(i.group)] += copies * weight * i.bytes * links(i.kind, len(i.group))
             elif isinstance(i, p.Send):
                 found[1] += copies * weight * i.bytes
     # Each member of a collective has counted all that the collective puts on links.
@@ -195,7 +195,7 @@ def moves(program: p.Program) -> list[TransferRow]:
         # Every member of a collective starts it; of a message, only its sender.
         members = len(key[4]) if key[2] == "collective" else 1
         size = weights[key] // members
-        moved = 0 if key[2] == "copies" else size * p.links(key[3], members) if members > 1 else size
+        moved = 0 if key[2] == "copies" else size * links(key[3], members) if members > 1 else size
         found.append(TransferRow(*key, counts[key] // members, size, moved))
     return found
 
@@ -224,3 +224,12 @@ def _started(i: p.Instruction, rank: int) -> Iterator[tuple[Provenance, str, str
 def _group(i: p.Collective) -> tuple[int, ...]:
     """Return the group in the order in which clusters price it: the only receiver last."""
     return i.group if i.root < 0 else (*i.group[: i.root], *i.group[i.root + 1 :], i.group[i.root])
+
+
+def links(kind: str, p: int) -> int:
+    """Return the bytes on links of a collective of `p` devices, all together, in units of one device's source.
+
+    >>> [links(kind, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "rd_gather")]
+    [6, 12, 3, 3, 3, 3]
+    """
+    return (p - 1) * {"all_reduce": 2, "all_gather": p}.get(kind, 1)

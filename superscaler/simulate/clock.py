@@ -19,7 +19,6 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.communication import batches
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import describe
 from superscaler.ir.program import (
     Backward,
     Collective,
@@ -92,7 +91,7 @@ class _Clock:
                 agenda.next()
         for run in self.runs:
             if not run.is_done:
-                what = describe(self.program, run.cohort.code[run.at])
+                what = self.program.describe(run.cohort.code[run.at])
                 raise ScheduleError(f"device {run.cohort.devices[0]}, instruction {run.at}: {what} never ends.")
             # The step ends when the last stream does.
             run.at = len(run.cohort.code) - 1

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from superscaler.ir.grid import Ints
-from superscaler.ir.interpret import describe
 from superscaler.ir.model import Optimizer
 from superscaler.ir.parts import block_of
 from superscaler.ir.program import (
@@ -240,7 +239,7 @@ class _Summary:
         """Return the work of an instruction in words, as `the backward of transformer.h.31 (microbatch 0)`."""
         i = self.run.code[at]
         if not isinstance(i, Forward | Backward):
-            return describe(self.program, i)
+            return self.program.describe(i)
         function = self.function_of[i.task]
         blocks = [b for b in dict.fromkeys(block_of(op.module) or op.module for op in function.ops) if b]
         where = " to ".join(blocks[:: max(1, len(blocks) - 1)]) or function.ops[-1].name

@@ -10,11 +10,11 @@ import pytest
 
 import superscaler as ss
 from superscaler.certify.certificate import check_program
+from superscaler.certify.interpret import Interpreter
 from superscaler.certify.masks import Masks
 from superscaler.certify.rounds import Rounds
 from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
-from superscaler.ir.interpret import Interpreter
 from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve

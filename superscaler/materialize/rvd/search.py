@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
+from superscaler.ir.communication import links
 from superscaler.ir.layout import Layout
-from superscaler.ir.program import links
 from superscaler.materialize.rvd import transitions as table
 from superscaler.materialize.rvd.transitions import (
     MESSAGES,

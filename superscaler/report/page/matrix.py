@@ -9,8 +9,9 @@ import numpy as np
 
 from superscaler.groups import group_by
 from superscaler.ir.cohorts import Cohort, cohorts
+from superscaler.ir.communication import links
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Collective, Program, Send, links
+from superscaler.ir.program import Collective, Program, Send
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.simulate.times import Floats
 from superscaler.specs.sizes import size

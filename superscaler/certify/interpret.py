@@ -328,15 +328,14 @@ class Interpreter(Generic[V]):
     # Messages.
 
     def _where(self, run: Run[V], at: int, why: str, row: int) -> str:
-        return (
-            f"device {run.cohort.devices[row]}, instruction {at}: {describe(self.program, run.cohort.code[at])} {why}"
-        )
+        shown = self.program.describe(run.cohort.code[at])
+        return f"device {run.cohort.devices[row]}, instruction {at}: {shown} {why}"
 
     def _stuck(self, run: Run[V]) -> str:
         i = run.cohort.code[run.at]
         assert isinstance(i, p.Wait)
         post, _ = run.handles[i.work]
-        started = describe(self.program, run.cohort.code[post.at])
+        started = self.program.describe(run.cohort.code[post.at])
         others = ", ".join(map(str, np.atleast_1d(post.peers[0]).tolist()[:8]))
         return self._where(run, run.at, f"never ends: {started} is not met by devices {others}.", 0)
 
@@ -351,14 +350,3 @@ def _fields(i: p.Instruction) -> Iterator[p.Value | None]:
     for field_ in p.FIELDS[type(i), p.Role.READ]:
         value = getattr(i, field_)
         yield from (value,) if isinstance(value, p.Value) else value
-
-
-def describe(program: p.Program, i: p.Instruction) -> str:
-    """Return a short text for an instruction: its kind, and the op or value that it concerns."""
-    if isinstance(i, p.Forward) and 0 <= i.function < len(program.functions) and program.functions[i.function].ops:
-        function = program.functions[i.function]
-        return f"Forward {i.task} ({function.ops[0].name}..{function.ops[-1].name})"
-    task = getattr(i, "task", None)
-    shown = [str(v) for v in (p.writes(i) or p.names(i, p.Role.READ))[:3]]
-    kind = i.kind if isinstance(i, p.Collective) else type(i).__name__
-    return f"{kind} {task}" if task else f"{kind} of {', '.join(shown)}"

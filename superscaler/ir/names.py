@@ -1,0 +1,82 @@
+"""The names of values on a device and of the works of segments, each of which parses back from its text."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Value(NamedTuple):
+    """A name on a device, such as `d_h_m2_work__3`: a tensor with identifier `name`, its gradient, or the handle of the
+    communication that brings it. `number` counts values that are otherwise equal.
+    """
+
+    name: str
+    is_gradient: bool = False
+    microbatch: int = -1
+    part: int = 0
+    slice: int = 0
+    is_handle: bool = False
+    number: int = 1
+
+    def __str__(self) -> str:
+        return self.spelled(str(self.microbatch))
+
+    def spelled(self, microbatch: str) -> str:
+        """Return the name with another text for the number of its microbatch."""
+        kept = f"_m{microbatch}" if self.microbatch >= 0 else ""
+        kept += (f"_p{self.part}" if self.part else "") + (f"_s{self.slice}" if self.slice else "")
+        kept += ("_work" if self.is_handle else "") + (f"__{self.number}" if self.number > 1 else "")
+        return f"{'d_' if self.is_gradient else ''}{self.name}{kept}"
+
+    @staticmethod
+    def parse(text: str) -> Value:
+        """Read a name. Identifiers of tensors never look like the prefixes and suffixes of a name.
+
+        >>> Value.parse("d_h_m2_work__3")
+        Value(name='h', is_gradient=True, microbatch=2, part=0, slice=0, is_handle=True, number=3)
+        """
+        found = _VALUE.match(text)
+        assert found is not None, text
+        gradient, name, microbatch, part, piece, handle, number = found.groups()
+        return Value(
+            name, bool(gradient), int(microbatch or -1), int(part or 0), int(piece or 0), bool(handle), int(number or 1)
+        )
+
+
+_VALUE = re.compile(r"^(d_)?(.+?)(?:_m(\d+))?(?:_p(\d+))?(?:_s(\d+))?(_work)?(?:__(\d+))?$")
+# The gradient of the loss.
+ONE = Value("one")
+
+
+class Task(NamedTuple):
+    """One part of a segment: the work of a Forward and of its Backward."""
+
+    segment: int
+    microbatch: int = -1
+    part: int = 0
+
+    def __str__(self) -> str:
+        """Return the name of the task.
+
+        >>> str(Task(3)), str(Task(3, 0, 1))
+        ('s3', 's3_m0_p1')
+        """
+        return self.spelled(str(self.microbatch))
+
+    def spelled(self, microbatch: str) -> str:
+        """Return the name with another text for the number of its microbatch."""
+        kept = (f"_m{microbatch}" if self.microbatch >= 0 else "") + (f"_p{self.part}" if self.part else "")
+        return f"s{self.segment}{kept}"
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        """Read the name of a task.
+
+        >>> Task.parse("s3_m0_p1")
+        Task(segment=3, microbatch=0, part=1)
+        """
+        found = re.fullmatch(r"s(\d+)(?:_m(\d+))?(?:_p(\d+))?", text)
+        assert found is not None, text
+        segment, microbatch, part = found.groups()
+        return Task(int(segment), int(microbatch or -1), int(part or 0))
