@@ -28,7 +28,7 @@ _TOLERATED = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A run, as text. Its fields are options, which a rank takes by the same names."""
+    """A run, as text. Its fields are options, which the ranks have by the same names."""
 
     steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None
@@ -107,13 +107,12 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
     check(request, training.data, training.eval, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
-        from superscaler.train.launch import Options
-        from superscaler.train.launch import train as launch
+        from superscaler.train import launch
         from superscaler.train.resume import ending
         from superscaler.train.warm import warm_python
 
     given = vars(training)
-    Options(**given).check()
+    launch.check(launch.options_of(**given))
     if training.run is not None:
         save_options(training.run, printer.options)
     with warm_python() as python:
@@ -125,8 +124,8 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
         # The directory of --out, or one that is removed afterwards.
         with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
             compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
-            world = compiled.compiled.program.world
-            result = launch(Path(folder), world=world, python=python, named=request.model, **_work(compiled), **given)
+            known = {"named": request.model, **_work(compiled), **given}
+            result = launch.train(Path(folder), world=compiled.compiled.program.world, python=python, **known)
     printer.show(
         _summary(result),
         *_more_memory(compiled, result["memory_bytes"]),

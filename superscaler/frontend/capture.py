@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.autocast import Autocast, read_autocast
-from superscaler.frontend.capture_cache import Inputs, inputs_of, key_of, load, save
+from superscaler.frontend.capture_cache import Inputs, Kept, inputs_of, key_of, load, save
 from superscaler.frontend.checks.agreement import agree
 from superscaler.frontend.checks.shorter import shorter
 from superscaler.frontend.effects import refuse_shared
@@ -175,23 +175,22 @@ class _Request:
             key = self._key(cache) if cache else ""
             kept = load(key, self.module, check) if cache else None
         if kept is not None:
-            return self._captured(*kept, lambda: self._export()[0], seconds)
+            return self._captured(kept, lambda: self._export()[0], seconds)
         with self._without_autocast(), without_garbage_collection(), watched(False) as seen:
             with timed(seconds, "export"):
                 exported, form = self._export()
             with timed(seconds, "capture"):
-                model, values = _read(self.module, exported, form, self.training, self.device)
-                names = inputs_of(exported)
+                kept = (*_read(self.module, exported, form, self.training, self.device), inputs_of(exported), "")
         # A key that changed while the model ran (it loaded code, or set a buffer) is no later capture's key. Files that
         # the model reads in its forward are not part of any key.
         is_saved = bool(cache and not seen.own and not seen.unknown and key == self._key(cache))
-        captured = self._captured(model, values, names, "", lambda: exported, seconds)
+        captured = self._captured(kept, lambda: exported, seconds)
         if check:
             with timed(seconds, "check"), self._without_autocast():
                 captured = replace(captured, checked=agree(captured, self.optimizer))
                 captured = replace(captured, model=replace(captured.model, shorter=shorter(captured)))
         if is_saved:
-            save(key, self.module, captured.model, values, names, captured.checked)
+            save(key, self.module, captured.model, captured.values, captured.call.inputs, captured.checked)
         return captured
 
     def _key(self, name: str) -> str:
@@ -209,15 +208,8 @@ class _Request:
             losses = self.training.losses
             return export(self.module, *self.inputs, self.autocast, self.is_trained, self.is_kept, losses)
 
-    def _captured(
-        self,
-        model: Model,
-        values: dict[str, Tensor],
-        names: Inputs,
-        checked: str,
-        program: Callable[[], ExportedProgram],
-        seconds: dict[str, float],
-    ) -> Captured:
+    def _captured(self, kept: Kept, program: Callable[[], ExportedProgram], seconds: dict[str, float]) -> Captured:
+        model, values, names, checked = kept
         model = replace(model, optimizer=self.training.optimizer)
         _warn_of_underflow(model)
         modes = tuple(m.training for m in self.module.modules())

@@ -43,6 +43,10 @@ class Inputs(NamedTuple):
     names: list[str]
 
 
+# A model, its values, its inputs, and the result of its check.
+Kept = tuple[Model, dict[str, Tensor], Inputs, str]
+
+
 def inputs_of(exported: ExportedProgram) -> Inputs:
     specs = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     spec = exported.call_spec.in_spec
@@ -132,7 +136,7 @@ def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor]
         cache.write(key, json.dumps(head).encode() + b"\n" + constants)
 
 
-def load(key: str, module: nn.Module, check: bool) -> tuple[Model, dict[str, Tensor], Inputs, str] | None:
+def load(key: str, module: nn.Module, check: bool) -> Kept | None:
     """Return the saved capture with the values of this module; None if nothing is saved, or without a wanted check."""
     data = cache.read(key)
     if data is None:

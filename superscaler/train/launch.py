@@ -1,10 +1,10 @@
 """Training of a plan directory with processes of this machine."""
 
+import argparse
 import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
 from superscaler.timing import record
 from superscaler.train.data import check_text
-from superscaler.train.loop import check_options, check_profile
+from superscaler.train.loop import check_options, check_profile, parser
 from superscaler.train.resume import (
     OUTCOME_FILE,
     STOP_FILE,
@@ -28,61 +28,42 @@ from superscaler.train.resume import (
 from superscaler.train.schedule import check_schedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a run, as a rank takes them; None, or False, for options that were not given."""
+def options_of(**given: Any) -> argparse.Namespace:
+    """Return the options of a run as its ranks parse them, by their defaults where they are not given."""
+    options = parser().parse_args([])
+    assert given.keys() <= vars(options).keys(), given.keys() - vars(options).keys()
+    return argparse.Namespace(**{**vars(options), **given})
 
-    steps: int
-    data: Path | None = None
-    eval: Path | None = None
-    eval_every: int | None = None
-    clip: float | None = None
-    ema: float | None = None
-    schedule: str | None = None
-    warmup: int = 0
-    check_finite: bool = False
-    torch_compile: bool = False
-    seed: int = 0
-    save: Path | None = None
-    save_every: int | None = None
-    keep: int | None = None
-    on_failed_save: str | None = None
-    resume: Path | None = None
-    weights: Path | None = None
-    named: str | None = None
-    profile: int | None = None
-    run: Path | None = None
-    flops: float | None = None
-    peak_flops: float | None = None
 
-    def check(self) -> None:
-        """Raise InputError for options that ranks would refuse, before any rank starts."""
-        check_options(self.steps, self.clip, self.ema)
-        check_profile(self)
-        folder = saving_folder(self.save, self.resume)
-        check_saving(self, folder)
-        check_schedule(self.schedule, self.warmup, self.steps)
-        check_count("--eval-every", self.eval_every)
-        if self.eval_every is not None and self.eval is None:
-            raise InputError("--eval-every needs --eval FILE.py:function, the batches to evaluate.")
-        if self.resume is not None and not is_first(self.save, self.resume):
-            check_resume(self.resume, self.steps, self.data)
-        if self.weights is not None:
-            open_stored(self.weights)
-        if folder is not None:
-            check_folder(folder)
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for options that ranks would refuse, before any rank starts."""
+    check_options(options.steps, options.clip, options.ema)
+    check_profile(options)
+    folder = saving_folder(options.save, options.resume)
+    check_saving(options, folder)
+    check_schedule(options.schedule, options.warmup, options.steps)
+    check_count("--eval-every", options.eval_every)
+    if options.eval_every is not None and options.eval is None:
+        raise InputError("--eval-every needs --eval FILE.py:function, the batches to evaluate.")
+    if options.resume is not None and not is_first(options.save, options.resume):
+        check_resume(options.resume, options.steps, options.data)
+    if options.weights is not None:
+        open_stored(options.weights)
+    if folder is not None:
+        check_folder(folder)
 
-    def words(self) -> list[str]:
-        """Return the options as words of a command, with absolute paths of files."""
-        found: list[str] = []
-        for name, value in vars(self).items():
-            text = [] if value is True else [str(value.resolve() if isinstance(value, Path) else value)]
-            found += [] if value is None or value is False else [f"--{name.replace('_', '-')}", *text]
-        return found
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return the options as words of a command, with absolute paths of files."""
+    found: list[str] = []
+    for name, value in vars(options).items():
+        text = [] if value is True else [str(value.resolve() if isinstance(value, Path) else value)]
+        found += [] if value is None or value is False else [f"--{name.replace('_', '-')}", *text]
+    return found
 
 
 def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: Any) -> dict[str, Any]:
-    """Train a plan directory with `world` processes on this machine. `given`: see `Options`; `python`: see `launch`.
+    """Train a plan directory with `world` processes on this machine. `given`: see `options_of`; `python`: see `launch`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
     up; `unit`: tokens, or samples of other inputs), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and
@@ -90,7 +71,7 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
     was), `start` and `steps` (of all runs). Raises RuntimeFailure with the first rank that failed; all others have
     ended by then.
     """
-    program, options = directory / "run.py", Options(**given)
+    program, options = directory / "run.py", options_of(**given)
     if not program.is_file():
         raise InputError(f"{directory} is not a plan directory: it has no run.py; write one with superscaler compile.")
     if world < 1:
@@ -99,7 +80,7 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
     check_text(options.data, 1)
     with tempfile.TemporaryDirectory(prefix="superscaler-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        words = ["--launched", folder, "--metrics", str(metrics), *options.words()]
+        words = ["--launched", folder, "--metrics", str(metrics), *_words(options)]
         is_saved = saving_folder(options.save, options.resume) is not None
         started = time.time()
         launch(program, words, world, Path(folder), metrics.parent / STOP_FILE if is_saved else None, python)

@@ -63,7 +63,7 @@ def check_saving(options: Any, folder: Path | None) -> None:
         check_count(name, value)
         if value is not None and folder is None:
             raise InputError(f"{name} {value} needs --save DIR, the folder of the checkpoints.")
-    if options.on_failed_save not in (None, *ON_FAILED_SAVE):
+    if options.on_failed_save not in ON_FAILED_SAVE:
         raise InputError(unknown("--on-failed-save", options.on_failed_save, ON_FAILED_SAVE))
     if options.on_failed_save == STOP and folder is None:
         raise InputError(f"--on-failed-save {STOP} needs --save DIR, the folder of the checkpoints.")
