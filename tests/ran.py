@@ -19,7 +19,8 @@ from superscaler.artifact import initial_values
 from superscaler.compiler import Compiled, finish, transform
 from superscaler.emit.device import Emitted
 from superscaler.frontend.oracle import retyped
-from superscaler.ir.program import Collective, Instruction, Program, Send, links
+from superscaler.ir.communication import links
+from superscaler.ir.program import Collective, Instruction, Program, Send
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from superscaler.verify import certify

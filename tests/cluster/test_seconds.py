@@ -14,7 +14,7 @@ from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
 from superscaler.cluster.fit import Sample, error, fit, predict, slowdown
 from superscaler.cluster.seconds import COLLECTIVES, COPIES, LOCAL_KINDS, MESSAGES
 from superscaler.errors import InputError
-from superscaler.ir.program import links
+from superscaler.ir.communication import links
 
 KINDS = [*COLLECTIVES, *MESSAGES]
 # No two numbers are alike, so that a formula cannot take one for another.

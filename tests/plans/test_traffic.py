@@ -30,8 +30,8 @@ from torch import nn
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
-from superscaler.ir.communication import bytes_moved
-from superscaler.ir.program import Backward, Collective, Forward, Program, Send, links
+from superscaler.ir.communication import bytes_moved, links
+from superscaler.ir.program import Backward, Collective, Forward, Program, Send
 from superscaler.models import build
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import memories
