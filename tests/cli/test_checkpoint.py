@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from superscaler.store.checkpoint import check_folder, lock
+from superscaler.store.pieces import whole
+from superscaler.store.tensors import open_checkpoint
 from tests.commands import answer, run
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +97,11 @@ def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "hf")) == 0
     assert (tmp_path / "hf" / "config.json").is_file()
     assert run("checkpoint", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")) == 0
-    both = [train(capfd, *TWO, "--steps", "1", "--weights", str(p)) for p in (stopped, tmp_path / "again")]
-    assert both[0]["losses"] == both[1]["losses"]
+    both = [open_checkpoint(path) for path in (stopped, tmp_path / "again")]
+    assert both[0].tensors.keys() == both[1].tensors.keys()
+    for name, entry in both[0].tensors.items():
+        assert torch.equal(*(stored.read(name, whole(entry.shape)) for stored in both)), name
+    assert train(capfd, *TWO, "--steps", "1", "--weights", str(tmp_path / "again"))["world"] == 2
     assert run("checkpoint", "export", str(tmp_path / "again"), "--out", str(tmp_path / "no")) == 2
     assert "name the model to export with --model" in capfd.readouterr().err
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", "mlp") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -37,15 +38,34 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert "--save-every" in done.stdout
 
 
-def test_the_package_loads_its_names_when_they_are_used() -> None:
-    code = (
-        "import sys, superscaler as ss\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-        "ss.Cluster.local(2); assert 'torch' not in sys.modules\n"
-        "print([getattr(ss, name) is not None for name in ss.__all__].count(True), len(dir(ss)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+NAMES = """
+import sys, superscaler as ss
+assert 'torch' not in sys.modules and 'numpy' not in sys.modules
+ss.Cluster.local(2)
+assert 'torch' not in sys.modules
+print([getattr(ss, name) is not None for name in ss.__all__].count(True), len(dir(ss)))
+"""
+# What that process, with another seed of hashes, does too.
+PLAN = """
+import torch, superscaler as ss
+from superscaler.models import build
+built = build("mlp:layers=4")
+graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+ss.compile(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=2", "local:8").save(folder)
+"""
+
+
+def test_a_new_process_loads_names_when_they_are_used_and_emits_equal_bytes(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    code = f"{NAMES}folder = {str(tmp_path / '1')!r}\n{PLAN}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(superscaler.__all__))] * 2
+    exec(PLAN, {"folder": tmp_path / "2"})
+    names = sorted(path.name for path in (tmp_path / "1").iterdir() if path.is_file())
+    assert names == sorted(path.name for path in (tmp_path / "2").iterdir() if path.is_file())
+    assert "segments.py" in names
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:

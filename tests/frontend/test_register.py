@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.capture import capture
+from superscaler.frontend.users.check_notation import Trial
 from superscaler.frontend.users.register import _DEFINED
 from superscaler.specs.registered import REGISTERED
 from superscaler.specs.user_file import load_file
@@ -34,6 +35,15 @@ def test_a_registered_function_is_one_op_with_the_indices_of_its_notation() -> N
     assert "superscaler_tests.gate.default" in ops
     assert not captured.model.unsupported
     assert check_cuts(captured) >= 12
+
+
+@pytest.mark.parametrize(
+    "name", ["ss_own.rms_norm", "superscaler_tests.gate", "ss_own.scale_and_size", "ss_own.project"]
+)
+def test_operators_as_users_write_them_are_what_their_notation_says(name: str) -> None:
+    namespace, _, operator = name.partition(".")
+    overload = getattr(getattr(torch.ops, namespace), operator).default
+    Trial(overload, REGISTERED[str(overload)], {}, {}, torch.device("cpu")).check()
 
 
 def test_a_registered_function_runs_as_it_is_written() -> None:
