@@ -1,4 +1,4 @@
-"""The names of values on a device and of the works of segments, each of which parses back from its text."""
+"""The names of values on a device, and of the works of segments. Each parses back from its text."""
 
 from __future__ import annotations
 
