@@ -258,17 +258,15 @@ class _Builder:
         alias = segment.aliases[number]
         if not alias.is_weight:
             return None
-        like = self.code.like(self.model.origin(alias.tensor), is_gradient=True)
-        box = alias.box(segment.at[key])
-        return self.values.total(Place(BACKWARD, segment.number, key, number), like, box)
+        place, box = Place(BACKWARD, segment.number, key, number), alias.box(segment.at[key])
+        return self.values.total(place, self.model.origin(alias.tensor), box)
 
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
         """Return a name for the gradient of an alias, None for a gradient without readers."""
-        like = self.code.like(
-            self.model.origin(segment.aliases[alias].tensor), True, key[1] if self.context.steady else -1
-        )
-        is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
-        return self.code.fresh(key[0], like) if is_read else None
+        if Place(BACKWARD, segment.number, key, alias) not in self.values.pieces_of:
+            return None
+        tensor = self.model.origin(segment.aliases[alias].tensor)
+        return self.code.fresh(key[0], self.code.like(tensor, True, key[1] if self.context.steady else -1))
 
     def _update(self, nodes: Sequence[Node]) -> None:
         """Update the weights of some nodes, those of one device in one instruction. Older versions of weights are set

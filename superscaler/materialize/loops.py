@@ -44,6 +44,7 @@ _MOVING = {
 }
 # The fields with values or tasks, which have microbatches.
 _NUMBERED = {kind: (*names, *(("task",) if "task" in ROLES[kind] else ())) for kind, names in _NAMES.items()}
+_ONE = Value, Task
 Moves = Mapping[str, Callable[[int], Any]]
 # The kinds of instructions with numbers for each microbatch.
 _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Role.MESSAGE]}
@@ -189,21 +190,18 @@ def _repetitions(code: Sequence[Instruction], shape: Shape) -> dict[int, list[tu
 
 
 def _moves(repetitions: Sequence[tuple[int, Instruction]]) -> Moves:
-    """Return the values of each moving field of an instruction, as a function of the repetition."""
+    """Return the values of each field of an instruction that moves, as a function of the repetition."""
     found = dict[str, Callable[[int], Any]]()
     for name in _MOVING[type(repetitions[0][1])]:
         values = [(at, getattr(i, name)) for at, i in repetitions]
-        known = dict(values)
-        second = known[1] if 1 in known else evenly([known.get(-1, known[0]), known[0]], (2,))
-        move = mover(known[0], second) or _always(known[0])
-        if any(move(at) != value for at, value in values):
+        first, known = values[0][1], dict(values)
+        if all(value == first for _, value in values):
+            continue
+        move = mover(first, known[1] if 1 in known else evenly([known.get(-1, first), first], (2,)))
+        if move is None or any(move(at) != value for at, value in values):
             raise Aperiodic
         found[name] = move
     return found
-
-
-def _always(value: Any) -> Callable[[int], Any]:
-    return lambda at: value
 
 
 def _shifted(i: Instruction, later: int, moves: Moves, repetition: int) -> Instruction:
@@ -212,7 +210,7 @@ def _shifted(i: Instruction, later: int, moves: Moves, repetition: int) -> Instr
     changed = {name: move(repetition) for name, move in moves.items()}
     for name in _NUMBERED[kind]:
         value = getattr(i, name)
-        is_one = isinstance(value, Value | Task)
+        is_one = isinstance(value, _ONE)
         changed[name] = _later(value, later) if is_one else tuple([v and _later(v, later) for v in value])
     return kind(*[changed[name] if name in changed else getattr(i, name) for name in ROLES[kind]])
 

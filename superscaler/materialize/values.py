@@ -42,7 +42,7 @@ class Values:
             name = whole if box is None else self.code.cut(rank, whole, transfer.tensor, box, transfer.pieces[p].box)
             names[key] = self.code.add(rank, names[key], name) if key in names else name
 
-    def total(self, place: Place, like: Value, box: Box) -> Value | None:
+    def total(self, place: Place, tensor: str, box: Box) -> Value | None:
         """Return the sum that a backward adds a gradient to: all gradients of the same box with one reader. None for a
         gradient that is a value of its own.
         """
@@ -52,7 +52,7 @@ class Values:
         places, key = self.transfers[number].pieces[p].places, (number, place.key[0], p)
         if key not in self.writer.names:
             microbatch = self.code.common(other.key[1] for other in places) if self.code.inner else -1
-            self.writer.names[key] = self.code.fresh(place.key[0], like._replace(microbatch=microbatch))
+            self.writer.names[key] = self.code.fresh(place.key[0], self.code.like(tensor, True, microbatch))
         return self.writer.names[key]
 
     def _is_sum(self, number: int, p: int) -> bool:

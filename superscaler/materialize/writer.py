@@ -123,9 +123,10 @@ class Writer:
 
     def _is_joined(self, number: int) -> bool:
         """Return whether all rounds of a transfer may wait in buckets."""
+        if not self.transfers[number].is_to_updates:
+            return False
         steps_of_all = (step for some in self.lowered(number).rounds for step in some)
-        is_held_up = any(isinstance(step, Message) and not step.is_copy for step in steps_of_all)
-        return self.transfers[number].is_to_updates and not is_held_up
+        return not any(isinstance(step, Message) and not step.is_copy for step in steps_of_all)
 
     def _goes_on_to_hosts(self, number: int) -> bool:
         """Return whether only copies to hosts are left of a transfer."""

@@ -249,11 +249,11 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     regions = {op.name: op.region for op in graph.model.ops}
     for op in graph.model.ops:
         found[op.name] = {(op.region, regions.get(op.origin), op.split, op.regather, op.is_copy)}
-    for number, order in enumerate(graph.orders):
-        for side, group in enumerate((order.before, order.after)):
-            for name, paths in group.members:
-                spans = tuple(rows_under(graph.grids[name], path) for path in paths)
-                found[name].add((number, side, group.kind, group.microbatch, spans))
+    # Groups share their members with those of other microbatches.
+    groups = {id(group.members): group for order in graph.orders for group in (order.before, order.after)}
+    for number, group in groups.items():
+        for name, paths in group.members:
+            found[name].add((number, tuple(rows_under(graph.grids[name], path) for path in paths)))
     return {name: frozenset(signature) for name, signature in found.items()}
 
 
