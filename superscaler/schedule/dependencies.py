@@ -156,7 +156,7 @@ class DependencyGraph:
             for key in () if op.is_rest else edges.rows[op.name].keys:
                 self._add(Node("U", edges.home_number[tensor], key))
         for before, after, why in of_weights(edges, self.segment_of):
-            self._edge(Node(*before), Node(*after), why)
+            self._link(self._at(before), self._at(after), why)
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         if transfer.is_one and transfer.links:
@@ -201,7 +201,7 @@ class DependencyGraph:
         recomputed = RecomputeOrder(self.graph.model, self.schedule.segments, self.schedule.transfers, ordered)
         for visit, works in recomputed.runs.items():
             for before, work in product(recomputed.waits.get(visit, ()), works):
-                self._edge(Node(*before), Node(*work), "recomputed when the backward reaches it")
+                self._link(self._at(before), self._at(work), "recomputed when the backward reaches it")
         return recomputed
 
     def members(self, group: Group, where: str) -> list[Node]:

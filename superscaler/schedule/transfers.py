@@ -115,7 +115,7 @@ class Transfer:
     def of(self, tensor: str, made: Sequence[tuple[Place, ...]], read: Sequence[tuple[Place, ...]]) -> Transfer:
         """Return the transfer of a tensor like this one, whose places number those of `made` and `read`."""
         pieces, readers = (
-            tuple(End(e.device, e.box, tuple(place for at in e.places for place in of[at.number])) for e in ends)
+            tuple([End(e.device, e.box, tuple([place for at in e.places for place in of[at.number]])) for e in ends])
             for ends, of in ((self.pieces, made), (self.readers, read))
         )
         found = Transfer(tensor, self.kind, pieces, readers, self.links, self.classes)
