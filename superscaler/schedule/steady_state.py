@@ -6,7 +6,7 @@ decides whether all others only repeat these (materialize/loops.py).
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product, takewhile
+from itertools import pairwise, product
 from math import prod
 
 from superscaler.ir.graph import Graph
@@ -72,24 +72,35 @@ def _find(graph: Graph, around: int, least: float) -> SteadyState | None:
         return None
     rows = _rows(found_names[0]) or _listed(found_names[0])
     for seen, period in product((SEEN, least), range(inner, min(LONGEST, total // SEEN) + 1, inner)):
-        spans = list(takewhile(bool, (_spans(row, period, seen) for row in rows)))
-        pairs = [(row, span) for row, some in zip(rows, spans, strict=False) for span in some]
-        left = [_left(row, span, around, inner, period) - seen for row, span in pairs]
-        added = int(min(left, default=total // period - seen - AROUND[-1])) if len(spans) == len(rows) else 0
+        found = _repeated(rows, period, seen, around, inner, total / (2 * period))
+        if found is None:
+            continue
+        added = min((count for _, count in found), default=int(total // period - seen - AROUND[-1]))
         if 2 * added * period < total:
             continue
         few = total - added * period
-        kept = [_kept(row, some, few, total) for row, some in zip(rows, spans, strict=True)]
-        found = [row for row in kept if row is not None]
-        if len(found) == len(kept):
-            return SteadyState(period, seen, few, total, inner, *found_names, found)
+        kept = [_kept(row, spans, few, total) for row, (spans, _) in zip(rows, found, strict=True)]
+        short = [row for row in kept if row is not None]
+        if len(short) == len(kept):
+            return SteadyState(period, seen, few, total, inner, *found_names, short)
     return None
 
 
-def _spans(row: Sequence[Name], period: int, seen: float) -> list[Span]:
-    """Return the spans in which a row is in its steady state."""
-    forms, at = zip(*row, strict=True)
-    return steady_spans(find_spans(forms, at, period, seen), forms, at, [True] * len(row))
+def _repeated(
+    rows: Sequence[Sequence[Name]], period: int, seen: float, around: int, inner: int, least: float
+) -> list[tuple[list[Span], int]] | None:
+    """Return, for each row, the spans in which it is in its steady state, and the number of repetitions that need not
+    be compiled. None if these are not the `least` number in all rows.
+    """
+    found = []
+    for row in rows:
+        forms, at = zip(*row, strict=True)
+        spans = steady_spans(find_spans(forms, at, period, seen), forms, at, [True] * len(row))
+        added = min((int(_left(row, span, around, inner, period) - seen) for span in spans), default=0)
+        if added < least:
+            return None
+        found.append((spans, added))
+    return found
 
 
 def _left(row: Sequence[Name], span: Span, around: int, inner: int, period: int) -> float:
