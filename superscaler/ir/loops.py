@@ -116,9 +116,15 @@ class Rolled(Sequence[Instruction]):
         if not isinstance(run, Loop):
             return run[place]
         turn, place = divmod(place, len(run.first))
+        return self.repetition(number, turn)[place]
+
+    def repetition(self, number: int, turn: int) -> tuple[Instruction, ...]:
+        """Return the instructions of a repetition of the loop that is the run with a number."""
         if (number, turn) not in self._made:
+            run = self.runs[number]
+            assert isinstance(run, Loop)
             self._made[number, turn] = tuple(run.repetition(turn))
-        return self._made[number, turn][place]
+        return self._made[number, turn]
 
     def spot(self, at: int) -> tuple[Loop, int, int, int] | None:
         """Return the loop of an instruction, the number of that run, the repetition, and the place in it."""

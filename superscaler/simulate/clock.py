@@ -33,7 +33,7 @@ from superscaler.ir.program import (
     Update,
     Wait,
 )  # fmt: skip
-from superscaler.simulate.steps import Step, steps
+from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.times import Floats, Times, earliest, even, is_later, later, latest, of_rows, sooner
 from superscaler.simulate.timetable import COMPUTE, Lane, Timetable
 from superscaler.simulate.transfers.communication import Agenda, Communication
@@ -101,7 +101,7 @@ class _Clock:
 
     def _going(self, run: Run) -> Iterator[None]:
         """Run the code of a cohort. It stops where it must wait, and goes on when the cohort is ready again."""
-        for step, at, turn in steps(run.cohort):
+        for step, at, turn in steps(run.cohort.code):
             run.at = at
             for post in self._needed(run, step, turn):
                 yield from self._wait(run, post)

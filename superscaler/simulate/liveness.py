@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 from superscaler.ir import program as p
+from superscaler.ir.loops import kinds_of
 from superscaler.ir.model import width
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Task, Value, Weight
 from superscaler.materialize.local_tensors import unique_identifiers
 from superscaler.simulate.kernels import Segment, Segments
+from superscaler.simulate.repeats.held import Held, held, skip
+from superscaler.simulate.repeats.steady import Pace
 from superscaler.simulate.storages import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -82,8 +86,9 @@ class Liveness(Storages):
     ) -> None:
         super().__init__()
         self.model, self.rank, self.update, self.clips = program.model, device.rank, update, clips
-        self.code = device.instructions[:]
-        self.segments = segments.tasks(device)
+        self.code = device.instructions
+        self.segments, self.functions = segments.tasks(device), segments.functions(device)
+        self._walk = partial(segments.walk, device)
         self.parameters = _parameters(program)
         # The bytes of the tensor of each name, without the rest of its storage.
         self.sizes: dict[Value, int] = {}
@@ -100,16 +105,25 @@ class Liveness(Storages):
         self.waiting: list[tuple[int, int, Storage]] = []
         self._views: dict[object, bool] = {}
         self._rest(device.weights, states)
-        for i in self.code:
-            if isinstance(i, p.Give):
-                size = block(prod(i.shape) * self._width(i.tensor))
-                self.outputs.setdefault(i.tensor, []).append(self.hold(Storage(size, VALUES, i.value)))
+        if p.Give in set(kinds_of(self.code)):
+            for i in self.code:
+                if isinstance(i, p.Give):
+                    size = block(prod(i.shape) * self._width(i.tensor))
+                    self.outputs.setdefault(i.tensor, []).append(self.hold(Storage(size, VALUES, i.value)))
 
     def run(self) -> None:
-        for at, i in enumerate(self.code):
-            self.begin(at)
-            _RUN[type(i)](self, i)
-            self.end()
+        self._walk(self)
+
+    def step(self, at: int, i: Instruction) -> None:
+        self.begin(at)
+        _RUN[type(i)](self, i)
+        self.end()
+
+    def state(self, pace: Pace, turns: int) -> Held:
+        return held(self, pace, turns)
+
+    def skip(self, pace: Pace, turns: int, before: Held, now: Held) -> None:
+        skip(self, pace, turns, before, now)
 
     def _rest(self, weights: Sequence[Weight], states: Callable[[Weight], int]) -> None:
         for w in weights:
@@ -355,6 +369,8 @@ class Liveness(Storages):
     def freed(self, i: p.Free) -> None:
         for name in i.names:
             self.free(name)
+            self.sizes.pop(name, None)
+            self.strided.discard(name)
 
     def nothing(self, i: Instruction) -> None:
         """Run an instruction without memory."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from superscaler.ir.grid import Ints
+from superscaler.ir.loops import weighted
 from superscaler.ir.model import Optimizer
 from superscaler.ir.parts import block_of
 from superscaler.ir.program import (
@@ -181,9 +182,7 @@ class _Summary:
         self.program, self.run = program, run
         self.curve = np.array(run.rows, dtype=np.int64).reshape(len(run.rows), len(CATEGORIES))
         self.during = np.array(run.during, dtype=np.int64)
-        self.function_of = {i.task: program.functions[i.function] for i in run.code if isinstance(i, Forward)}
-        functions = {id(f): f for f in self.function_of.values()}
-        self.ops_of = {n: ops_of_lines(f, program.model.tensors) for n, f in functions.items()}
+        self.ops_of = {n: ops_of_lines(program.functions[n], program.model.tensors) for n in {*run.functions.values()}}
 
     def memory(self, rank: int, count: int, overheads: Overheads, largest: int, capacity: int | None) -> DeviceMemory:
         run, at = self.run, int(self.during.argmax()) if len(self.during) else 0
@@ -191,7 +190,7 @@ class _Summary:
         before = self.curve[at - 1].tolist() if at else [0] * len(CATEGORIES)
         parts = dict(zip(CATEGORIES, before, strict=True))
         parts[CATEGORIES[TEMPORARY]] = peak - sum(before)
-        groups = {i.group for i in run.code if isinstance(i, Collective) and len(i.group) > 1}
+        groups = {i.group for i, _ in weighted(run.code) if isinstance(i, Collective) and len(i.group) > 1}
         overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
         overhead += round(overheads.fragmentation * peak)
         alive = [s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at)]
@@ -240,7 +239,7 @@ class _Summary:
         i = self.run.code[at]
         if not isinstance(i, Forward | Backward):
             return self.program.describe(i)
-        function = self.function_of[i.task]
+        function = self.program.functions[self.run.functions[i.task]]
         blocks = [b for b in dict.fromkeys(block_of(op.module) or op.module for op in function.ops) if b]
         where = " to ".join(blocks[:: max(1, len(blocks) - 1)]) or function.ops[-1].name
         number = f" (microbatch {i.task.microbatch})" if i.task.microbatch >= 0 else ""
@@ -251,13 +250,13 @@ class _Summary:
         made = self.run.code[storage.born] if storage.born >= 0 else None
         made_by = type(made).__name__ if made is not None else "at rest"
         if isinstance(made, Tasked) and storage.tape is not None:
-            function = self.function_of[made.task]
-            ops = self.ops_of[id(function)]
+            number = self.run.functions[made.task]
+            function, ops = self.program.functions[number], self.ops_of[number]
             for size, n in storage.tape.others:
                 name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
                 yield Held(size, name, module or function.module or made_by, made.task.microbatch)
             return
-        module = self.function_of[made.task].module if isinstance(made, Forward) else ""
+        module = self.program.functions[made.function].module if isinstance(made, Forward) else ""
         made_by = "optimizer" if storage.category == OPTIMIZER else module or made_by
         name_of = storage.name
         yield Held(storage.bytes, str(name_of or ""), made_by, name_of.microbatch if name_of else -1)

@@ -20,7 +20,7 @@ import numpy as np
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, Program, Recv, Send
-from superscaler.simulate.steps import Step
+from superscaler.simulate.repeats.steps import Step
 from superscaler.simulate.times import Times, earliest, even, later, latest, of_rows, sooner
 from superscaler.simulate.transfers.ports import Ports, Route, Transfer
 from superscaler.simulate.transfers.posts import Event, Meeting, Post, Run, Side

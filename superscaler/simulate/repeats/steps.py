@@ -1,12 +1,11 @@
-"""The steps of a cohort: its instructions in order, those of a loop once for all of its repetitions."""
+"""The steps of code: its instructions in order, those of a loop once for all of its repetitions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from superscaler.ir.cohorts import Cohort
 from superscaler.ir.loops import Loop, mover, runs_of
 from superscaler.ir.program import (
     ROLES,
@@ -30,7 +29,7 @@ _COMMUNICATION = Collective | Send | Recv | Copy
 class Step:
     """An instruction in all repetitions of a loop, `first` and `second` in the first two of them, or one that runs
     once. `place`: its number in the code, in the first repetition; `moves`: functions from the repetition to its
-    handles.
+    handles, and `others` to its fields.
     """
 
     place: int
@@ -38,6 +37,7 @@ class Step:
     second: Instruction
     moves: tuple[Callable[[int], Any] | None, ...] = ()
     handles: tuple[Value | None, ...] = field(init=False)
+    others: dict[str, Callable[[int], Any] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.handles = _handles(self.first)
@@ -50,15 +50,19 @@ class Step:
 
     def moved(self, field: str, turn: int) -> Any:
         """Return a field in a repetition."""
-        first, second = getattr(self.first, field), getattr(self.second, field)
-        move = mover(first, second) if turn else None
+        first = getattr(self.first, field)
+        if not turn:
+            return first
+        if field not in self.others:
+            self.others[field] = mover(first, getattr(self.second, field))
+        move = self.others[field]
         return first if move is None else move(turn)
 
 
-def steps(cohort: Cohort) -> Iterator[tuple[Step, int, int]]:
-    """Yield the steps of a cohort in order, each with the number of the instruction and of the repetition."""
+def steps(code: Sequence[Instruction]) -> Iterator[tuple[Step, int, int]]:
+    """Yield the steps of code in order, each with the number of the instruction and of the repetition."""
     start = 0
-    for run in runs_of(cohort.code):
+    for run in runs_of(code):
         if isinstance(run, Loop) and all(map(_is_alike, run.first, run.second)):
             body = _body(run, start)
             for turn in range(run.count):

@@ -1,0 +1,1 @@
+"""Loops: what is looked at, or done, once for all repetitions."""

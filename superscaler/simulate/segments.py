@@ -1,0 +1,177 @@
+"""The segments of a program: each distinct call of a function is recorded once."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from superscaler.ir.cohorts import Cohort
+from superscaler.ir.grid import Ints
+from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Offload, Program, Task, Value
+from superscaler.ops.call import ranges
+from superscaler.ops.table import PLACED, parts_of
+from superscaler.simulate.recording import Recorder, callables
+from superscaler.simulate.repeats.steady import Pace, Walker, paces_of, walk
+from superscaler.simulate.repeats.steps import Step, steps
+from superscaler.simulate.works import Call, Meta, Segment
+
+# Operators that leave out what no query of a part sees.
+_BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
+Strides = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class Segments:
+    """The segments of a program. Equal calls are recorded once. `on_gpu`: with the temporary tensors of a GPU."""
+
+    def __init__(self, program: Program, on_gpu: bool = False) -> None:
+        self.program, self.on_gpu = program, on_gpu
+        self._run = callables(program)
+        self._calls: dict[Hashable, Segment] = {}
+        self._tasks: dict[int, tuple[dict[Task, Segment], dict[Task, int]]] = {}
+        self._paces: dict[int, dict[int, Pace | None]] = {}
+        self._moved: dict[int, dict[Task, int]] = {}
+        self._known: dict[Hashable, Segment] = {}
+        # Functions that get the place of a part, and whether their kernels depend on it.
+        targets = ({op.target for op in f.ops} for f in program.functions)
+        self._placed = {n: not _BY_PLACE.isdisjoint(own) for n, own in enumerate(targets) if own & PLACED}
+
+    def of(
+        self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = ()
+    ) -> Segment:
+        """Return the segment of a forward and its backward, or of the first half of a split one. `strides`: of
+        non-contiguous inputs, by number; `added`: the aliases whose gradients are added to sums, in both halves.
+        """
+        given, first = tuple[bool, ...](), tuple[int, ...]()
+        if backward is not None:
+            given = tuple([g is not None for g in backward.gradients])
+            if backward.half:
+                sums = backward.sums or (None,) * len(backward.outputs)
+                made = zip(backward.outputs, sums, strict=True)
+                first = tuple(n for n, pair in enumerate(made) if pair != (None, None))
+        function = self.program.functions[forward.function]
+        parts = self._parts(function, forward.at) if forward.function in self._placed else ()
+        key = forward.function, given, first, strides, parts, tuple(sorted(added))
+        if key not in self._calls:
+            self._calls[key] = self._segment(forward.function, Call(bool(function.grads), *key[1:]))
+        return self._calls[key]
+
+    def variants(self, cohort: Cohort) -> tuple[list[Device], Ints]:
+        """Return devices of a cohort that have kernels of their own, and for each device the number of its equal.
+
+        Of a ring, each device sees other blocks of keys, by its place.
+        """
+        if not any(self._placed.values()):
+            return [cohort.samples[0]], np.zeros(len(cohort), dtype=np.int64)
+        functions, numbers = self.program.functions, dict[tuple[Box, ...], int]()
+        calls = {(i.function, i.at): n for n, i in enumerate(cohort.code[:]) if isinstance(i, Forward)}
+        moved = [(f, cohort.data(n, "at").tolist()) for (f, _), n in calls.items() if self._placed.get(f)]
+        found = []
+        for row in range(len(cohort)):
+            parts = tuple(part for f, at in moved for part in self._parts(functions[f], at[row], _BY_PLACE))
+            found.append(numbers.setdefault(parts, len(numbers)))
+        firsts = [cohort.devices[found.index(n)] for n in numbers.values()]
+        return [self.program.devices[int(rank)] for rank in firsts], np.array(found)
+
+    def tasks(self, device: Device) -> dict[Task, Segment]:
+        """Return the segment of each task of a device."""
+        return self._of(device)[0]
+
+    def functions(self, device: Device) -> dict[Task, int]:
+        """Return the number of the function of each task of a device."""
+        return self._of(device)[1]
+
+    def walk(self, device: Device, walker: Walker) -> None:
+        """Run the code of a device, loops until they repeat."""
+        if device.rank not in self._paces:
+            self._paces[device.rank] = paces_of(device.instructions, *self._of(device))
+        walk(device.instructions, walker, self._paces[device.rank])
+
+    def _of(self, device: Device) -> tuple[dict[Task, Segment], dict[Task, int]]:
+        if device.rank not in self._tasks:
+            self._tasks[device.rank] = self._found(device.instructions)
+        return self._tasks[device.rank]
+
+    def moved(self, device: Device) -> dict[Task, int]:
+        """Return the bytes of each tape that goes to the host, without weights and what stays."""
+        if device.rank not in self._moved:
+            found, code = self.tasks(device), device.instructions[:]
+            forwards = {i.task: i for i in code if isinstance(i, Forward)}
+            rest = {weight.name for weight in device.weights}
+            self._moved[device.rank] = {
+                i.task: _moved_bytes(found[i.task], forwards[i.task], rest.union(i.alive))
+                for i in code
+                if isinstance(i, Offload)
+            }
+        return self._moved[device.rank]
+
+    def _found(self, code: Sequence[Instruction]) -> tuple[dict[Task, Segment], dict[Task, int]]:
+        """Return the segment and the function of each task."""
+        forwards = list[tuple[Task, Forward, Step, int]]()
+        backwards, added = dict[Task, Backward](), dict[Task, set[int]]()
+        for step, _, turn in steps(code):
+            i = step.first
+            if isinstance(i, Forward):
+                forwards.append((step.moved("task", turn), i, step, turn))
+            elif isinstance(i, Backward):
+                task = step.moved("task", turn)
+                backwards.setdefault(task, i)
+                added.setdefault(task, set()).update(n for n, total in enumerate(i.sums) if total is not None)
+        found, strides = dict[Task, Segment](), dict[Value, tuple[int, ...]]()
+        for task, i, step, turn in forwards:
+            inputs = step.moved("inputs", turn) if strides else ()
+            own = tuple((n, strides[name]) for n, name in enumerate(inputs) if name in strides)
+            if i.function in self._placed:
+                i = replace(i, at=step.moved("at", turn))
+            found[task] = segment = self.of(i, backwards.get(task), own, added.get(task, ()))
+            if any(segment.strides):
+                outputs = zip(step.moved("outputs", turn), segment.strides, strict=True)
+                strides |= {out: some for out, some in outputs if some}
+        return found, {task: i.function for task, i, *_ in forwards}
+
+    def _parts(self, function: Function, at: Sequence[int], targets: Container[str] = PLACED) -> tuple[Box, ...]:
+        placed = (op for op in function.ops if op.target in targets)
+        pairs = zip(placed, function.boxes_at(at, targets), strict=True)
+        return tuple(part for op, box in pairs for part in parts_of(op, box, self.program.model.tensors).values())
+
+    def _segment(self, number: int, call: Call) -> Segment:
+        metas = tuple(input_metas(self.program.model, self.program.functions[number]))
+        run = self._run[number]
+        # Functions with the same text have the same name.
+        key = run.__name__, metas, call
+        if key not in self._known:
+            self._known[key] = Recorder(self.on_gpu).segment(run, metas, call)
+        return self._known[key]
+
+
+def input_metas(model: Model, function: Function) -> Iterator[Meta]:
+    """Yield the local shape and the dtype of each input of a function."""
+    reader = {number: place for place, number in function.input_of.items()}
+    ops = _ops(function)
+    for number in range(len(function.inputs)):
+        name, k = reader[number]
+        yield _local(model, ops[name][0].inputs[k], ops[name][1])
+
+
+def output_metas(model: Model, function: Function) -> Iterator[Meta]:
+    """Yield the local shape and the dtype of each result of a function."""
+    made = {o.tensor: _local(model, o, box) for op, box in _ops(function).values() for o in op.outputs}
+    yield from (made[name] for name in function.outputs)
+
+
+def _ops(function: Function) -> dict[str, tuple[Op, Box]]:
+    return {op.name: (op, box) for op, box in zip(function.ops, function.boxes, strict=True)}
+
+
+def _local(model: Model, operand: Operand, box: Box) -> Meta:
+    tensor = model.tensors[operand.tensor]
+    return tensor.local_shape(extents(ranges(operand, tensor, box))), tensor.dtype
+
+
+def _moved_bytes(segment: Segment, i: Forward, stays: Container[Value]) -> int:
+    ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))
+    left = segment.tapes[0].held.difference(number for number, name in ends if name in stays)
+    return segment.tapes[0].bytes + sum(segment.sizes[number] for number in left)
