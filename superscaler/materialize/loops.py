@@ -6,7 +6,7 @@ are named by microbatch, so a name is never ambiguous. `check_unrolled` proves t
 value is made before it is read, each is read and freed as often as before, and the communication of all devices meets.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,11 +51,16 @@ _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Rol
 
 
 def form(i: Instruction) -> tuple[Hashable, int]:
-    """Return the form of an instruction, equal for all microbatches, and its microbatch (NONE if it has none)."""
+    """Return the form of an instruction, equal for all microbatches, and its microbatch (NONE if it has none).
+
+    A value of all microbatches is freed once, behind the last of them, which makes no other form.
+    """
     kind, given = type(i), list[Any]()
     for name in _NAMES[kind]:
         value = getattr(i, name)
         given += [value] if isinstance(value, Value) else [*value, None]
+    if kind is Free:
+        given = [v for v in given if v is not None and v.microbatch != NONE]
     task = getattr(i, "task", None)
     numbers = [v.microbatch for v in (task, *given) if v is not None and v.microbatch != NONE]
     first = numbers[0] if numbers else NONE
@@ -81,11 +86,11 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: flo
     them.
     """
     forms, at = zip(*map(form, code), strict=True)
-    # A value of all microbatches is freed once, which is no difference between repetitions.
-    kept = [n for n, i in enumerate(code) if at[n] != NONE or not isinstance(i, Free)]
+    once = {n for n, i in enumerate(code) if isinstance(i, Free) and any(v.microbatch == NONE for v in i.names)}
+    kept = [n for n in range(len(code)) if at[n] != NONE or n not in once]
     repeated = find_spans([forms[n] for n in kept], [at[n] for n in kept], period, seen)
     is_work = [isinstance(i, Forward | Backward) for i in code]
-    whole = (_without_gaps(span, kept) for span in repeated)
+    whole = (_before(once, span, kept) for span in repeated)
     spans = steady_spans([span for span in whole if span.count], forms, at, is_work)
     bodies: dict[Hashable, dict[int, int]] = {}
     for span in spans:
@@ -119,14 +124,13 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: flo
     return Shape(tuple(spans), outside)
 
 
-def _without_gaps(span: Span, kept: Sequence[int]) -> Span:
-    """Return a span of the `kept` instructions as one of all instructions: the repetitions before the first one that is
-    not kept.
+def _before(once: Container[int], span: Span, kept: Sequence[int]) -> Span:
+    """Return a span of the `kept` instructions as one of all, with the repetitions before the first that is done
+    `once`.
     """
-    start, end = kept[span.start], span.start
-    while end < span.end and kept[end] - end == start - span.start:
-        end += 1
-    return Span(start, span.length, (end - span.start) // span.length)
+    start, size = kept[span.start], span.length * span.count
+    before = next((n for n in range(size) if start + n in once), size)
+    return Span(start, span.length, before // span.length)
 
 
 def _shifts(
