@@ -64,7 +64,7 @@ PLANS = [
     ("zb_h2:microbatches=16", 2),
     ("zbv:microbatches=16", 2),
     ("dualpipe_v:microbatches=16", 2),
-    ("chimera:microbatches=16", 2),
+    ("chimera:microbatches=32", 2),
     ("gradient_accumulation:microbatches=16", 1),
     ("hybrid:dp=2,tp=1,pp=2,microbatches=16", 4),
     ("hybrid:dp=1,tp=2,pp=2,microbatches=16", 4),
