@@ -263,6 +263,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("views of what is changed are not", "(_shares(target) and self._is_functional(node))",
      "(target._schema.is_mutable and self._is_functional(node))", "frontend/test_composites"),
     ("names of one memory are apart", "if memory in self.begun:", "if memory in ():", "frontend/test_composites"),
+    ("a parameter is changed as a buffer is", "if spec.kind != InputKind.BUFFER]", "if False]",
+     "frontend/test_composites"),
     ("the shape of a buffer changes", 'if any(_form(x) != _form(node.meta["val"])',
      'if any(_form(x) == node.meta["val"]', "frontend/test_composites"),
     ("a copy of another shape is its source", "if new.target is _COPY and", "if new.target is _COPY or",
