@@ -49,7 +49,7 @@ class Pace:
         return key._replace(microbatch=key.microbatch + turns * self.microbatches)  # type: ignore[return-value]
 
     def names(self, held: Mapping[K, T], turns: int) -> dict[K, T]:
-        """Return what names, or tasks, hold so many repetitions later."""
+        """Return the values that names, or tasks, hold so many repetitions later."""
         return {self.moved(key, turns): value for key, value in held.items()}
 
 
@@ -60,7 +60,7 @@ class Walker(Protocol):
         """Run an instruction."""
 
     def state(self, pace: Pace, turns: int) -> object:
-        """Return what the next instructions depend on, moved by so many repetitions."""
+        """Return the state on which the next instructions depend, moved by so many repetitions."""
 
     def skip(self, pace: Pace, turns: int, before: Any, now: Any) -> None:
         """Do the last repetition again, so many times. `before`, `now`: the states at its ends."""
