@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import superscaler as ss
 from superscaler.errors import TransformError
-from superscaler.ir.grid import UNASSIGNED
+from superscaler.ir.grid import UNASSIGNED, Mirror
 from superscaler.ir.model import Op, first
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
@@ -146,6 +146,7 @@ class Author:
     def __init__(self, graph: Graph, draw: random.Random, devices: int) -> None:
         self.graph, self.draw, self.devices = graph, draw, devices
         self.microbatches = 0
+        self.mirrors: dict[str, Mirror] = {"copy": "copy", "route": "route"}
 
     def free(self) -> None:
         density, home = self.draw.choice([0.3, 0.7, 1.0]), self.draw.randrange(self.devices)
@@ -182,7 +183,7 @@ class Author:
                 sizes = (size // chunks[0],) * chunks[0] if chunks else self.sizes(size)
                 chain.append(ss.Split(factor, sizes=sizes))
             else:
-                chain.append(ss.Replicate(2, self.draw.choice([None, "copy", "route"])))
+                chain.append(ss.Replicate(2, self.mirrors.get(self.draw.choice(["", "copy", "route"]))))
         return chain
 
     def optimizers(self) -> None:
@@ -208,7 +209,7 @@ class Author:
         indices = {f: op.find(f) for f in sorted(cuttable(op))}
         able = [(f, i) for f, i in indices.items() if i is not None and extents[i] > 1]
         if not able or self.draw.random() < 0.25:
-            parts, mirror = self.draw.randint(1, 3), self.draw.choice([None, "copy", "route"])
+            parts, mirror = self.draw.randint(1, 3), self.mirrors.get(self.draw.choice(["", "copy", "route"]))
             return ss.Replicate(parts, mirror if op.is_forward else None), extents
         factor, i = self.draw.choice(able)
         left = list(extents)
@@ -264,6 +265,8 @@ class Author:
 
     def blocks(self) -> None:
         """Before all else, compute attention in blocks of keys, which pass around; that of few queries cannot be."""
+        # The gradient of a block comes from readers of the merged result, so copies have none of their own.
+        self.mirrors["route"] = "copy"
         for op in [op for op in self.graph.forward_ops if "attention" in op.target]:
             try:
                 ss.op_trans(self.graph, op, ss.AttentionBlocks(self.draw.choice([1, 3]), self.draw.random() < 0.5))
