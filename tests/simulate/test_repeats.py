@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import cache
 
 import numpy as np
 import pytest
 
 import superscaler as ss
 from superscaler.ir.loops import Loop, Rolled, runs_of
-from superscaler.ir.program import Forward
+from superscaler.ir.program import Forward, Program
 from superscaler.plans import resolve
 from superscaler.simulate.kernels import Segments, Works
 from superscaler.simulate.liveness import Liveness
@@ -26,12 +27,17 @@ PLANS = {
 }
 
 
+@cache
+def program_of(spec: str) -> Program:
+    return ss.compile(chain(8, 40), resolve(spec), ss.Cluster.local(PLANS[spec])).compiled.program
+
+
 @pytest.mark.parametrize("spec", PLANS)
 def test_loops_that_repeat_are_cut_short_and_nothing_changes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = list[int]()
     step = Liveness.step
     monkeypatch.setattr(Liveness, "step", lambda run, at, i: (steps.append(at), step(run, at, i)))
-    program = ss.compile(chain(8, 40), resolve(spec), ss.Cluster.local(PLANS[spec])).compiled.program
+    program = program_of(spec)
     rolled = [device for device, _ in program.distinct]
     assert any(len(runs_of(device.instructions)) > 1 for device in rolled)
     found, ran = memories(program, largest=1000), len(steps)
@@ -55,7 +61,7 @@ def test_after_a_loop_the_memory_is_that_of_all_repetitions(spec: str, is_whole:
     """The code ends after the last loop. Without `is_whole` nothing is known of the backwards behind it, so that the
     last forwards of the loop keep no tape.
     """
-    program = ss.compile(chain(8, 40), resolve(spec), ss.Cluster.local(PLANS[spec])).compiled.program
+    program = program_of(spec)
     for device, _ in program.distinct:
         runs = list(runs_of(device.instructions))
         while not isinstance(runs[-1], Loop):
@@ -73,7 +79,7 @@ def test_after_a_loop_the_memory_is_that_of_all_repetitions(spec: str, is_whole:
 
 
 def test_a_loop_whose_last_task_is_another_one_does_not_repeat() -> None:
-    program = ss.compile(chain(8, 40), resolve("zb_h1:microbatches=40"), ss.Cluster.local(4)).compiled.program
+    program = program_of("zb_h1:microbatches=40")
     code = program.devices[1].instructions
     tasks = {i.task: "a segment" for i in code if isinstance(i, Forward)}
     (pace,) = paces_of(code, tasks).values()
