@@ -259,7 +259,13 @@ class Author:
                     op for op in left if op.region in {c.region for c in chosen if c.region} and op not in chosen
                 ]
                 left = [op for op in left if op not in chosen]
-                for parts in ss.op_trans(self.graph, chosen, ss.Recompute()):
+                try:
+                    made = ss.op_trans(self.graph, chosen, ss.Recompute())
+                except TransformError as error:
+                    if "of which one is inside the other" not in str(error):
+                        raise
+                    continue
+                for parts in made:
                     if self.draw.random() < apart:
                         self.cut(parts.op, depth=self.draw.choice([0, 1, 2]))
 
