@@ -7,9 +7,9 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from superscaler.cluster.devices import Attention, DeviceKind, Pair, Speeds
 from superscaler.cluster.fit import line, nearest, rounded
 from superscaler.cluster.links import Link
 from superscaler.comm.measure import connected
+from superscaler.groups import group_by
 from superscaler.simulate import rates
 from superscaler.simulate.recording import kernel_of
 from superscaler.simulate.works import Kernel
@@ -46,8 +47,6 @@ _LARGE = 1 << 24
 _TILE = 512
 # The channels for which rates are written down.
 _CHANNELS = (64, 128)
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +239,16 @@ def speeds(samples: Iterable[Sample], floor: float, fresh: float) -> Speeds:
         kind = products if is_product else attention if rates.is_attention(sample.kernel) else others
         if rates.class_of(sample.kernel) != "free":
             kind.append(sample)
-    fitted = {dtype: _product(found) for dtype, found in _by(products, rates.dtype_of).items()}
-    operators = {key: _line(found) for key, found in _by(others, rates.key_of).items()}
+    fitted = {dtype: _product(found) for dtype, found in group_by(products, lambda s: rates.dtype_of(s.kernel)).items()}
+    operators = {key: _line(found) for key, found in group_by(others, lambda s: rates.key_of(s.kernel)).items()}
     memory = _line([s for s in others if rates.class_of(s.kernel) == "elementwise"])
     return Speeds(
         units=0,
         products={dtype: (speed, speed) for dtype, (speed, _) in fitted.items()},
         memory=(memory.bandwidth, memory.bandwidth),
-        attention={key: _attention(found) for key, found in _by(attention, _direction).items()},
+        attention={
+            key: _attention(found) for key, found in group_by(attention, lambda s: _direction(s.kernel)).items()
+        },
         operators=operators | {f"product {dtype}": link for dtype, (_, link) in fitted.items()},
         floor=rounded(floor),
         fresh=rounded(fresh),
@@ -272,13 +273,6 @@ def widened(speeds: Speeds, error: float) -> Speeds:
     }
     products = {dtype: wide(pair) for dtype, pair in speeds.products.items()}
     return replace(speeds, products=products, memory=wide(speeds.memory), attention=attention)
-
-
-def _by(samples: Iterable[Sample], key: Callable[[Kernel], K]) -> dict[K, list[Sample]]:
-    found: dict[K, list[Sample]] = {}
-    for sample in samples:
-        found.setdefault(key(sample.kernel), []).append(sample)
-    return found
 
 
 def _line(samples: Sequence[Sample]) -> Link:
