@@ -29,9 +29,9 @@ from superscaler.frontend.trace import argument, source_of
 from superscaler.replaced import quiet, replaced
 
 # Synonyms of operators that have a rule, and composites that torch decomposes into such operators.
-_COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
-margin_ranking_loss multiply negative not_equal poisson_nll_loss prelu repeat_interleave subtract tensordot tile
-true_divide type_as"""
+_COMPOSITE = """absolute broadcast_tensors clip cosine_embedding_loss divide greater greater_equal kl_div less
+less_equal margin_ranking_loss multiply negative not_equal pairwise_distance poisson_nll_loss prelu repeat_interleave
+subtract tensordot tile triplet_margin_loss true_divide type_as"""
 # Dropout functions -> number of dims of an input without a batch; 0: they have no such form.
 _DROPOUTS = {F.dropout: 0, F.dropout1d: 2, F.dropout2d: 0, F.dropout3d: 4}
 

@@ -61,6 +61,17 @@ def _cross_entropy(site: Site) -> str | None:
     return f"b c^ r.., {labels}, _ -> b r.." if site.outs[0] else f"b+ c^ r..+, {labels}, _ -> "
 
 
+def _of_rows(site: Site) -> str | None:
+    """Return the notation of a loss of each row of scores, whose labels are a class or several."""
+    labels = "b c^" if len(site.ins[1]) > 1 else "b"
+    return f"b c^, {labels}, _ -> b" if site.outs[0] else None
+
+
+def _count(x: Local) -> str:
+    labels, ignored, _, *weight = map(x.literal, x.op.args)
+    return f"functional.count_labels({', '.join([labels, ignored, x.dtype, *weight])})"
+
+
 def _picking(x: Local) -> str:
     """Return the source of an op that picks a class of each row from the classes of a part."""
     part = x.part(*_OF_SCORES)
@@ -97,6 +108,6 @@ ROWS = {
     **row("ss.class_sums ss.picked", text=_picking, placed=on(*_OF_SCORES), roles=_CLASSES),
     **row("ss.exp_sum", text=call("functional.exp_sum")),
     **row("ss.row_losses", text=call("functional.row_losses")),
-    **row("ss.count_labels", "b..+ -> ", stops=True,
-          text=lambda x: f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, {x.dtype})"),
+    **row("multi_margin_loss multilabel_margin_loss", _of_rows),
+    **row("ss.count_labels", "b..+, _ -> ", stops=True, text=_count),
 }  # fmt: skip

@@ -65,9 +65,12 @@ def nll_loss(scores: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -
     return F.nll_loss(scores, labels, reduction="sum", ignore_index=ignore_index) / count
 
 
-def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return the number of labels that are not ignored, as a scalar of the given dtype."""
-    return (labels != ignore_index).sum().to(dtype)
+def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+    """Return the number of labels that are not ignored, or the sum of the weights of their classes, as a scalar."""
+    counted = labels != ignore_index
+    if weight is None:
+        return counted.sum().to(dtype)
+    return weight.to(dtype).take(labels.where(counted, 0).long()).where(counted, 0.0).sum()
 
 
 def largest(scores: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,8 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (_ATEN.rrelu.default, (X, 0.1, 0.4)),
     (_ATEN.rrelu_with_noise_functional.default, (X, X, 0.1, 0.4, False)),
     (_ATEN.huber_loss.default, (X, X * 2, 1, 0.5)),
+    (_ATEN.huber_loss.default, (X, X[:, :1], 2)),
+    (_ATEN.hinge_embedding_loss.default, (X, X.sign(), 0.1)),
     (_ATEN._native_batch_norm_legit_functional.default, (IMAGE, B, B, MEAN, VARIANCE, True, 0.1, 1e-5)),
     (_ATEN._native_batch_norm_legit_no_training.default, (IMAGE, B, B, MEAN, VARIANCE, 0.1, 1e-5)),
 ]

@@ -251,15 +251,17 @@ def _networks() -> list[Row]:
         ("ss.experts ss.experts.default", _experts),
         ("ss.histc histc", lambda d: call(d.unit(*d.sizes(1, 3)), d.size(), 0.0, 1.0)),
         ("ss.dropout dropout", lambda d: call(d.x(), 0.4, True)),
-        ("ss.count_labels cross_entropy_loss", lambda d: _labelled(d, 1)),
+        ("ss.count_labels cross_entropy_loss", lambda d: _labelled(d, 1, d.one_of(False, True))),
         ("ss.cross_entropy cross_entropy_loss", lambda d: _labelled(d, 1)),
         ("ss.nll_loss nll_loss_nd", lambda d: _labelled(d, 1)),
-        ("cross_entropy_loss nll_loss_nd", lambda d: _labelled(d, d.one_of(0, 2))),
+        ("cross_entropy_loss nll_loss_nd", lambda d: _labelled(d, d.one_of(0, 2), d.one_of(False, True))),
         ("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
          lambda d: call(x := d.x(), d.floats(*x.shape), reduction=d.one_of(0, 1, 2))),
         ("soft_margin_loss", lambda d: call(x := d.x(), d.ids(2, *x.shape) * 2 - 1, reduction=d.one_of(0, 1, 2))),
         ("binary_cross_entropy",
          lambda d: call(x := d.unit(*d.sizes(1, 3)), d.unit(*x.shape), reduction=d.one_of(0, 1, 2))),
+        ("multi_margin_loss", lambda d: _margins(d, d.ids)),
+        ("multilabel_margin_loss", lambda d: _margins(d, lambda n, rows: d.distinct(n, n, 1, rows))),
         ("cosine_similarity", lambda d: call(x := d.x(2), d.floats(*x.shape), d.one_of(0, 1))),
     ]  # fmt: skip
 
@@ -299,12 +301,18 @@ def _given_norm(d: Draw) -> Call:
     return call(x, weight, bias, Buffer(mean), Buffer(variance), 0.1, 1e-5)
 
 
-def _labelled(d: Draw, reduction: int) -> Call:
+def _margins(d: Draw, labels: Callable[[int, int], Tensor]) -> Call:
+    n, classes = d.sizes(2, 2)
+    return call(d.floats(n, classes), labels(classes, n), reduction=d.one_of(0, 1, 2))
+
+
+def _labelled(d: Draw, reduction: int, is_weighted: bool = False) -> Call:
     n, classes, *rest = d.sizes(2, 4)
     ignored = d.one_of(-100, 1)
     labels = d.ids(classes, n, *rest).masked_fill(d.unit(n, *rest) < 0.3, ignored)
     labels.view(-1)[0] = 0
-    return call(d.floats(n, classes, *rest), labels, None, reduction, ignored)
+    weight = Buffer(d.unit(classes)) if is_weighted else None
+    return call(d.floats(n, classes, *rest), labels, weight, reduction, ignored)
 
 
 def _shapes() -> list[Row]:

@@ -36,7 +36,7 @@ class Tied(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Two convolutions and a classifier."""
+    """Two convolutions and a classifier, whose classes have weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,8 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(64, 5)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(F.relu(self.second(F.relu(self.first(x)))).flatten(1)), labels)
+        scores = self.head(F.relu(self.second(F.relu(self.first(x)))).flatten(1))
+        return F.cross_entropy(scores, labels, torch.tensor([0.5, 1.0, 2.0, 0.3, 0.7]))
 
 
 class Towers(nn.Module):

@@ -52,7 +52,7 @@ def histc(x: Tensor, bins: int, min: float, max: float) -> Tensor:
 
 
 @_operator
-def count_labels(labels: Tensor, ignore: int, dtype: torch.dtype) -> Tensor:
+def count_labels(labels: Tensor, ignore: int, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
     return labels.new_empty((), dtype=dtype)
 
 

@@ -16,7 +16,7 @@ from superscaler.frontend.rewrites import custom_ops as ours
 from superscaler.ops.row import aten
 
 _ATEN = torch.ops.aten
-_MEAN = 1
+_NONE, _MEAN, _SUM = range(3)
 Function = Callable[..., Any]
 TABLE: dict[str, Function] = {}
 
@@ -165,17 +165,20 @@ def _mean_over_labels(
     ignore_index: int = -100,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """Replace a mean over the counted labels by their count and the sum over it: exact however the labels are cut."""
-    if weight is not None or reduction != _MEAN or logits.dim() < 2:
+    """Replace a mean over the counted labels by the sum over their count, or over the sum of the weights of their
+    classes: exact however the labels are cut.
+    """
+    if reduction != _MEAN or logits.dim() < 2:
         return NotImplemented
     if labels.is_floating_point():
-        return loss(logits, labels, None, 0, label_smoothing=smoothing).mean()
-    count = ours.count_labels(labels, ignore_index, _wide(logits))
-    # The summed loss has no rule: it becomes the losses and their sum.
-    if smoothing:
-        found = loss(logits, labels, None, 0, ignore_index, smoothing).sum() / count
-    else:
+        return loss(logits, labels, weight, _NONE, label_smoothing=smoothing).mean()
+    wide = _wide(logits)
+    count = ours.count_labels(labels, ignore_index, wide, weight)
+    if weight is None and not smoothing:
         found = total(logits, labels, count, ignore_index)
+    else:
+        given = _cast(logits, wide), labels, None if weight is None else _cast(weight, wide)
+        found = loss(*given, _SUM, ignore_index, *[smoothing] * bool(smoothing)) / count
     return _cast(found, logits.dtype)
 
 
@@ -183,15 +186,35 @@ decomposes("cross_entropy_loss")(partial(_mean_over_labels, _ATEN.cross_entropy_
 decomposes("nll_loss_nd")(partial(_mean_over_labels, _ATEN.nll_loss_nd, ours.nll_loss))
 
 
-def _mean_of(loss: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace a mean loss without a rule of its own by the losses of the elements, and their mean."""
+def _reduced(loss: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Replace a mean loss without a rule of its own by the losses of the elements or rows, and their mean; and a sum
+    over operands of several shapes.
+    """
     given = dict(zip((a.name for a in loss._schema.arguments), args, strict=False)) | kwargs
-    return loss(**given | {"reduction": 0}).mean() if given.get("reduction", _MEAN) == _MEAN else NotImplemented
+    how = given.get("reduction", _MEAN)
+    shapes = {x.shape for x in given.values() if isinstance(x, Tensor)}
+    if how == _NONE or (how == _SUM and len(shapes) == 1):
+        return NotImplemented
+    losses: Tensor = loss(**given | {"reduction": _NONE})
+    return losses.mean() if how == _MEAN else losses.sum()
 
 
-_LOSSES = "l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits"
+_LOSSES = """l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
+multi_margin_loss"""
 for _loss in _LOSSES.split():
-    decomposes(_loss)(partial(_mean_of, getattr(_ATEN, _loss).default))
+    decomposes(_loss)(partial(_reduced, getattr(_ATEN, _loss).default))
+
+
+@decomposes("hinge_embedding_loss")
+def hinge_embedding_loss(x: Tensor, target: Tensor, margin: float = 1.0, reduction: int = _MEAN) -> Tensor:
+    """Keep the margin a number: torch's own decomposition rounds it to the dtype of x."""
+    losses = torch.where(target != 1, (margin - x).clamp_min(0), 0.0) + torch.where(target != -1, x, 0.0)
+    return losses.mean() if reduction == _MEAN else losses.sum() if reduction == _SUM else losses
+
+
+@decomposes("multilabel_margin_loss")
+def multilabel_margin_loss(x: Tensor, labels: Tensor, reduction: int = _MEAN) -> Tensor:
+    return _reduced(_ATEN.multilabel_margin_loss.default, x, labels, reduction) if x.dim() > 1 else NotImplemented
 
 
 @decomposes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit.no_stats")
