@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
+# Functions that read only the shape and the dtype of their tensor.
+_FILLS = frozenset(["full_like", "new_full", "new_tensor", "ones_like", "new_ones", "zeros_like", "new_zeros"])
 _RANDOM = re.compile(
     "(normal|uniform|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
     "multinomial|randint|randperm|poisson$|(feature_|alpha_)+dropout_?$|dropout_$"
@@ -217,7 +219,10 @@ class _Wide(_GivenDraws):
 
     def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not any(map(self._is_live, tensors)):
+        is_fill = name in _FILLS and len(tensors) == 1 and self.shown is not None
+        if is_fill and _DTYPE(tensors[0]) == _WIDE:
+            kwargs = {"dtype": self.shown, **(kwargs or {})}
+        if is_fill or not any(map(self._is_live, tensors)):
             torch.set_default_dtype(self.default)
             return func(*args, **kwargs)
         torch.set_default_dtype(_WIDE)
@@ -271,9 +276,12 @@ def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dt
 
 
 def _widen_in_place(x: Any) -> None:
-    """Widen a tensor made by the module, so that it can hold float64 values."""
+    """Widen a tensor made by the module, and what it is a view of, so that they can hold float64 values."""
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != _WIDE:
-        x.data = x.data.to(_WIDE)
+        whole = x if x._base is None else x._base
+        whole.data = whole.data.to(_WIDE)
+        if whole is not x:
+            x.data = whole.data.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _widened(value: Any) -> Any:

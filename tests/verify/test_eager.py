@@ -53,7 +53,16 @@ def drawn(m: Any, h: Tensor) -> Tensor:
     return path * torch.rand_like(h) + torch.bernoulli(torch.full((8,), 0.5))
 
 
+def filled(m: Any, h: Tensor) -> Tensor:
+    """Numbers in the dtype of a tensor, and what is written to a view of such ones."""
+    written = h.new_full((4, 8), 0.3)
+    written.view(-1)[:8] = h[0]
+    smooth = F.binary_cross_entropy_with_logits(h, torch.full_like(h, 0.9) - torch.zeros_like(h[0]).add(0.1))
+    return written * h + torch.ones_like(h) * 0.7 + h.new_tensor([0.1, 0.2] * 4) * smooth
+
+
 RIGHT = {
+    "filled": filled,
     "numbers": numbers,
     "dropout": dropouts,
     "random numbers": drawn,
