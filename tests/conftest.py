@@ -6,6 +6,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,13 +90,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         quick_exports()
 
 
+def _seed(torch: Any) -> None:
+    """Seed torch. For each kind of GPU that is not there, `manual_seed` writes down all calls that led to it."""
+    (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch where it is loaded. Let processes of tests that are marked `dist` start at once, but for those of
     `dist(python="real")`.
     """
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        _seed(sys.modules["torch"])
     mark = item.get_closest_marker("dist")
     if mark is None or mark.kwargs.get("python") == "real":
         sys.executable = PYTHON

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from traceback import FrameSummary, StackSummary
+from functools import cache
 from typing import Any
 
 from torch._C import _dispatch_get_registrations_for_dispatch_key
 from torch._ops import OperatorBase
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
-from torch.fx import GraphModule
+from torch.fx import GraphModule, graph, proxy
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.utils import _traceback
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree
 
 
 def quick_exports() -> None:
     """Let an export look for operators once, build once what it registers for all of them, write the code of graphs
-    that are called only, and read no lines of frames that are not shown.
+    that are called only, name each kind of node once, and see only the frames of the model.
     """
     collect, known = exported_program._collect_all_valid_cia_ops, dict[tuple[str, ...], set[OperatorBase]]()
 
@@ -31,16 +33,37 @@ def quick_exports() -> None:
     def lazy(cls: type[GraphModule], *args: Any, **kwargs: Any) -> GraphModule:
         return make(_LazyGraphModule if cls is GraphModule else cls, *args, **kwargs)
 
-    def frames(found: list[Any], skip: int) -> StackSummary:
-        pairs = ((f["filename"], f["line"], f["name"]) for f in reversed(found[skip:]))
-        return StackSummary(FrameSummary(*frame, lookup_line=False) for frame in pairs)
-
     make = GraphModule.__new__
     GraphModule.__new__ = lazy  # type: ignore[method-assign, assignment]
     exported_program._collect_all_valid_cia_ops = collect_once
     exported_program._override_composite_implicit_decomp = _once(exported_program._override_composite_implicit_decomp)
-    _traceback._extract_symbolized_tb = frames
+    if hasattr(proxy.TracerBase, "_filter_traceback_frames"):
+        proxy.CapturedTraceback = _Frames  # type: ignore[misc, assignment]
+        proxy.TracerBase._filter_traceback_frames = lambda tracer, found: found  # type: ignore[method-assign]
+    graph._snake_case = cache(graph._snake_case)
+    _pytree.is_namedtuple_class = cache(_pytree.is_namedtuple_class)
+    # Strides and formats of results, which are printed only.
+    proxy_tensor._extract_tensor_metadata = lambda result: None  # type: ignore[assignment]
     _use_lazy_graph_module(True).__enter__()
+
+
+class _Frames(list[str]):
+    """The frames of modules' `forward`, outermost first, without their lines of code."""
+
+    @classmethod
+    def extract(cls) -> _Frames:
+        found, frame = [], sys._getframe(1).f_back
+        while frame is not None:
+            if frame.f_code.co_name == "forward":
+                found.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in forward\n')
+            frame = frame.f_back
+        return cls(reversed(found))
+
+    def summary(self) -> _Frames:
+        return self
+
+    def format(self) -> _Frames:
+        return self
 
 
 def _once(override: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def refine(trace: Trace, values: dict[str, Tensor], draw: Draw) -> None:
 def cases(sample: Sample, draw: Draw) -> list[Case]:
     """Draw a call, and return the ops that it is captured as, with the values that they read."""
     args, kwargs = sample.make(draw)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     trace, values = record(function(sample.source), args, kwargs)
     expected = function(sample.source)(*args, **kwargs)
     refine(trace, values, draw)
