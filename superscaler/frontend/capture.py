@@ -27,7 +27,7 @@ from superscaler.frontend.model_builder import build
 from superscaler.frontend.precision import Narrowed, narrowed
 from superscaler.frontend.refusals import refuse_scripted
 from superscaler.frontend.results import names_of
-from superscaler.frontend.rewrites.constants import fold
+from superscaler.frontend.rewrites.constants import fold, part_numbers
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
 from superscaler.frontend.rewrites.several_losses import separate
@@ -240,6 +240,7 @@ def _read(
             leaf.meta["value"] = buffers[leaf.name].detach()
     remove_dead(trace)
     fold(trace, device)
+    part_numbers(trace, device)
     normalize(trace)
     _copy_given(trace)
     segments = cut_segments(trace, [name for name in training.groups if training.kind(name) in WHOLE])

@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from superscaler.frontend.rewrites.decompositions import expanded
 from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
+from superscaler.ir.model_text import unique
 from superscaler.ops.row import aten
 
 # These operators read only the shape of their operand.
@@ -55,6 +56,34 @@ def fold(trace: Trace, device: torch.device) -> None:
                     trace.graph.erase_node(leaf)
                     del made[leaf]
     _store(trace, list(made))
+
+
+def part_numbers(trace: Trace, device: torch.device) -> None:
+    """Replace a number that is added to a scalar, as in 1 - mean(x), by a multiple of a constant: a sum of tensors is
+    linear, so that parts of the scalar need not wait for each other. The number keeps its digits in float64.
+    """
+    ones: dict[torch.dtype, Node] = {}
+    for node in trace.calls():
+        if target_of(node) not in _SUMS or shape_of(node) or not dtype_of(node).is_floating_point:
+            continue
+        x, number, *alpha = node.args
+        if not isinstance(x, Node) or isinstance(number, Node) or dtype_of(x) != dtype_of(node) or not number:
+            continue
+        if (one := ones.get(dtype_of(x))) is None:
+            value = torch.ones((), dtype=dtype_of(x), device=device)
+            one = ones[dtype_of(x)] = trace.leaf(unique("one", trace.taken), "constant", value, value)
+        trace.rewrite(node, _SUMS[target_of(node)], x, one, number, *alpha, **node.kwargs)
+
+
+def _turned(x: Tensor, one: Tensor, number: float, alpha: float = 1) -> Tensor:
+    return torch.add(-x if alpha == 1 else x * -alpha, one, alpha=number)
+
+
+_SUMS: dict[str, Any] = {
+    "aten.add.Tensor": lambda x, one, number, alpha=1: torch.add(x, one, alpha=number * alpha),
+    "aten.sub.Tensor": lambda x, one, number, alpha=1: torch.add(x, one, alpha=-number * alpha),
+    "aten.rsub.Scalar": _turned,
+}
 
 
 def _is_known(node: Node) -> bool:
