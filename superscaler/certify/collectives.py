@@ -1,6 +1,7 @@
 """The effect of collectives on masks: the values that members must give, and the value that each of them gets."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,12 +46,21 @@ class Collectives:
                 raise Refusal("is given a value by a device that only receives.")
             check_view(content, way.view)
             check_shape(self.model, content, way.local)
-            if content.dtype != (i.wide or i.dtype):
-                raise Refusal(f"moves {content.dtype} as {i.wide or i.dtype}.")
-            is_own = content.is_gradient and i.dtype == self.model.tensors[content.tensor].dtype
-            if i.wide and not (is_own and i.kind in ("reduce_scatter", "all_gather")):
+            if content.dtype != (i.given or i.wide or i.dtype):
+                raise Refusal(f"moves {content.dtype} as {i.given or i.wide or i.dtype}.")
+            if (i.wide or i.given) and not self._may_round(i, content):
                 raise Refusal(f"rounds {kind_of(content)} to {i.dtype} to move it.")
         check_bytes(i.bytes, sizes, i.dtype)
+
+    def _may_round(self, i: Collective, content: Content) -> bool:
+        """Return whether a collective may round a value: a gradient to the dtype of its weight, or to that to which all
+        readers cast the weight; a weight to the latter, before it is gathered.
+        """
+        own = [rounded.dtype] if (rounded := self.model.rounded.get(content.tensor)) else []
+        if i.given:
+            return i.kind == "all_gather" and not (i.wide or content.is_gradient) and i.dtype in own
+        own.append(self.model.tensors[content.tensor].dtype)
+        return i.kind in ("reduce_scatter", "all_gather") and content.is_gradient and i.dtype in own
 
     def join(
         self, how: Collective, part: int, members: Sequence[tuple[Content, Ints]], position: Ints, group: Ints
@@ -75,7 +85,8 @@ class Collectives:
                     joined = chunk_of(joined, way.give, len(given), position, way.sizes)
                 return self._arrived(joined, way)
             case "all_gather" | "rd_gather":
-                return self._arrived(rows_of(self._gathered(given, way), group), way)
+                joined = rows_of(self._gathered(given, way), group)
+                return self._arrived(replace(joined, dtype=how.dtype) if how.given else joined, way)
             case "all_to_all":
                 chunks = [chunk_of(rows_of(content, group), way.give, len(given), position) for content in given]
                 return self._arrived(self._gathered(chunks, way), way)

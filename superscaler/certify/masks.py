@@ -263,6 +263,8 @@ class Masks:
             wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
             if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):
                 raise Refusal(f"changes {name} ({weight.tensor}) by {kind_of(value)}.")
+            if home.is_write and value.dtype != weight.dtype:
+                raise Refusal(f"sets {name} ({weight.dtype}) to {value.dtype}.")
             must_equal(value.box, weight.box, f"{weight.tensor} is changed by")
             value = self.sums.simplified(value, deep=True)
             if value.addends is not None:
@@ -279,6 +281,8 @@ class Masks:
         (value,) = read
         if i.tensor not in self.outputs or (value.tensor, value.is_gradient) != (self.outputs[i.tensor], False):
             raise Refusal(f"gives {kind_of(value)} as the output {i.tensor}.")
+        if value.dtype != self._tensor(i.tensor).dtype:
+            raise Refusal(f"gives {value.dtype} as the output {i.tensor}.")
         if any(other.tensor == i.tensor for other, _ in self.memories.gives.get(cohort.number, ())):
             raise Refusal(f"gives the output {i.tensor} twice.")
         box = _boxes(cohort.data(at, "box"), len(cohort))

@@ -85,7 +85,15 @@ class Passes:
         if (content.tensor, content.is_gradient) != (tensor, False):
             raise Refusal(f"reads {kind_of(content)} as {tensor}.")
         must_equal(content.box, box, f"{tensor} is read as", swap=True)
+        if content.dtype != self.model.tensors[tensor].dtype and not self._is_rounded(segment, n, content):
+            raise Refusal(f"reads {content.dtype} as {self.model.tensors[tensor].dtype} {tensor}.")
         return self.sums.simplified(content, deep=True)
+
+    def _is_rounded(self, segment: Segment, n: int, content: Content) -> bool:
+        """Return whether input `n` has the dtype to which all its readers cast it, and a float32 gradient."""
+        rounded, function = self.model.rounded.get(content.tensor), segment.function
+        is_cast = rounded is not None and rounded.dtype == content.dtype
+        return is_cast and (n in function.wide or n not in function.grads)
 
     def _output(self, segment: Segment, tensor: str, starts: Ints) -> Content:
         op, box, columns = segment.made(tensor, starts)

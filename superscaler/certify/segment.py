@@ -82,7 +82,7 @@ class Segment:
             raise Refusal(f"saves outputs {saved} of {len(run.outputs)}.")
         if self.function.grads != grads:
             raise Refusal(f"wants gradients of inputs {self.function.grads}, not of {grads}.")
-        if self.function.wide != wide:
+        if self.function.wide != wide and self.function.wide != self._widened:
             raise Refusal(f"makes the gradients of inputs {self.function.wide} float32, not of {wide}.")
 
     @cached_property
@@ -92,6 +92,11 @@ class Segment:
         reaching = (n for n, name in enumerate(names) if self.model.tensors[name].requires_grad)
         grads = tuple(n for n in reaching if any(op.has_mirror for op, _ in uses[n]))
         return grads, tuple(n for n in grads if self.model.is_widened(names[n]))
+
+    @cached_property
+    def _widened(self) -> tuple[int, ...]:
+        """The inputs whose gradient becomes float32 where weights are rounded before they are gathered."""
+        return tuple(n for n in self._gradients[0] if self.model.is_widened(self.function.inputs[n], rounds=True))
 
     @cached_property
     def _following(self) -> list[int]:

@@ -29,15 +29,19 @@ def reduce(communicator: Communicator, tensors: Tensors, group: Group, root: int
 
 
 def all_gather(
-    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = (), wire: str = ""
-) -> Handles:
+    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = (), wire: str = "",
+    rounded: str = "",
+) -> Handles:  # fmt: skip
     """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there. `wire`: the dtype
-    in which they are sent; each rank rounds its own chunks, too.
+    in which they are sent; each rank rounds its own chunks, too. `rounded`: that in which they are sent, and stay.
     """
-    sizes, into = sizes or [()] * len(tensors), tensors[0].dtype
+    sizes, into = sizes or [()] * len(tensors), getattr(torch, rounded) if rounded else tensors[0].dtype
     tensors = [x.to(getattr(torch, wire)) for x in tensors] if wire else tensors
     tensors = [padded(x, d, max(s)) if s else x for x, d, s in zip(tensors, dims, sizes, strict=True)]
-    work = communicator.all_gather(torch.cat([x.reshape(-1) for x in tensors]), group, 0)
+    flat = [x.detach().reshape(-1) for x in tensors]
+    # One copy joins and rounds.
+    joined = tensors[0].new_empty(sum(x.numel() for x in flat), dtype=into) if rounded else None
+    work = communicator.all_gather(torch.cat(flat, out=joined), group, 0)
     rows = _then(work, lambda gathered: gathered.reshape(len(group), -1))
     pieces = _views(rows, [x.numel() for x in tensors])
     ways = ((x.shape, d, s) for x, d, s in zip(tensors, dims, sizes, strict=True))

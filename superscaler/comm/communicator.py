@@ -87,8 +87,11 @@ class Communicator(ABC):
             return Later(lambda: x if owned else x.detach().clone())
         return self._reduce(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned, largest)
 
-    def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Handle:
-        """Concatenate the ranks' chunks along `dim` in group order; those of uneven `sizes` are sent with padding."""
+    def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = (), rounded: str = "") -> Handle:
+        """Concatenate the ranks' chunks along `dim` in group order; those of uneven `sizes` are sent with padding.
+        `rounded`: the dtype that chunks get before.
+        """
+        x = x.detach().to(getattr(torch, rounded)) if rounded else x
         if len(group) == 1:
             return Later(lambda: x)
         if not sizes:

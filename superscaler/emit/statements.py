@@ -211,9 +211,10 @@ class Statements:
         made = self.targets(i.works)
         root = f", {i.root}" if i.root >= 0 else ""
         wire = f', wire="{i.dtype}"' if i.wide else ""
+        rounded = f', rounded="{i.dtype}"' * bool(i.given)
         if len(i.works) > 1 or i.wide:
             is_flat = i.kind in ("all_reduce", "reduce")
-            along = ", largest=True" * i.largest if is_flat else f", ways={self.number('ways', _ways)}"
+            along = ", largest=True" * i.largest if is_flat else f", ways={self.number('ways', _ways)}{rounded}"
             return f"{made}rt.{i.kind}_bucket({self.tuple_of(i.sources)}, {group}{root}{along}{wire})"
         (work,), (way,) = i.works, i.ways
         sizes = f", {way.sizes}" if way.sizes else ""
@@ -221,7 +222,7 @@ class Statements:
             "all_reduce": ", largest=True" * i.largest,
             "reduce": "",
             "rd_gather": f", {way.take}",
-            "all_gather": f", {way.take}{sizes}",
+            "all_gather": f", {way.take}{sizes}{rounded}",
             "reduce_scatter": f", {way.give}{sizes}",
             "all_to_all": f", {way.give}, {way.take}",
             "broadcast": f', {way.shape}, "{i.dtype}"',

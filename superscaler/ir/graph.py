@@ -68,6 +68,8 @@ class Graph:
         self.overlaps = True
         # Whether gradients of weights in halves travel in halves, where they are summed in slices.
         self.sends_halves = False
+        # Whether weights that all readers cast to halves are cast before they are gathered.
+        self.gathers_halves = False
         # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
         self.gathers_each = True
         # Weights that are gathered once a step.
@@ -167,6 +169,18 @@ class Graph:
         """
         self.sends_halves = True
         self.journal.append(Entry("send_halves", "", "", caller()))
+
+    def gather_halves(self) -> None:
+        """Gather weights in bf16 or fp16 where all their readers cast them to it, as under autocast: each device casts
+        its slice. They rest, and are updated, in float32. With `send_halves`, their gradients are sent in that dtype.
+        """
+        if not self.model.rounded:
+            raise InputError(
+                "gather_halves: no weight is read by casts to bf16 or fp16 alone; capture with autocast='bf16' "
+                "(--autocast bf16), or leave it out."
+            )
+        self.gathers_halves = True
+        self.journal.append(Entry("gather_halves", "", "", caller()))
 
     def gather_once(self) -> None:
         """Gather weights once for all microbatches: for the forward, and again for the backward if ops are recomputed

@@ -29,6 +29,7 @@ MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 _LATER = re.compile(r"\+\d+$")
 _BITS = re.compile(r"\d+")
 _HALVES = ("float16", "bfloat16")
+_CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,9 +329,29 @@ class Model:
         """Return the updated weights, and the tensors made of weights alone, such as casts."""
         return frozenset(o.tensor for op in self.ops if op.from_weights for o in op.outputs)
 
-    def is_widened(self, tensor: str) -> bool:
-        """Return whether the gradient of a tensor becomes float32: it is a half, and a weight or made of weights."""
-        return tensor in self.from_weights and self.tensors[tensor].wide_dtype != self.tensors[tensor].dtype
+    def is_widened(self, tensor: str, rounds: bool = False) -> bool:
+        """Return whether the gradient of a tensor becomes float32: it is a half, and a weight or made of weights.
+
+        `rounds`: weights are rounded before they are gathered, so that those in `rounded` may be read as halves.
+        """
+        is_half = tensor in self.from_weights and self.tensors[tensor].wide_dtype != self.tensors[tensor].dtype
+        is_cast = rounds and tensor in self.rounded
+        return is_half or (is_cast and self.rounded[tensor].dtype != self.tensors[tensor].dtype)
+
+    @cached_property
+    def rounded(self) -> Mapping[str, PTensor]:
+        """Return the weights, and copies of weights, that all readers cast to one half, each with what a cast makes."""
+        copies = {o.tensor for op in self.forward_ops if op.is_copy and op.from_weights for o in op.outputs}
+        found = {name: self._casts_of(name) for name in self.tensors if name in copies | self.weights}
+        return {name: casts[0] for name, casts in found.items() if len({c.trained.dtype for c in casts}) == 1}
+
+    def _casts_of(self, tensor: str) -> list[PTensor]:
+        """Return the results of a tensor's readers if each of these casts it to a half, else none."""
+        readers = [op for op, _ in self.uses[tensor]]
+        made = [self.tensors[op.outputs[0].tensor] for op in readers]
+        are_casts = all(op.target == _CAST and [name for name, _ in op.kwargs] == ["dtype"] for op in readers)
+        are_halves = self.tensors[tensor].trained.dtype not in _HALVES and all(t.trained.dtype in _HALVES for t in made)
+        return made if are_casts and are_halves else []
 
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:

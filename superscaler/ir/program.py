@@ -160,7 +160,8 @@ class Collective:
 
     `works`: the handles to wait on; None on devices without a result if only the device at place `root` of the group
     gets one. `bytes`: of the sources, padded. An all_reduce gives the sum, or the `largest`. `wide`: the dtype of the
-    sources and results, in which they are added, if they are sent in another one.
+    sources and results, in which they are added, if they are sent in another one. `given`: the dtype of the sources of
+    an all_gather, if they are rounded to another one, in which the results stay.
     """
 
     kind: str
@@ -174,6 +175,7 @@ class Collective:
     notes: Notes = field(default=(), compare=False)
     root: int = -1
     wide: str = ""
+    given: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def materialize(
     """
     model = schedule.edges.model
     graph, turns = schedule.edges.graph, _turns(schedule.edges)
-    ways = graph.overlaps, graph.sends_halves
+    ways = graph.overlaps, graph.sends_halves, model.rounded if graph.gathers_halves else {}
     context = Context(model.tensors, model.from_weights, costs, schedule.edges.fold, fold, *ways, steady, turns)
     code = Code(model.tensors, world, steady.inner if steady else 0)
     builder = _Builder(schedule, Writer(schedule.transfers, code, context))

@@ -1,6 +1,7 @@
 """Functions of segments: parts of equal sizes share one."""
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,8 @@ class Functions:
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
             grads = tuple(segment.given)
-            wide = tuple(n for n in grads if self.edges.model.is_widened(names[n]))
+            is_wide = partial(self.edges.model.is_widened, rounds=self.edges.graph.gathers_halves)
+            wide = tuple(n for n in grads if is_wide(names[n]))
             saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
             self._numbers[key] = len(self.made)
             where = own.coordinates, grads, wide, tuple(again), saved

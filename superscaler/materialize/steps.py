@@ -15,7 +15,7 @@ from superscaler.materialize.rvd.route import Route
 from superscaler.materialize.rvd.search import Cache
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.schedule.steady_state import SteadyState
-from superscaler.schedule.transfers import BACKWARD, Transfer
+from superscaler.schedule.transfers import BACKWARD, UPDATE, Transfer
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Context:
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
     fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed.
     `sends_halves`: gradients of halves are sent as halves to slices of their sums, and so are the sums to their other
-    readers. `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: the
-    orders of communication that an update is in, by home number and piece. `paths`: a cache of searched paths.
+    readers. `rounded`: for each weight that is rounded before it is gathered, what it then is. `steady`: transfers show
+    the first microbatches, and values and messages are named by them. `turns`: the orders of communication that an
+    update is in, by home number and piece. `paths`: a cache of searched paths.
     """
 
     tensors: Mapping[str, PTensor]
@@ -36,6 +37,7 @@ class Context:
     fold: Fold | None = None
     overlaps: bool = True
     sends_halves: bool = False
+    rounded: Mapping[str, PTensor] = field(default_factory=dict)
     steady: SteadyState | None = None
     turns: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
     paths: Cache = field(default_factory=dict)
@@ -54,8 +56,27 @@ class Context:
     def wire(self, transfer: Transfer, kind: str, *, trained: bool = False) -> str:
         """Return the dtype in which a collective sends the tensor of a transfer."""
         is_narrow = self.sends_halves and kind in ("reduce_scatter", "all_gather") and transfer.is_to_updates
-        tensor = self.tensors[transfer.tensor]
-        return (tensor.trained if trained else tensor).dtype if is_narrow else self.dtype(transfer, trained=trained)
+        return self._rounded(transfer, trained) if is_narrow else self.dtype(transfer, trained=trained)
+
+    def _rounded(self, transfer: Transfer, trained: bool) -> str:
+        tensor = self.rounded.get(transfer.tensor, self.tensors[transfer.tensor])
+        return (tensor.trained if trained else tensor).dtype
+
+    def sent(self, transfer: Transfer, form: Lowered, step: Collective, *, trained: bool = False) -> str:
+        """Return the dtype in which a step of a transfer sends its tensor."""
+        is_rounded = self.rounds(transfer, form, step)
+        return self._rounded(transfer, trained) if is_rounded else self.wire(transfer, step.how.kind, trained=trained)
+
+    def rounds(self, transfer: Transfer, form: Lowered, step: Collective) -> bool:
+        """Return whether a step gathers a weight for readers that only round it, and nothing comes after it."""
+        if transfer.tensor not in self.rounded or transfer.kind == BACKWARD or step not in form.rounds[-1]:
+            return False
+        is_read = all(place.kind != UPDATE for reader in transfer.readers for place in reader.places)
+        gathers = [one for one in form.rounds[-1] if isinstance(one, Collective) and one.how.kind == "all_gather"]
+        made = {out for one in gathers for out in one.outs}
+        pairs = zip(transfer.readers, form.ends, strict=True)
+        ends = [slots for reader, slots in pairs if self.is_emitted(reader.device)]
+        return is_read and step in gathers and all(len(slots) == 1 and slots[0] in made for slots in ends)
 
     def turn(self, transfer: Transfer) -> Hashable:
         """Return the orders of communication that a transfer is in."""

@@ -115,7 +115,8 @@ class Writer:
         for step in some:
             if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
                 largest = self.context.tensors[transfer.tensor].largest
-                dtype = self.context.wire(transfer, step.how.kind, trained=True)
+                # What is rounded has sources of another dtype than what is a half.
+                dtype = self._sent(number, step, trained=True) + "." * self._rounds(number, step)
                 turn = self.context.turn(transfer)
                 self.buckets.add(self._entry(number, step), transfer, dtype, largest, turn, is_due)
             else:
@@ -303,8 +304,9 @@ class Writer:
         """Start the collectives of a bucket as one."""
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
         first = self.transfers[bucket[0].number]
-        wide, dtype = self.context.dtype(first), self.context.wire(first, how.kind)
-        options = how.root, wide * (wide != dtype)
+        wide, dtype = self.context.dtype(first), self._sent(bucket[0].number, bucket[0].step)
+        is_rounded = self._rounds(bucket[0].number, bucket[0].step)
+        options = how.root, wide * (wide != dtype and not is_rounded), wide * (wide != dtype and is_rounded)
         largest = how.kind == "all_reduce" and self.code.tensors[self.transfers[bucket[0].number].tensor].largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
@@ -353,9 +355,15 @@ class Writer:
         return number in self._left and not self._done[number] and self._is_joined(number) and is_started
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
-        transfer, elements = self.transfers[number], self._way(number, step, *step.slots[0]).elements
-        dtypes = (self.context.wire(transfer, step.how.kind, trained=trained) for trained in (False, True))
+        elements = self._way(number, step, *step.slots[0]).elements
+        dtypes = (self._sent(number, step, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
+
+    def _sent(self, number: int, step: steps.Collective, *, trained: bool = False) -> str:
+        return self.context.sent(self.transfers[number], self.lowered(number), step, trained=trained)
+
+    def _rounds(self, number: int, step: steps.Collective) -> bool:
+        return self.context.rounds(self.transfers[number], self.lowered(number), step)
 
     def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> CollectiveArg:
         """Return the layout change of a device in a collective. A device without source or result gets that of the

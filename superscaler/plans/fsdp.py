@@ -7,6 +7,8 @@ recompute     blocks are recomputed in the backward, as under activation checkpo
 microbatches  forwards and backwards of a step; each gathers weights and scatters gradients
 secondary     devices side by side that share a copy of the weights of blocks, in slices, from which blocks gather: a
               server, where slices are over several (hpZ of ZeRO++)
+gather_halves weights that autocast casts are cast in slices, and gathered in bf16 or fp16 (`param_dtype` of FSDP2)
+halves        gradients of these, and of weights in 16 bits, are sent in that dtype (`reduce_dtype`), else in float32
 
 This is `zero:stage=3`, which also has what lies between: `keep=N` recomputes all but the last N blocks.
 """
@@ -22,6 +24,7 @@ from superscaler.verbs import Graph
 @along_axis(last=True)
 def fsdp(
     graph: Graph, n: int, axis: str, shard: int = 0, recompute: bool = False, microbatches: int = 1, secondary: int = 0,
+    halves: bool = False, gather_halves: bool = False,
 ) -> None:  # fmt: skip
-    kept = 0 if recompute else len(layers(graph))
-    zero.cut(graph, n, axis, stage=3, shard=shard, microbatches=microbatches, keep=kept, secondary=secondary)
+    kept, ways = 0 if recompute else len(layers(graph)), {"halves": halves, "gather_halves": gather_halves}
+    zero.cut(graph, n, axis, stage=3, shard=shard, microbatches=microbatches, keep=kept, secondary=secondary, **ways)

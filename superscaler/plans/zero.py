@@ -15,6 +15,9 @@ ZeRO++).
 
 Matrices of an optimizer that needs them whole (Muon) rest whole, each on the one of `shard` devices with the fewest
 elements. `halves`: gradients of bf16 and fp16 weights are sent to their slices in that dtype, and added in float32.
+
+`gather_halves`: weights that autocast casts to bf16 or fp16 rest in float32, are cast in slices, and are gathered in
+that dtype (`MixedPrecisionPolicy(param_dtype=...)` of FSDP2). With `halves`, their gradients are sent in it, too.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ from superscaler.verbs import Graph, Microbatch, Recompute, Regather, Split, op_
 @along_axis(last=True)
 def zero(
     graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microbatches: int = 1, keep: int = 0,
-    halves: bool = False, secondary: int = 0,
+    halves: bool = False, secondary: int = 0, gather_halves: bool = False,
 ) -> None:  # fmt: skip
     shard = shard or n
     check_stage(stage, shard, microbatches, keep, secondary)
     check_shards({"batch": batch_of(graph)}, n, shard, microbatches)
     if halves:
         graph.send_halves()
+    if gather_halves:
+        graph.gather_halves()
     if stage < 3:
         graph.keep_gathered(graph.updates)
     if microbatches > 1:

@@ -98,6 +98,7 @@ class RegatheredTensors:
         self.given: Sequence[Tensor] = ()
         self._strides = [w.stride() for w in weights]
         self._offset = [w.storage_offset() for w in weights]
+        self._dtypes = [w.dtype for w in weights]
         self._at = {storage_of(w): n for n, w in reversed(list(enumerate(weights)))}
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -106,7 +107,8 @@ class RegatheredTensors:
 
     def give(self, weights: Sequence[Tensor]) -> None:
         """Set the weights for the backward."""
-        self.given = [_strided(x, strides) for x, strides in zip(weights, self._strides, strict=True)]
+        ways = zip(weights, self._dtypes, self._strides, strict=True)
+        self.given = [_strided(x.to(dtype), strides) for x, dtype, strides in ways]
 
     def _pack(self, x: Tensor) -> Any:
         n = self._at.get(storage_of(x))

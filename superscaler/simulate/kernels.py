@@ -194,7 +194,8 @@ def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:
     is_read = i.kind.endswith("gather") and not found.shared
     first = i.ways[0]
     is_plain = len(i.ways) == 1 and first.leads(first.take if first.give < 0 else first.give)
-    into = () if is_read or is_plain else tuple(k for way in i.ways for k in _copied(((way.elements,), i.dtype)))
+    copied = [_copied(((way.elements,), i.dtype), ((way.elements,), i.given or i.dtype)) for way in i.ways]
+    into = () if is_read or (is_plain and not i.given) else tuple(k for some in copied for k in some)
     after = [_copied((way.shape, i.dtype)) if found.made else () for way in i.ways]
     if i.wide and i.kind == "reduce_scatter":
         # The first wait adds the chunks of all results.

@@ -11,7 +11,20 @@ from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand
-from superscaler.ir.program import Backward, Device, Forward, Function, Instruction, Offload, Program, Task, Value
+from superscaler.ir.program import (
+    Backward,
+    Collective,
+    Device,
+    Forward,
+    Function,
+    Instruction,
+    Offload,
+    Program,
+    Slice,
+    Task,
+    Value,
+    Wait,
+)  # fmt: skip
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.simulate.recording import Recorder, callables
@@ -22,6 +35,7 @@ from superscaler.simulate.works import Call, Meta, Segment
 # Operators that leave out what no query of a part sees.
 _BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
+Dtypes = tuple[tuple[int, str], ...]
 
 
 class Segments:
@@ -40,10 +54,12 @@ class Segments:
         self._placed = {n: not _BY_PLACE.isdisjoint(own) for n, own in enumerate(targets) if own & PLACED}
 
     def of(
-        self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = ()
-    ) -> Segment:
+        self, forward: Forward, backward: Backward | None = None, strides: Strides = (), added: Iterable[int] = (),
+        rounded: Dtypes = (),
+    ) -> Segment:  # fmt: skip
         """Return the segment of a forward and its backward, or of the first half of a split one. `strides`: of
-        non-contiguous inputs, by number; `added`: the aliases whose gradients are added to sums, in both halves.
+        non-contiguous inputs, by number; `added`: the aliases whose gradients are added to sums, in both halves;
+        `rounded`: the dtypes of inputs that were rounded before they were gathered.
         """
         given, first = tuple[bool, ...](), tuple[int, ...]()
         if backward is not None:
@@ -54,7 +70,7 @@ class Segments:
                 first = tuple(n for n, pair in enumerate(made) if pair != (None, None))
         function = self.program.functions[forward.function]
         parts = self._parts(function, forward.at) if forward.function in self._placed else ()
-        key = forward.function, given, first, strides, parts, tuple(sorted(added))
+        key = forward.function, given, first, strides, parts, tuple(sorted(added)), rounded
         if key not in self._calls:
             self._calls[key] = self._segment(forward.function, Call(bool(function.grads), *key[1:]))
         return self._calls[key]
@@ -112,10 +128,21 @@ class Segments:
         """Return the segment and the function of each task."""
         forwards = list[tuple[Task, Forward, Step, int]]()
         backwards, added = dict[Task, Backward](), dict[Task, set[int]]()
+        # By forward, the dtypes of rounded inputs; those of the handles and the names that hold some now.
+        rounded, dtypes = dict[Task, Dtypes](), dict[Value, str]()
         for step, _, turn in steps(code):
             i = step.first
             if isinstance(i, Forward):
-                forwards.append((step.moved("task", turn), i, step, turn))
+                task = step.moved("task", turn)
+                forwards.append((task, i, step, turn))
+                if dtypes:
+                    names = enumerate(step.moved("inputs", turn))
+                    rounded[task] = tuple((n, dtypes[name]) for n, name in names if name in dtypes)
+            elif isinstance(i, Collective) and i.given:
+                dtypes |= {work: i.dtype for work in step.handles_at(turn) if work is not None}
+            elif isinstance(i, Wait | Slice) and dtypes:
+                source = step.moved("work" if isinstance(i, Wait) else "source", turn)
+                dtypes |= {step.moved("out", turn): dtypes[source]} if source in dtypes else {}
             elif isinstance(i, Backward):
                 task = step.moved("task", turn)
                 backwards.setdefault(task, i)
@@ -126,7 +153,7 @@ class Segments:
             own = tuple((n, strides[name]) for n, name in enumerate(inputs) if name in strides)
             if i.function in self._placed:
                 i = replace(i, at=step.moved("at", turn))
-            found[task] = segment = self.of(i, backwards.get(task), own, added.get(task, ()))
+            found[task] = segment = self.of(i, backwards.get(task), own, added.get(task, ()), rounded.get(task, ()))
             if any(segment.strides):
                 outputs = zip(step.moved("outputs", turn), segment.strides, strict=True)
                 strides |= {out: some for out, some in outputs if some}
@@ -138,7 +165,8 @@ class Segments:
         return tuple(part for op, box in pairs for part in parts_of(op, box, self.program.model.tensors).values())
 
     def _segment(self, number: int, call: Call) -> Segment:
-        metas = tuple(input_metas(self.program.model, self.program.functions[number]))
+        plain, dtypes = input_metas(self.program.model, self.program.functions[number]), dict(call.rounded)
+        metas = tuple((shape, dtypes.get(n, dtype)) for n, (shape, dtype) in enumerate(plain))
         run = self._run[number]
         # Functions with the same text have the same name.
         key = run.__name__, metas, call

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -176,7 +176,9 @@ def buffers(i: Collective, place: int) -> Buffers:
         case "rd_gather" if place != i.root:
             return Buffers(sources=True)
         case "all_gather" | "rd_gather":
-            return _gathered(i, p, is_one, ascending, flat, results)
+            found = _gathered(i, p, is_one, ascending, flat, results)
+            # Rounded slices are copies.
+            return replace(found, shared=flat, sources=False) if i.given else found
         case "reduce_scatter" if i.wide:
             # Narrowed, joined and exchanged; the waits add them.
             return Buffers(shared=2 * flat)

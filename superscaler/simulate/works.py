@@ -114,7 +114,7 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Call:
     """The way in which a function is called: with a tape or without, the given gradients, the aliases with gradients
-    from the first of two halves (empty without halves), and the aliases `added` to sums.
+    from the first of two halves (empty without halves), the aliases `added` to sums, and the dtypes of rounded inputs.
     """
 
     tape: bool
@@ -123,3 +123,4 @@ class Call:
     strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: tuple[Box, ...] = ()
     added: tuple[int, ...] = ()
+    rounded: tuple[tuple[int, str], ...] = ()

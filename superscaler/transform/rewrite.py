@@ -92,7 +92,8 @@ class Regather:
     y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; regather w; d(x), d(w) += d.f(d(y), w)
 
     All ops of one `op_trans` are one region. Weights are regathered if an op reads them directly, and activations if a
-    part reads more of them than any part makes. Casts of these are kept, and so are sums.
+    part reads more of them than any part makes. Casts of these are kept, and so are sums. What is
+    cast before it is gathered (`gather_halves`) is regathered like a weight.
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:

@@ -19,7 +19,7 @@ from superscaler.verify.oracles import retype
 from tests.ran import Around
 
 # What depends on how wide an element is.
-WIDTHS = ("dtype", "bytes", "wide")
+WIDTHS = ("dtype", "bytes", "wide", "given")
 
 
 def layers() -> nn.Module:

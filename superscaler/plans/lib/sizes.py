@@ -18,13 +18,16 @@ REGIONS = {"none": "", "selective": "attention", "full": "block"}
 
 def check_hybrid(
     sizes: Mapping[str, int], cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
-    chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0, **_: Any,
+    chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0,
+    gather_halves: bool = False, **_: Any,
 ) -> Mesh:  # fmt: skip
     """Raise InputError for options that no model of these sizes has on a cluster; return the mesh of its devices."""
     if recompute not in REGIONS:
         raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
     if zero not in (0, 1):
         raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
+    if gather_halves and not zero:
+        raise InputError("hybrid:gather_halves=true,zero=0: no weight is gathered; choose zero=1, or leave it out.")
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
     check_rows(sizes, microbatches, dp=dp)
     check_divisible(sizes, "heads", tp=tp)
