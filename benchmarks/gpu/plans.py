@@ -1,6 +1,7 @@
 """Predicted seconds and bytes of plans on one GPU, beside measured ones.
 
     python benchmarks/gpu/plans.py compile FOLDER [--groups NAME ...]     without a GPU: compile, predict; a file a case
+                                          [--cluster measured.yaml]       predict for what doctor --measure wrote, too
     python benchmarks/gpu/plans.py run FOLDER [--steps 3] [--names PART]  on a GPU: run the cases, print the table
 
 plans   three models under single, recompute, co-shard and swap, in bf16 autocast
@@ -85,7 +86,7 @@ def _paper(group: str, name: str, model: str, parts: int) -> Iterator[Case]:
         yield Case(group, f"{name}, {system}", f"{model},batch={FEW}", plan, True, PAPER_BYTES)
 
 
-def compile_all(folder: Path, groups: list[str], part: str) -> None:
+def compile_all(folder: Path, groups: list[str], part: str, measured: str | None) -> None:
     import superscaler as ss
     from superscaler.artifact import describe
     from superscaler.cluster import Cluster
@@ -110,7 +111,7 @@ def compile_all(folder: Path, groups: list[str], part: str) -> None:
         plan = ss.compile(graph, case.plan, "h100:1x1")
         plan.validate()
         predicted = {}
-        for card, cluster in CLUSTERS.items():
+        for card, cluster in (CLUSTERS | ({"measured": measured} if measured else {})).items():
             found = simulate(plan.compiled.program, Cluster.parse(cluster)).prediction
             full = found.fullest
             overhead = full.memory.get("overhead", 0)
@@ -256,10 +257,11 @@ def main() -> None:
     parser.add_argument("--groups", nargs="*", default=["plans", "long", "e6", "e7"])
     parser.add_argument("--names", default="", help="only cases whose name has this")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cluster", help="compile: the file of a measured GPU")
     parser.add_argument("--profiles", type=Path, help="a folder for the seconds of operators, by case")
     options = parser.parse_args()
     if options.what == "compile":
-        compile_all(options.folder, options.groups, options.names)
+        compile_all(options.folder, options.groups, options.names, options.cluster)
     elif not torch.cuda.is_available():
         print("skipped: no CUDA device on this machine")
     else:

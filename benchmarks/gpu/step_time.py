@@ -1,6 +1,6 @@
 """GPT-2 on one GPU: our emitted code against the eager module and `torch.compile`, in one run.
 
-    python benchmarks/gpu/step_time.py [--steps 20] [--no-compile]
+    python benchmarks/gpu/step_time.py [--steps 20] [--no-compile] [--cases NAME ...]
 
 bf16 weights, dropout 0, fused AdamW. GPT-2 small (batch 8, sequence 1024), where the GPU is busy, and GPT-2 small of 64
 channels (batch 1, sequence 64), where the host is: its seconds by kernel are those of starting one. Prints median
@@ -126,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: no CUDA device on this machine")
@@ -133,7 +134,7 @@ def main() -> None:
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
     }  # fmt: skip
-    for name in CASES:
+    for name in options.cases:
         measure(name, options.steps, not options.no_compile)
 
 

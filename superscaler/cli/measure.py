@@ -5,10 +5,10 @@ them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from superscaler.cli.printing import Printer, table
 from superscaler.errors import InputError
@@ -16,8 +16,9 @@ from superscaler.specs.file_errors import writing
 from superscaler.timing import cores
 
 if TYPE_CHECKING:
-    from superscaler.cluster import Cluster, DeviceKind
+    from superscaler.cluster import Cluster, DeviceKind, Links
     from superscaler.cluster.fit import Sample
+    from superscaler.simulate.profile import Sample as KernelSample
 
 _ENDINGS = (".yaml", ".yml")
 # Processes without --cluster: more take long on a CPU and add little.
@@ -26,6 +27,8 @@ _MOST = 64
 # What else `measure` is given: how many sizes of models; how many sizes of collectives, and repetitions of each.
 _MODELS: Sequence[str] = ()
 _COLLECTIVES: Sequence[str] = ()
+# The preset that stands for a GPU of none.
+_LIKE = "a100"
 _NUMBERS = ("bytes", "start us", "measured us", "fitted us", "error")
 
 
@@ -41,66 +44,104 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     if out is not None:
         _check_out(out)
     count = _count(spec)
-    from superscaler.cluster import LINKS, LOCAL, Cluster
-    from superscaler.cluster.fit import Sample, error, fit, predict, slowdown
-    from superscaler.comm.measure import measure as measure_links
-    from superscaler.launch.launch import call
+    from superscaler.cluster import LOCAL, Cluster
+    from superscaler.cluster.fit import error, fit, predict, slowdown
 
-    device = _device(printer, count)
-    rows = call(measure_links, count, *_COLLECTIVES)[0]
-    samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in rows]
-    samples.sort(key=lambda s: (s.link, s.kind, s.size))
-    if device is not None and device.speeds is not None and device.speeds.units == 0:
+    device, known = _device(printer, count)
+    samples = _collectives(count) if count > 1 else []
+    assert device.speeds is not None
+    if device.speeds.units == 0:
         device = replace(device, speeds=replace(device.speeds, slowdown=slowdown(samples)))
-    cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]), device)
-    largest = max(error(cluster.links, s) for s in samples)
+    cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, known), device)
+    largest = max((error(cluster.links, s) for s in samples), default=0.0)
     fitted = [predict(cluster.links, s) for s in samples]
-    shown = table(("collective", *_NUMBERS), map(_row, samples, fitted), _NUMBERS)
-    printer.show(shown, f"largest error {largest:.0%}, {count} processes", *_links(cluster))
+    if samples:
+        shown = table(("collective", *_NUMBERS), map(_row, samples, fitted), _NUMBERS)
+        printer.show(shown, f"largest error {largest:.0%}, {count} processes", *_links(cluster))
     if out is not None:
         _write(out, cluster)
         printer.show(f"wrote {out}; use it as --cluster {out}")
     printer.result = {
         "cluster": str(cluster),
         "links": asdict(cluster.links),
-        "device": None if device is None else asdict(device),
+        "device": asdict(device),
         "largest_error": largest,
         "samples": [{**asdict(s), "fitted": f} for s, f in zip(samples, fitted, strict=True)],
     }
 
 
-def _device(printer: Printer, count: int) -> DeviceKind | None:
-    """Return the speeds of a core with its share of the memory, while `count` processes run; a GPU's are known."""
+def _collectives(count: int) -> list[Sample]:
+    """Return the measured collectives of `count` processes."""
+    from superscaler.cluster.fit import Sample
+    from superscaler.comm.measure import measure as measure_links
+    from superscaler.launch.launch import call
+
+    rows = call(measure_links, count, *_COLLECTIVES)[0]
+    samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in rows]
+    return sorted(samples, key=lambda s: (s.link, s.kind, s.size))
+
+
+def _device(printer: Printer, count: int) -> tuple[DeviceKind, Links]:
+    """Return the speeds of a device while `count` processes run, and what is known about links that are not measured:
+    of a GPU of a preset, its own.
+    """
     import torch
 
-    if torch.cuda.is_available():
-        return _gpu(printer, torch.cuda.get_device_name(0))
-    from superscaler.cluster import LOCAL, DeviceKind
+    from superscaler.cluster import LINKS, LOCAL, DeviceKind
     from superscaler.launch.launch import call
-    from superscaler.simulate.profile import Sample, errors, measure, speeds, widened
+    from superscaler.simulate import profile, profile_gpu
 
-    found = call(measure, count, *_MODELS)[0]
-    samples = [Sample.read(s) for s in found["samples"]]
-    fitted = speeds(samples, found["floor"], found["fresh"])
+    if torch.cuda.is_available():
+        return _gpu(printer, torch.cuda.get_device_name(0), call(profile_gpu.measure, count)[0])
+    found = call(profile.measure, count, *_MODELS)[0]
+    samples = [profile.Sample.read(s) for s in found["samples"]]
+    fitted = profile.speeds(samples, found["floor"], found["fresh"])
     flops = {dtype: speed for dtype, (speed, _) in fitted.products.items()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
-    error = errors(samples, DeviceKind(LOCAL, memory, flops, fitted))
+    kind = _shown(printer, samples, DeviceKind(LOCAL, memory, flops, fitted))
+    return kind, LINKS[LOCAL]
+
+
+def _gpu(printer: Printer, name: str, found: Mapping[str, Any]) -> tuple[DeviceKind, Links]:
+    """Return the kind of a GPU of this name from what was measured on it, and its links: those of the preset of that
+    name, with the measured copies to its host.
+    """
+    from superscaler.cluster import LINKS, LOCAL, PRESETS, DeviceKind
+    from superscaler.simulate.profile import Sample
+    from superscaler.simulate.profile_gpu import speeds
+
+    preset = next((preset for preset in PRESETS if preset in name.lower()), None)
+    like = PRESETS[preset or _LIKE]
+    assert like.speeds is not None
+    samples = [Sample.read(s) for s in found["samples"]]
+    fitted = speeds(samples, like.speeds, found["units"], found["floor"], found["issue"])
+    # Of an unknown GPU the peak is the best that was measured.
+    flops = like.flops if preset else {dtype: high for dtype, (_, high) in fitted.products.items()}
+    kind = _shown(printer, samples, DeviceKind(LOCAL, found["memory"], flops, fitted))
+    links = LINKS[preset or _LIKE]
+    host, device = (replace(old, bandwidth=new) for old, new in (
+        (links.host, found["host"]), (links.device, fitted.memory[1] / 2)))  # fmt: skip
+    printer.show(
+        f"  the host starts a kernel in {fitted.issue * 1e6:.1f} us; copies to it: {host.bandwidth / 1e9:.1f} GB/s",
+        f"  what was not measured is that of the preset {preset}" if preset
+        else f"  {name} is no preset; what was not measured is that of {_LIKE}",
+    )  # fmt: skip
+    return kind, replace(links, host=host, device=device)
+
+
+def _shown(printer: Printer, samples: Sequence[KernelSample], kind: DeviceKind) -> DeviceKind:
+    """Show what was fitted; return the kind with speeds that are wider by what is not explained."""
+    from superscaler.simulate.profile import errors, widened
+
+    fitted = kind.speeds
+    assert fitted is not None
+    error = errors(samples, kind)
     printer.show(
         f"{len(samples)} kernels; of all their seconds {error:.1%} are not explained",
-        *(f"  products in {dtype}: {speed / 1e9:.0f} Gflop/s" for dtype, speed in flops.items()),
+        *(f"  products in {dtype}: {low / 1e9:.0f} Gflop/s" for dtype, (low, _) in fitted.products.items()),
         f"  memory: {fitted.memory[1] / 1e9:.1f} GB/s; a kernel with its call: {fitted.floor * 1e6:.1f} us",
     )
-    return DeviceKind(LOCAL, memory, flops, widened(fitted, error))
-
-
-def _gpu(printer: Printer, name: str) -> DeviceKind | None:
-    """Return the kind of a GPU of a preset: kernels are measured on CPUs alone."""
-    from superscaler.cluster import LOCAL, PRESETS
-
-    known = [kind for preset, kind in PRESETS.items() if preset in name.lower()]
-    source = f"those of the preset {known[0].name}" if known else "unknown; add device.speeds for simulations"
-    printer.show(f"the speeds of kernels on {name} are not measured, but {source}")
-    return replace(known[0], name=LOCAL) if known else None
+    return replace(kind, speeds=widened(fitted, error))
 
 
 def _check_out(out: Path) -> None:
@@ -122,12 +163,11 @@ def _count(spec: str | None) -> int:
     if asked is not None and not asked.is_local:
         raise InputError(f"--cluster {spec} is not this machine, which alone can be measured; write local:N.")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus == 1:
-        raise InputError("this machine has 1 GPU, but links join 2; set CUDA_VISIBLE_DEVICES= to measure its CPU.")
     count = len(asked.devices) if asked is not None else gpus or max(2, min(cores(), _USUAL))
-    if not 2 <= count <= (gpus or _MOST):
-        limit = f"this machine has {gpus} GPUs" if gpus else f"at most {_MOST} processes can be measured"
-        raise InputError(f"--cluster {spec} has {count} devices, but links join 2 or more, and {limit}.")
+    if gpus and count > gpus:
+        raise InputError(f"--cluster {spec} has {count} devices, but this machine has {gpus} GPUs; write local:{gpus}.")
+    if not gpus and not 2 <= count <= _MOST:
+        raise InputError(f"--cluster {spec} has {count} devices; write local:2 to local:{_MOST}: links join 2 or more.")
     return count
 
 

@@ -67,7 +67,7 @@ class DeviceKind:
 GB = 10**9
 
 
-def _classes(memory: Pair, measured: Mapping[str, float]) -> dict[str, Link]:
+def classes(memory: Pair, measured: Mapping[str, float]) -> dict[str, Link]:
     """Return the classes below the bandwidth of memory. Shares that are not `measured` are estimates, as is the sorting
     of the numbers of rows before gradients are added to these.
     """
@@ -104,7 +104,7 @@ def _gpu(
     attention: Mapping[str, Attention],
     shares: Mapping[str, float] | None = None,
 ) -> Speeds:
-    return Speeds(units, products, memory, attention, _classes(memory, shares or {}), _FLOOR, _ISSUE, slowdown=_BESIDE)
+    return Speeds(units, products, memory, attention, classes(memory, shares or {}), _FLOOR, _ISSUE, slowdown=_BESIDE)
 
 
 # FlashAttention-3 (Shah et al. 2024), figures 5 and 6, H100 SXM, 16,384 keys: FlashAttention-2 and cuDNN. Torch takes

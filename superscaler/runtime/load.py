@@ -1,5 +1,6 @@
 """The code and the step of a rank, from a plan directory."""
 
+import linecache
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -91,6 +92,8 @@ def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]
             text = text.replace("import segments\n", "\n", 1)
             module.__dict__["segments"] = made["segments"]
         module.__dict__["__source__"] = text
+        # Tracebacks show it, and torch.compile tells functions apart, also where the file is not there any more.
+        linecache.cache[prefix + name] = len(text), None, text.splitlines(keepends=True), prefix + name
         exec(compile(text, prefix + name, "exec"), module.__dict__)
         made[module.__name__] = module
     return made

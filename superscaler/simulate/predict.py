@@ -118,7 +118,9 @@ def _share(cluster: Cluster) -> float:
 
 
 def _overheads(cluster: Cluster) -> Overheads:
-    return NO_OVERHEADS if cluster.kind == LOCAL else Overheads()
+    speeds = cluster.device_kind.speeds if cluster.device_kind else None
+    is_gpu = cluster.kind != LOCAL or (speeds is not None and speeds.units > 0)
+    return Overheads() if is_gpu else NO_OVERHEADS
 
 
 def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory], host: float) -> DeviceTimes:

@@ -89,11 +89,11 @@ def measure(count: str = str(len(SIZES))) -> dict[str, Any]:
     call from Python; `fresh`, the bytes per second of memory from the system. All ranks run the same kernels together.
     """
     communicator = connected()
-    floor, extra = _overhead(_models(*SIZES[0], "float32"))
+    floor, extra = overhead(models(*SIZES[0], "float32"))
     by_kernel = dict[Kernel, list[float]]()
     for dtype in DTYPES:
         for size in SIZES[: int(count)]:
-            run = _models(*size, dtype)
+            run = models(*size, dtype)
             communicator.barrier()
             for sample in _timed(run):
                 by_kernel.setdefault(sample.kernel, []).append(sample.seconds - extra)
@@ -112,14 +112,16 @@ def _timed(run: Callable[[], None]) -> list[Sample]:
     return list(timer.found)
 
 
-def _overhead(run: Callable[[], None], repeats: int = 20) -> tuple[float, float]:
+def overhead(
+    run: Callable[[], None], clock: Callable[[], float] = time.thread_time, repeats: int = 20
+) -> tuple[float, float]:
     """Return the seconds of a kernel without work, with Python and autograd around it, and the timer's own seconds."""
     run()
     times = []
     for _ in range(repeats):
-        start = time.thread_time()
+        start = clock()
         run()
-        times.append(time.thread_time() - start)
+        times.append(clock() - start)
     noted = _timed(run)
     floor = statistics.median(times) / len(noted) * _REPEATS
     return floor, statistics.median(s.seconds for s in noted) - floor
@@ -142,14 +144,16 @@ def _fresh() -> float:
     return kept.nbytes / max(statistics.median(times), 1e-9)
 
 
-def _models(batch: int, keys: int, hidden: int, heads: int, words: int, dtype: str) -> Callable[[], None]:
+def models(
+    batch: int, keys: int, hidden: int, heads: int, words: int, dtype: str, device: str | torch.device = "cpu"
+) -> Callable[[], None]:
     """Return a training step of a model with blocks as GPT-2 and llama have them."""
     draw = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> Tensor:
         # A vector is the factor or the sum of a norm or of a product.
         x = torch.randn(shape, generator=draw).mul_(0.02) if len(shape) > 1 else torch.ones(shape)
-        return x.requires_grad_()
+        return x.to(device).requires_grad_()
 
     wide, half = 4 * hidden, hidden // 2
     gpt = [(hidden,), (hidden,), (3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,)]
@@ -161,11 +165,11 @@ def _models(batch: int, keys: int, hidden: int, heads: int, words: int, dtype: s
     blocks = [(block, [weight(*s) for s in own]) for block, own in shapes.items()]
     weights = [table, places, head, *(w for _, own in blocks for w in own)]
     optimizer = torch.optim.AdamW(weights, fused=True)
-    ids = torch.randint(words, (batch, keys + 1), generator=draw)
-    turns = torch.randn(1, 1, keys, hidden // heads, generator=draw)
+    ids = torch.randint(words, (batch, keys + 1), generator=draw).to(device)
+    turns = torch.randn(1, 1, keys, hidden // heads, generator=draw).to(device)
 
     def run() -> None:
-        with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
+        with torch.autocast(ids.device.type, getattr(torch, dtype), enabled=dtype != "float32"):
             x = F.embedding(ids[:, :-1].contiguous(), table) + places
             for block, own in blocks:
                 x = block(x, own, heads, turns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from superscaler.cli import doctor as rooms
 from superscaler.cli import measure as links
 from superscaler.cli.printing import Printer
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster
+from superscaler.simulate.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel
 from superscaler.store import cache
@@ -114,14 +115,28 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     assert run(*use) == 0
 
 
-def test_kernels_of_a_gpu_are_those_of_its_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    kind = links._gpu(Printer(False), "NVIDIA H100 80GB HBM3")
-    assert kind == replace(PRESETS["h100"], name=LOCAL)
-    assert links._gpu(Printer(False), "NVIDIA T4") is None
-    assert capsys.readouterr().out.splitlines() == [
-        "the speeds of kernels on NVIDIA H100 80GB HBM3 are not measured, but those of the preset h100",
-        "the speeds of kernels on NVIDIA T4 are not measured, but unknown; add device.speeds for simulations",
+def test_kernels_of_a_gpu_are_those_that_were_measured_in_the_form_of_a_preset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x = ((8192, 4096), "float32")
+    samples = [
+        asdict(Sample(Kernel("add.Tensor", (x, x), (x,)), 2e-4)),
+        asdict(Sample(Kernel("mm", (x, x), (x,)), 5e-3)),
     ]
+    found = {"samples": samples, "floor": 2e-6, "issue": 24e-6, "host": 5e10, "units": 100, "memory": 70 * 10**9}
+    kind, known = links._gpu(Printer(False), "NVIDIA H100 80GB HBM3", found)
+    assert (kind.name, kind.memory, kind.flops) == (LOCAL, 70 * 10**9, PRESETS["h100"].flops)
+    assert kind.speeds is not None
+    assert (kind.speeds.units, kind.speeds.issue) == (100, 24e-6)
+    assert known.host == replace(LINKS["h100"].host, bandwidth=5e10)
+    assert known.pair == LINKS["h100"].pair
+    other, _ = links._gpu(Printer(False), "NVIDIA T4", found)
+    # The best that was measured.
+    assert other.flops["float32"] > 1e12
+    out = capsys.readouterr().out
+    assert "the host starts a kernel in 24.0 us; copies to it: 50.0 GB/s" in out
+    assert "what was not measured is that of the preset h100" in out
+    assert "NVIDIA T4 is no preset; what was not measured is that of a100" in out
 
 
 @pytest.mark.parametrize(
@@ -132,7 +147,10 @@ def test_kernels_of_a_gpu_are_those_of_its_preset(capsys: pytest.CaptureFixture[
         (["--measure", "--out", "x.txt"], "--out x.txt does not end in .yaml, by which --cluster knows a file; "),
         (["--measure", "--out", "no/x.yaml"], "--out no/x.yaml is in a folder that does not exist; make no first."),
         (["--measure", "--out", "folder.yaml"], "--out folder.yaml cannot be written: it is a folder."),
-        (["--measure", "--cluster", "local:1"], "--cluster local:1 has 1 devices, but links join 2 or more, and at mo"),
+        (
+            ["--measure", "--cluster", "local:1"],
+            "--cluster local:1 has 1 devices; write local:2 to local:64: links join ",
+        ),
         (["--measure", "--cluster", "v100:1x2"], "--cluster v100:1x2 is not this machine, which alone can be measured"),
     ],
 )
@@ -151,8 +169,10 @@ def test_what_cannot_be_measured_is_told(
     assert [p.name for p in tmp_path.iterdir()] == ["folder.yaml"]
 
 
-def test_one_gpu_has_no_links(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_gpus_than_there_are_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert run("doctor", "--measure") == 2
-    assert "1 GPU, but links join 2; set CUDA_VISIBLE_DEVICES= to measure its CPU" in capsys.readouterr().err
+    assert run("doctor", "--measure", "--cluster", "local:2") == 2
+    assert "local:2 has 2 devices, but this machine has 1 GPUs; write local:1." in capsys.readouterr().err

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import superscaler as ss
+from superscaler.cluster import Cluster
 from superscaler.models import build
 from superscaler.runtime.optimizer import LISTED, at_once
 
@@ -141,3 +142,20 @@ def test_training_on_a_gpu_goes_on_after_a_resume(tmp_path: Path, more: tuple[st
     first, second = losses(tmp_path / "whole"), losses(tmp_path / "rest")
     assert sorted(second) == [3, 4, 5]
     assert second == pytest.approx({step: first[step] for step in second}, rel=1e-3)
+
+
+def test_a_measured_gpu_explains_its_kernels(tmp_path: Path) -> None:
+    """Its rates are below the peaks of the data sheet, and above a third of them."""
+    superscaler("doctor", "--measure", "--cluster", "local:1", "--out", "measured.yaml", folder=tmp_path)
+    cluster = Cluster.parse(str(tmp_path / "measured.yaml"))
+    kind = cluster.device_kind
+    assert kind is not None
+    assert kind.speeds is not None
+    for dtype in ("bfloat16", "float32"):
+        low, high = kind.speeds.products[dtype]
+        # Of seconds that are not explained the range has all.
+        assert high / low < 1.6
+        assert 0.33 < (low + high) / 2 / kind.flops[dtype] <= 1
+    assert 2e-6 < kind.speeds.issue < 1e-3
+    told = superscaler("simulate", "gpt2:size=tiny", "--plan", "single", "--cluster", "measured.yaml", folder=tmp_path)
+    assert "fits" in told.stdout

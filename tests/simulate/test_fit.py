@@ -8,9 +8,9 @@ from itertools import cycle
 import pytest
 import torch
 
-from superscaler.cluster import Cluster, DeviceKind, Link
+from superscaler.cluster import PRESETS, Cluster, DeviceKind, Link
 from superscaler.cluster.devices import Attention, Speeds
-from superscaler.simulate import profile
+from superscaler.simulate import profile, profile_gpu
 from superscaler.simulate.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel, Meta
@@ -117,7 +117,7 @@ def test_kernels_are_timed_with_their_shapes() -> None:
 
 
 def test_the_measured_models_have_the_kernels_of_a_step() -> None:
-    run = profile._models(*profile.SIZES[0], "float32")
+    run = profile.models(*profile.SIZES[0], "float32")
     with profile.Timer() as timer:
         run()
     names = {s.kernel.name.partition(".")[0] for s in timer.found}
@@ -130,3 +130,54 @@ def test_the_measured_models_have_the_kernels_of_a_step() -> None:
     # Weights, gradients, two states and the number of the step are read; weights and states are written.
     assert len(update.inputs) == 5 * weights
     assert update.outputs == update.inputs[:weights] + update.inputs[2 * weights : 4 * weights]
+
+
+GPU = PRESETS["h200"]
+
+
+def gpu_kernels() -> list[Kernel]:
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        for rows, columns in ((8192, 4096), (16384, 8192)):
+            x = meta(rows, columns, dtype=dtype)
+            found += [Kernel("add.Tensor", (x, x), (x,)), Kernel("clone", (x,), (x,)), Kernel("gelu", (x,), (x,))]
+            found += [Kernel("_softmax", (x,), (x,)), Kernel("sum.dim_IntList", (x,), (meta(1, columns, dtype=dtype),))]
+            for k in (2048, 8192):
+                read = meta(rows, k, dtype=dtype), meta(k, columns, dtype=dtype)
+                found.append(Kernel("mm", read, (meta(rows, columns, dtype=dtype),)))
+        for heads, channels in ((32, 64), (16, 128)):
+            q, more = meta(4, heads, 4096, channels, dtype=dtype), meta(4, heads, 4096)
+            name = "_scaled_dot_product_cudnn_attention"
+            found.append(Kernel(name, (q, q, q), (q, more), causal=True))
+            found.append(Kernel(f"{name}_backward", (q, q, q, q, q, more), (q, q, q), causal=True))
+    return found
+
+
+def test_speeds_of_a_gpu_come_back_from_the_seconds_that_they_give() -> None:
+    """From the form of another GPU, without its speeds."""
+    samples, like = [Sample(k, seconds(k, GPU)) for k in gpu_kernels()], PRESETS["v100"].speeds
+    assert like is not None
+    form = replace(like, attention={d: replace(t, rates={}) for d, t in GPU.speeds.attention.items()})  # type: ignore[union-attr]
+    found = replace(GPU, speeds=profile_gpu.speeds(samples, form, units=132, floor=2e-6, issue=24e-6))
+    assert found.speeds is not None
+    assert found.speeds.issue == 24e-6
+    assert profile.errors(samples, found) < 0.01
+    for sample in samples:
+        assert seconds(sample.kernel, found) == pytest.approx(sample.seconds, rel=0.03)
+    # An operator that was not measured runs as the others of its class do.
+    x = meta(8192, 4096)
+    assert seconds(Kernel("tanh", (x,), (x,)), found) == pytest.approx(
+        seconds(Kernel("tanh", (x,), (x,)), GPU), rel=0.03
+    )
+    half = meta(8192, 8192, dtype="float16")
+    product = Kernel("mm", (half, half), (half,))
+    assert seconds(product, found) == pytest.approx(seconds(product, GPU), rel=0.03)
+
+
+def test_short_kernels_of_a_gpu_say_nothing_of_its_speeds() -> None:
+    samples = [Sample(k, seconds(k, GPU)) for k in gpu_kernels()]
+    x = meta(8, 8)
+    short = [Sample(Kernel("add.Tensor", (x, x), (x,)), 1.9e-5), Sample(Kernel("mm", (x, x), (x,)), 1.9e-5)]
+    assert GPU.speeds is not None
+    first, second = (profile_gpu.speeds(some, GPU.speeds, 132, 2e-6, 7e-6) for some in (samples, samples + short))
+    assert first == second
