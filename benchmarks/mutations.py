@@ -262,6 +262,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "integration/test_reduced_losses"),
     ("a number that is taken from a loss is added", "alpha=-number * alpha", "alpha=number * alpha",
      "integration/test_reduced_losses"),
+    ("stacks of losses wait for all microbatches", "if is_few else ()", "if not op.outputs[0].slots else ()",
+     "integration/test_reduced_losses"),
     ("a factor of a product is lost", "else product(x, y) * alpha", "else product(x, y)",
      "frontend/test_decompositions frontend/test_cuts"),
     ("a strided slice begins one later", "picked[0], picked[0] + 1)", "picked[-1], picked[-1] + 1)",

@@ -38,22 +38,33 @@ def parts_of(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> dict[tuple[int
 
 
 def with_linearity(ops: Iterable[Op]) -> list[Op]:
-    """Return the ops with `linear`, and with `passes` for scalars that are linear in a sum: a scaled or added loss.
+    """Return the ops with `linear`, and with `passes` for scalars, and stacks of scalars, that are linear in a sum: a
+    scaled or added loss.
 
     Cutting them on the factor of the sum splits its value, so that no part waits for the whole of it.
     """
     sums: dict[str, set[str]] = {}
+    stacks = set[str]()
     found = []
     for op in ops:
         linear = row_of(op.target).linear(op)
         own = {i.factor for i in op.indices if i.mark == "summed"}
         passing = {f: g for g in reversed(linear) for k in g for f in sums.get(op.inputs[k].tensor, ())}
-        scalar = all(not output.slots for output in op.outputs)
-        passes = tuple(sorted((f, g) for f, g in passing.items() if op.find(f) is None)) if scalar else ()
+        is_few = all(not output.slots for output in op.outputs) or _is_stack(op, stacks)
+        passes = tuple(sorted((f, g) for f, g in passing.items() if op.find(f) is None)) if is_few else ()
+        stacks.update(output.tensor for output in op.outputs if is_few and output.slots)
         for output in op.outputs:
             sums[output.tensor] = own | set(passing)
         found.append(replace(op, linear=linear, passes=passes))
     return found
+
+
+def _is_stack(op: Op, stacks: Container[str]) -> bool:
+    """Return whether an op stacks scalars, or makes as many numbers of such a stack."""
+    if op.target == "aten.stack.default":
+        return not any(operand.slots for operand in op.inputs)
+    given = [operand for operand in op.inputs if operand.tensor in stacks]
+    return bool(given) and all(len(output.slots) == len(given[0].slots) for output in op.outputs)
 
 
 def biased_products(ops: Sequence[Op], outputs: Container[str], tensors: Mapping[str, PTensor]) -> dict[str, Op]:
