@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime.load import CompiledSegments
+from superscaler.runtime.load import CompiledSegments, modules
 from superscaler.runtime.step import Step
 from tests.graphs import graph_of, step_of
 from tests.ran import as_in, exact, on_ranks
@@ -115,3 +116,10 @@ def test_what_torch_cannot_compile_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     ) as caught:
         trained(step_of(Net(), torch.rand(6, 4)), "single", 1, is_compiled=True)
     assert "\n" not in str(caught.value)
+
+
+def test_code_has_its_source_where_its_folder_is_gone(tmp_path: Path) -> None:
+    """Without it torch 2.11 takes all segments for one function, and stops to compile after eight."""
+    text = "def first(x):\n    return (x,)\n"
+    made = modules({"segments.py": text}, f"{tmp_path}/gone/")["segments"]
+    assert inspect.getsource(made.first) == text
