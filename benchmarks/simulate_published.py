@@ -1,10 +1,10 @@
 """Published seconds of training steps beside those that `superscaler simulate` gives. Nothing is fitted to them.
 
-    python benchmarks/simulate_published.py [--only mosaic,korthikanti] [--rows "hidden=2048"]
+    python benchmarks/simulate_published.py [--only mosaic,korthikanti] [--rows "hidden=2048"] [--shards]
 
 `tau`: Kendall's, of the rows of one model on one kind of GPU. A step that was published as tokens, or operations, per
 second is computed from these. A row takes 10 to 80 CPU seconds, those with pipelines minutes. `unseen`: rows that no
-choice in the simulator was made after.
+choice in the simulator was made after. `--shards`: rows with FSDP keep float32 shards alone, and gather bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from superscaler.simulate.prediction import Prediction
@@ -205,8 +205,8 @@ def rows() -> Iterator[Row]:
         yield Row("dlperf", f"{layers}x{hidden} v100", model, plan, cluster, milliseconds / 1e3, "fp16", late=True)
 
 
-def simulated(row: Row) -> Prediction:
-    """Return the prediction for a row."""
+def simulated(row: Row, shards: bool = False) -> Prediction:
+    """Return the prediction for a row; with `shards` of weights that rest in float32 and are gathered in bf16."""
     import torch
 
     import superscaler as ss
@@ -215,18 +215,19 @@ def simulated(row: Row) -> Prediction:
     model = build(f"{row.model},device=meta")
     optimizer = torch.optim.AdamW(model.module.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu") if row.precision == "fp16" else None
-    graph = ss.capture(
-        model.module, model.args, model.kwargs, optimizer, precision=row.precision, scaler=scaler, check=False
-    )
+    way: dict[str, Any] = {"autocast" if shards else "precision": row.precision}
+    graph = ss.capture(model.module, model.args, model.kwargs, optimizer, scaler=scaler, check=False, **way)
     if row.late:
         graph.send_gradients_last()
-    return ss.compile(graph, row.plan, row.cluster).simulate()
+    more = f"{',' if ':' in row.plan else ':'}gather_halves=true" * shards
+    return ss.compile(graph, row.plan + more, row.cluster).simulate()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--rows", default="")
+    parser.add_argument("--shards", action="store_true")
     given = parser.parse_args()
     only, found, unseen = given.only.split(","), defaultdict(list), list[float]()
     print(f"{'source':11} {'published s':>11} {'predicted':>9} {'error':>6} {'peak GB':>7} {'CPU s':>5}  plan, model")
@@ -234,7 +235,7 @@ def main() -> None:
         if (given.only and row.source not in only) or given.rows not in f"{row.sweep} {row.model} {row.plan}":
             continue
         start = time.process_time()
-        p = simulated(row)
+        p = simulated(row, given.shards and row.plan.startswith("fsdp"))
         found[row.sweep].append((p.step_seconds, row.seconds))
         unseen += [abs(p.step_seconds / row.seconds - 1)] * row.unseen
         took, peak = time.process_time() - start, p.fullest.peak_bytes / 1e9

@@ -7,7 +7,7 @@ recompute     blocks are recomputed in the backward, as under activation checkpo
 microbatches  forwards and backwards of a step; each gathers weights and scatters gradients
 secondary     devices side by side that share a copy of the weights of blocks, in slices, from which blocks gather: a
               server, where slices are over several (hpZ of ZeRO++)
-gather_halves weights that autocast casts are cast in slices, and gathered in bf16 or fp16 (`param_dtype` of FSDP2)
+gather_halves weights that autocast casts are cast in slices, and gathered in bf16 or fp16 (as by `param_dtype`)
 halves        gradients of these, and of weights in 16 bits, are sent in that dtype (`reduce_dtype`), else in float32
 
 This is `zero:stage=3`, which also has what lies between: `keep=N` recomputes all but the last N blocks.

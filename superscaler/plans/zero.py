@@ -17,7 +17,7 @@ Matrices of an optimizer that needs them whole (Muon) rest whole, each on the on
 elements. `halves`: gradients of bf16 and fp16 weights are sent to their slices in that dtype, and added in float32.
 
 `gather_halves`: weights that autocast casts to bf16 or fp16 rest in float32, are cast in slices, and are gathered in
-that dtype (`MixedPrecisionPolicy(param_dtype=...)` of FSDP2). With `halves`, their gradients are sent in it, too.
+that dtype, as by `param_dtype` of FSDP2. With `halves`, their gradients are sent in it, too.
 """
 
 from __future__ import annotations

@@ -78,6 +78,12 @@ def test_a_plan_in_16_bits_on_a_gpu_equals_the_module(how: str, plan: str, clust
     assert found["equal"], found["first_difference"]
 
 
+@pytest.mark.parametrize("plan", ["fsdp:gather_halves=true", "zero:stage=3,gather_halves=true,halves=true"])
+def test_weights_gathered_in_16_bits_on_a_gpu_equal_the_module(plan: str) -> None:
+    found = plan_of("gpt2:size=tiny", plan, FOUR, autocast="bf16").verify("gpu")
+    assert found["equal"], found["first_difference"]
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_updates_in_lists_have_the_bits_of_one_update_and_hold_a_list(kind: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
