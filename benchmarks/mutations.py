@@ -393,6 +393,12 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "for key in ()", "verify/test_eager train/test_schedule"),
     ("all parameters have the learning rate of the first group", "_options(type(optimizer), {**g, **more})",
      "_options(type(optimizer), {**g, **more, 'lr': optimizer.param_groups[0]['lr']})", "verify/test_eager"),
+    ("the time to start short kernels counts as speed", "    large = [s for s in samples if s.seconds > _FLOORS * floor]\n",
+     "    large = list(samples)\n", "simulate/test_fit"),
+    ("a measured GPU has the waves of its preset", "replace(like, units=units, floor=floor, issue=issue)",
+     "replace(like, floor=floor, issue=issue)", "simulate/test_fit cli/test_doctor"),
+    ("functions of emitted code have no source", "        linecache.cache[prefix + name] = len(text),",
+     "        _ = len(text),", "runtime/test_torch_compile"),
 )]  # fmt: skip
 
 
