@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any
@@ -60,7 +60,7 @@ def export(
     refuse_hooks(module)
     with (
         _only_wanted(module, autocast, partial(returned, is_trained=is_trained, is_kept=is_kept, keys=losses), forms),
-        experts.chosen(module), checkpoints.marked(), _on_one_device(module),
+        experts.chosen(module), checkpoints.marked(), _on_one_device(module), _with_shapes(),
         replaced((Distribution, "_validate_args", False)), warnings.catch_warnings(),
     ):  # fmt: skip
         # Validity of a distribution's arguments is no part of a graph.
@@ -81,6 +81,21 @@ def export(
         except (Exception, SystemExit) as error:
             # A model's code may raise any exception, and so may torch where it cannot trace it.
             raise explain(module, error) from error
+
+
+@contextmanager
+def _with_shapes() -> Iterator[None]:
+    """Tell torch the shapes of the results of a ctc loss, which it would only know from the lengths of the labels."""
+
+    def ctc_loss(scores: Tensor, labels: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        steps, rows = scores.shape[:2]
+        return scores.new_empty(rows), scores.new_empty(rows, steps, 2 * labels.shape[-1] + 1)
+
+    with torch.library._scoped_library("aten", "FRAGMENT") as library:
+        # Torch refuses a second one, beside the user's own.
+        with suppress(RuntimeError):
+            torch.library.register_fake("aten::_ctc_loss.Tensor", ctc_loss, lib=library)
+        yield
 
 
 @contextmanager

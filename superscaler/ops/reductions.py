@@ -72,6 +72,11 @@ def _count(x: Local) -> str:
     return f"functional.count_labels({', '.join([labels, ignored, x.dtype, *weight])})"
 
 
+def _ctc_losses(x: Local) -> str:
+    *given, blank, zero_infinity = map(x.literal, x.op.args)
+    return f'F.ctc_loss({", ".join(given)}, {blank}, "none", {zero_infinity})'
+
+
 def _picking(x: Local) -> str:
     """Return the source of an op that picks a class of each row from the classes of a part."""
     part = x.part(*_OF_SCORES)
@@ -109,5 +114,6 @@ ROWS = {
     **row("ss.exp_sum", text=call("functional.exp_sum")),
     **row("ss.row_losses", text=call("functional.row_losses")),
     **row("multi_margin_loss multilabel_margin_loss", _of_rows),
+    **row("ss.ctc_losses", "t^ b c^, b s^, b, b -> b", text=_ctc_losses),
     **row("ss.count_labels", "b..+, _ -> ", stops=True, text=_count),
 }  # fmt: skip

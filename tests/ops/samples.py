@@ -262,6 +262,7 @@ def _networks() -> list[Row]:
          lambda d: call(x := d.unit(*d.sizes(1, 3)), d.unit(*x.shape), reduction=d.one_of(0, 1, 2))),
         ("multi_margin_loss", lambda d: _margins(d, d.ids)),
         ("multilabel_margin_loss", lambda d: _margins(d, lambda n, rows: d.distinct(n, n, 1, rows))),
+        ("ss.ctc_losses ctc_loss.Tensor", _ctc),
         ("cosine_similarity", lambda d: call(x := d.x(2), d.floats(*x.shape), d.one_of(0, 1))),
     ]  # fmt: skip
 
@@ -299,6 +300,12 @@ def _given_norm(d: Draw) -> Call:
     x = d.x(2, 4)
     weight, bias, mean, variance = (d.unit(x.shape[1]) for _ in range(4))
     return call(x, weight, bias, Buffer(mean), Buffer(variance), 0.1, 1e-5)
+
+
+def _ctc(d: Draw) -> Call:
+    n, classes, most = d.sizes(3)
+    labels, few = d.ids(classes - 1, n, most) + 1, d.ids(most, n) + 1
+    return call(d.floats(12, n, classes).log_softmax(-1), labels, d.ids(2, n) + 11, few, 0, d.one_of(0, 1, 2))
 
 
 def _margins(d: Draw, labels: Callable[[int, int], Tensor]) -> Call:

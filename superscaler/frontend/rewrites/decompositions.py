@@ -217,6 +217,25 @@ def multilabel_margin_loss(x: Tensor, labels: Tensor, reduction: int = _MEAN) ->
     return _reduced(_ATEN.multilabel_margin_loss.default, x, labels, reduction) if x.dim() > 1 else NotImplemented
 
 
+@decomposes("ctc_loss.Tensor")
+def ctc_loss(
+    scores: Tensor,
+    labels: Tensor,
+    lengths: Tensor,
+    label_lengths: Tensor,
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Replace a mean by the losses of the sequences, each over the number of its labels, and their mean."""
+    if scores.dim() < 3 or labels.dim() < 2:
+        return NotImplemented
+    losses = ours.ctc_losses(scores, labels, lengths, label_lengths, blank, zero_infinity)
+    if reduction == _MEAN:
+        return (losses / _cast(label_lengths.clamp_min(1), losses.dtype)).mean()
+    return losses.sum() if reduction == _SUM else losses
+
+
 @decomposes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit.no_stats")
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """Normalize by the statistics of the whole batch; update the running ones as torch does.
