@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -43,7 +44,17 @@ def captured_with(spec: str, optimizer: str) -> ss.Graph:
     built = build(spec)
     # `equal` and `verify` compare what plans of it do with the module.
     made = optimizer_of(built.module, optimizer)
-    return ss.capture(built.module, built.args, built.kwargs, made, cache=spec, check=False)
+    return captured_once(spec, built.module, built.args, built.kwargs, made, check=False)
+
+
+def captured_once(
+    name: str, module: nn.Module, args: Any, kwargs: Any, made: torch.optim.Optimizer, **options: Any
+) -> ss.Graph:
+    """Capture a training step, once for all processes of a run. Files of code are the same in all of them, but those of
+    users that tests of one process have loaded: none is part of the key.
+    """
+    with patch("superscaler.frontend.capture_cache._files", return_value=()):
+        return ss.capture(module, args, kwargs, made, cache=name, **options)
 
 
 def optimizer_of(module: nn.Module, name: str, lr: float | None = None) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ import superscaler as ss
 from superscaler.compiler import Compiled, finish
 from superscaler.models import build
 from superscaler.verify.oracles import retype
+from tests.graphs import captured_once
 
 Captured = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 SProgram = Callable[[ss.Graph, ss.Cluster], Any] | str
@@ -179,6 +180,6 @@ def exact(name: str) -> Compiled:
     module, args, kwargs = PLANS[name].model()
     halves = [list(module.parameters())[::2], list(module.parameters())[1::2]]
     groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
-    graph = ss.capture(module, args, kwargs, torch.optim.AdamW(groups), cache="small plans")
+    graph = captured_once("small plans", module, args, kwargs, torch.optim.AdamW(groups))
     plan = ss.compile(graph, PLANS[name].plan, f"local:{PLANS[name].world}")
     return finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)

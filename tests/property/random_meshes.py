@@ -17,6 +17,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
+from tests.graphs import captured_once
 
 SHAPES = [(3,), (4,), (5,), (6,), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (3, 4), (4, 3),
           (3, 2, 2), (2, 3, 2), (2, 2, 3)]  # fmt: skip
@@ -83,7 +84,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 def captured(name: str) -> Graph:
     torch.manual_seed(0)
     module, args = MODELS[name]()
-    return ss.capture(module, args, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2), cache=f"mesh {name}")
+    return captured_once(f"mesh {name}", module, args, {}, torch.optim.AdamW(module.parameters(), lr=1e-2))
 
 
 Layout = list[tuple[int, list[str]]]

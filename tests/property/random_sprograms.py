@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ from superscaler.ir.grid import UNASSIGNED, Mirror
 from superscaler.ir.model import Op, first
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
+from tests.graphs import captured_once
 
 
 class Tied(nn.Module):
@@ -135,10 +136,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 }
 
 
+@cache
 def captured(name: str) -> Graph:
     torch.manual_seed(0)
     module, args = MODELS[name]()
-    return ss.capture(module, args, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2), cache=f"small {name}")
+    return captured_once(f"small {name}", module, args, {}, torch.optim.AdamW(module.parameters(), lr=1e-2))
 
 
 class Author:

@@ -13,7 +13,7 @@ from superscaler.ir.program import Backward, Update
 from superscaler.models import build
 from superscaler.simulate.memory import DeviceMemory, memories
 from superscaler.simulate.storages import CATEGORIES
-from tests.graphs import graph_of
+from tests.graphs import captured_once, graph_of
 from tests.sweeps import few
 
 S, B, H, A, LAYERS = 256, 4, 512, 8, 1
@@ -27,7 +27,7 @@ def gpt(layers: int, precision: str) -> ss.Graph:
     optimizer = torch.optim.AdamW(built.module.parameters())
     given = {"autocast": "bf16"} if precision == "autocast" else {"precision": "bf16"}
     name = f"memory-{layers}-{precision}"
-    return ss.capture(built.module, built.args, built.kwargs, optimizer, cache=name, check=False, **given)
+    return captured_once(name, built.module, built.args, built.kwargs, optimizer, check=False, **given)
 
 
 def predicted(graph: ss.Graph, plan: str, devices: int) -> tuple[DeviceMemory, ss.Plan]:
