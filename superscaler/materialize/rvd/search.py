@@ -9,6 +9,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from superscaler.materialize.rvd.transitions import (
     Frame,
     Groups,
     Move,
+    R,
     Shape,
     State,
     Step,
@@ -107,36 +109,51 @@ class _Case:
 
     def __init__(self, source: Layout, goal: Layout, sizes: Shape, itemsize: int, costs: Costs) -> None:
         self.sizes, self.itemsize, self.costs, self.size = sizes, itemsize, costs, prod(sizes)
-        held, read = (end.devices.ravel().tolist() for end in (source, goal))
-        self.is_same, self.overlaps = set(held) == set(read), bool(set(held) & set(read))
-        self.senders, self.receivers = self._ends(held, read)
-        self.bounds: dict[tuple[int, int], float] = {}
+        self.held, self.read = (end.devices.ravel().tolist() for end in (source, goal))
+        self.is_same, overlaps = set(self.held) == set(self.read), bool(set(self.held) & set(self.read))
+        # Senders and receivers of messages between places that have devices of one side only.
+        held, read = self._elsewhere(self.held, self.read), self._elsewhere(self.read, self.held)
+        self.near, ends = len(self.held) - len(held), ((self.held, read), (held, self.read))
+        self.to_others, self.from_others = ([*map(self._by_turns, some)] for some in ends)
+        is_sent = self.is_same or not overlaps
+        self.nearest = self._nearest() if is_sent and not all(self.to_others) else ([], [])
+        self.bounds: dict[tuple[int, int, int], float] = {}
 
-    def _ends(self, held: list[int], read: list[int]) -> tuple[list[int], list[int]]:
-        """Return senders and receivers of the cheapest messages: the nearest pair, or all devices by turns of places if
-        these are of equal size and none has devices of both sides.
-        """
-        place = self.costs.place if isinstance(self.costs, Symmetric) else int
-        sides = [[list(some) for _, some in itertools.groupby(sorted(end, key=place), place)] for end in (held, read)]
-        is_even = all(len(set(map(len, side))) == 1 for side in sides)
-        if is_even and not set(map(place, held)) & set(map(place, read)):
-            held, read = (list(itertools.chain(*zip(*side, strict=True))) for side in sides)
-            return held, read
-        pairs = ((a, b) for a, b in itertools.product(held, read) if a != b)
+    def _place(self, device: int) -> int:
+        return self.costs.place(device) if isinstance(self.costs, Symmetric) else device
+
+    def _nearest(self) -> tuple[list[int], list[int]]:
+        pairs = ((a, b) for a, b in itertools.product(self.held, self.read) if a != b)
         a, b = min(pairs, key=lambda pair: self.costs.seconds(MESSAGES, (pair,), 1), default=(0, 0))
         return [a], [b]
 
+    def _elsewhere(self, devices: list[int], others: list[int]) -> list[int]:
+        """Return the devices whose places have none of the others."""
+        places = {*map(self._place, others)}
+        return [device for device in devices if self._place(device) not in places]
+
+    def _by_turns(self, devices: list[int]) -> list[int]:
+        """Return devices by turns of places; none if places have unequally many."""
+        places = [list(some) for _, some in itertools.groupby(sorted(devices, key=self._place), self._place)]
+        return list(itertools.chain(*zip(*places, strict=True))) if len(set(map(len, places))) == 1 else []
+
     def least(self, before: Shape, after: Shape) -> float:
         """Return a lower bound on the seconds of messages between two states of these shapes."""
-        size = self.size // prod(map(max, before[D:], after[D:]))
-        # A receiver gets a message from each part that meets its own.
-        each = prod(-(-a // b) for a, b in zip(before[D:], after[D:], strict=True))
-        count = 0 if self.overlaps and not self.is_same else min(each, len(self.senders)) * len(self.receivers)
-        if (size, count) not in self.bounds:
-            ends = zip(itertools.cycle(self.senders), itertools.cycle(self.receivers), range(count), strict=False)
-            pairs = tuple((a, b) for a, b, _ in ends)
-            self.bounds[size, count] = self.costs.seconds(MESSAGES, pairs, size * self.itemsize) if pairs else 0.0
-        return self.bounds[size, count]
+        size, shapes = self.size // prod(map(max, before[D:], after[D:])), list(zip(before[D:], after[D:], strict=True))
+        # A receiver gets a message from each part that meets its own. A part meets at most so many receivers' ones.
+        each = prod(-(-a // b) for a, b in shapes)
+        most = after[R] * prod(-(-b // a) + (a % b > 0 < b % a) for a, b in shapes)
+        counts = 1, each * len(self.to_others[1]), each * len(self.read) - most * self.near
+        return max(map(partial(self._bound, size), range(3), counts))
+
+    def _bound(self, size: int, ends: int, count: int) -> float:
+        """Return the seconds of so many messages of a size that are spread evenly over senders and receivers."""
+        if (size, ends, count) not in self.bounds:
+            senders, receivers = (self.nearest, self.to_others, self.from_others)[ends]
+            rounds = zip(itertools.cycle(senders), itertools.cycle(receivers), range(count), strict=False)
+            pairs = tuple((a, b) for a, b, _ in rounds)
+            self.bounds[size, ends, count] = self.costs.seconds(MESSAGES, pairs, size * self.itemsize) if pairs else 0.0
+        return self.bounds[size, ends, count]
 
 
 class _Side:

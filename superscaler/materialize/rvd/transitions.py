@@ -151,10 +151,10 @@ class Move(NamedTuple):
 def moves(state: State, radices: Shape, sizes: Shape, is_back: bool) -> list[Move]:
     """Return the collectives from a state, or (`is_back`) those to it from states with equal parts."""
     axes, found = {R: [R], V: [V], D: list(range(D, len(state)))}, []
-    joined = [(kind, x, y) for kind, take, give in INTRA for x in axes[take] for y in axes[give] if x != y]
+    joined = ((kind, x, y) for kind, take, give in INTRA for x in axes[take] for y in axes[give] if x != y)
     for kind, take, give in joined:
         x, y = (give, take) if is_back else (take, give)
-        for digits in _leaving(state[x], x):
+        for digits in _leaving(state[x], x) if state[x] else ():
             if y >= D and sizes[y - D] % prod(radices[d] for d in state[y] + digits):
                 continue
             # The digits of a D keep their order; those of R and V have none.
