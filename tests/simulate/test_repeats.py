@@ -17,6 +17,7 @@ from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.memory import memories
 from superscaler.simulate.repeats.steady import paces_of
 from tests.simulate.by_hand import chain
+from tests.sweeps import few
 
 # The number of microbatches is enough for loops of several repetitions.
 PLANS = {
@@ -56,7 +57,7 @@ def test_loops_that_repeat_are_cut_short_and_nothing_changes(spec: str, monkeypa
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("spec", PLANS)
+@pytest.mark.parametrize("spec", few(PLANS, 0, 2))
 def test_after_a_loop_the_memory_is_that_of_all_repetitions(spec: str, is_whole: bool) -> None:
     """The code ends after the last loop. Without `is_whole` nothing is known of the backwards behind it, so that the
     last forwards of the loop keep no tape.
