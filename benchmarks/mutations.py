@@ -250,6 +250,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("eager draws the others", "u < (x if p is None else p)", "u > (x if p is None else p)", "verify/test_eager"),
     ("layers with two names keep the weights of verify", "places, args, dict(kwargs or {}), tie_weights=False)",
      "tensors, args, dict(kwargs or {}))", "verify/test_eager"),
+    ("floats of integers are float32 in plans in float64", "default_dtype(torch.float64):\n            results =",
+     "default_dtype(torch.float32):\n            results =", "verify/test_eager"),
     ("numbers in the dtype of a tensor are in float64", "if is_fill or not any(", "if not any(", "verify/test_eager"),
     # Capture.
     ("the running variance is biased", "(1.0, count / max(count - 1, 1))", "(1.0, 1.0)",

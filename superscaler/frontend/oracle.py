@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -118,6 +119,17 @@ def largest_gap(one: Tensor, other: Tensor) -> float:
     return float(gaps(one, other).max()) if one.numel() else 0.0
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make a dtype that of tensors which are given none, as of an integer divided by a number."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def reference_step(
     captured: Captured,
     batch: Mapping[str, Tensor],
@@ -138,16 +150,11 @@ def reference_step(
     known.update(packed(model, known))
     inputs = [_argument(captured, spec, known, dtype, device) for spec in captured.exported.graph_signature.input_specs]
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        interpreter = _Retyped(captured.exported, dtype, before, device, draw)
-        with torch.enable_grad():
-            results = list(interpreter.run(*inputs))
-            loss: Tensor | None = results.pop() if model.loss else None
-            losses = dict(zip(reversed(names_of(model.result)), reversed(results), strict=False))
-            gradients = gradients_of(loss, losses, leaves, captured.call.loss_of)
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype or before), torch.enable_grad():
+        results = list(_Retyped(captured.exported, dtype, before, device, draw).run(*inputs))
+        loss: Tensor | None = results.pop() if model.loss else None
+        losses = dict(zip(reversed(names_of(model.result)), reversed(results), strict=False))
+        gradients = gradients_of(loss, losses, leaves, captured.call.loss_of)
     specs = captured.exported.graph_signature.output_specs
     written = [str(spec.target) for spec in specs if spec.kind is OutputKind.BUFFER_MUTATION]
     made = dict(zip((*written, *names_of(model.result)), (x.detach() for x in results), strict=True))
@@ -220,13 +227,8 @@ class _Retyped(Interpreter):
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         kwargs = {k: self.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
-        retyped = torch.get_default_dtype()
-        torch.set_default_dtype(self.default)
-        try:
-            with torch.no_grad():
-                return super().call_function(node.target, args, kwargs)
-        finally:
-            torch.set_default_dtype(retyped)
+        with default_dtype(self.default), torch.no_grad():
+            return super().call_function(node.target, args, kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)

@@ -13,7 +13,7 @@ from superscaler.artifact import initial_values, reads, write
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.frontend.oracle import retyped
+from superscaler.frontend.oracle import default_dtype, retyped
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
@@ -154,9 +154,10 @@ def _certificate(
     first = next((text for text in refused.values() if text), "")
     results: list[list[Result]] = []
     try:
-        results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout)
+        with default_dtype(torch.float64):
+            results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout)
     except RuntimeFailure:
-        first = first_difference(exact, values, inputs, timeout)
+        first = _first_difference(exact, values, inputs, timeout)
         if not first:
             raise
     judged = _judged(exact, values, results, oracles) if results else []
@@ -164,7 +165,7 @@ def _certificate(
     if not first and not errors.is_equal:
         is_plan_right = judged[-1][1].is_equal
         first = f"the captured graph is not the module: {errors.first}; the plan equals the graph" * is_plan_right
-        first = first or first_difference(exact, values, inputs, timeout) or errors.first
+        first = first or _first_difference(exact, values, inputs, timeout) or errors.first
     return {
         "equal": errors.is_equal,
         **errors.largest,
@@ -184,6 +185,11 @@ def _certificate(
         "dropped": _dropped(exact, {**values, **inputs}),
         "loss": float(results[0][0].loss) if results and model.loss else float("nan"),
     }
+
+
+def _first_difference(exact: Compiled, values: Values, inputs: Values, timeout: float) -> str:
+    with default_dtype(torch.float64):
+        return first_difference(exact, values, inputs, timeout)
 
 
 def _judged(
@@ -239,14 +245,16 @@ def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> l
         folder = Path(name)
         write(compiled, folder / "plan", values)
         torch.save(dict(batch), folder / "batch")
-        call(_rank, compiled.program.world, name, str(_steps(compiled)))
+        default = str(torch.get_default_dtype()).removeprefix("torch.")
+        call(_rank, compiled.program.world, name, str(_steps(compiled)), default)
         files = [folder / f"rank{rank}" for rank in range(compiled.program.world)]
         # These files were written by this program.
         return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def _rank(name: str, count: str) -> None:
-    """Run the plan in a folder on this rank, and write its states after each step."""
+def _rank(name: str, count: str, default: str) -> None:
+    """Run the plan in a folder on this rank under a default dtype, and write its states after each step."""
+    torch.set_default_dtype(getattr(torch, default))
     folder = Path(name)
     step = load(folder / "plan")
     torch.save(run_steps(step, torch.load(folder / "batch"), int(count)), folder / f"rank{step.rank}")
