@@ -203,7 +203,10 @@ def _judged(
             for number, step in enumerate(zip(*results, strict=True)):
                 run = partial(recurrence, oracle, exact.graph.model, number=number)
                 expected = run(comparison.known)
-                comparison.add(step, expected, noise_of(run, comparison.known, expected))
+                noise = noise_of(run, comparison.known, expected)
+                # Averages of numbers in torch's optimizers have the default dtype, as those of the plan had.
+                with default_dtype(torch.float64):
+                    comparison.add(step, expected, noise)
         except Unlike as why:
             note = str(why)
             continue
