@@ -25,8 +25,9 @@ from superscaler.simulate.profile import SIZES, Sample, models, overhead
 from superscaler.simulate.recording import kernel_of
 from superscaler.simulate.works import Kernel
 
-# As SIZES: heads of 64 and of 128 channels. A step of the largest needs some 12 GB.
+# As SIZES: heads of 64 and of 128 channels. A step of the last needs some 12 GB.
 LARGE = ((4, 1024, 1024, 16, 16384), (4, 2048, 2048, 16, 32768))
+_NEEDED = 14 * 10**9
 DTYPES = ("float32", "bfloat16")
 # Cycles of a kernel that waits (0.3 to 1 ms), while the host starts the kernels that are timed.
 _WAIT = 1_000_000
@@ -80,9 +81,10 @@ def measure() -> dict[str, Any]:
     extra = _empty()
     short = _samples(models(*SIZES[0], "float32", device), extra)
     floor = statistics.median(s.seconds for s in short)
-    samples = [s for dtype in DTYPES for size in LARGE for s in _samples(models(*size, dtype, device), extra)]
-    host = _host(device)
     properties = torch.cuda.get_device_properties(device)
+    sizes = LARGE if properties.total_memory > _NEEDED else LARGE[:1]
+    samples = [s for dtype in DTYPES for size in sizes for s in _samples(models(*size, dtype, device), extra)]
+    host = _host(device)
     communicator.close()
     return {
         "samples": [asdict(s) for s in samples],
