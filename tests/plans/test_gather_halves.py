@@ -49,9 +49,13 @@ def run(m: Around, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 @cache
-def made(autocast: str | None = "bf16", hidden: int = HIDDEN) -> ss.Graph:
+def made(autocast: str | None = "bf16", hidden: int = HIDDEN, is_frozen: bool = False) -> ss.Graph:
+    """Return a model of blocks; with `is_frozen` their products are not trained."""
+
     def model() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         blocks = nn.ModuleList(Block(hidden) for _ in range(BLOCKS))
+        for product in (x for block in blocks for x in (block.up, block.down)):
+            product.requires_grad_(not is_frozen)
         layers = {"embed": nn.Embedding(CLASSES, hidden), "h": blocks, "head": nn.Linear(hidden, CLASSES)}
         return Around(run, **layers), (torch.randint(0, CLASSES, (ROWS,)), torch.randint(0, CLASSES, (ROWS,)))
 
@@ -96,10 +100,10 @@ def test_products_are_gathered_in_two_bytes_and_the_others_in_four(
         assert found["reduce_scatter", "float32", ""] == 4 * links * sum(sums)
 
 
-def trained(steps: int, is_compiled: bool = False) -> Callable[[Step], Any]:
+def trained(steps: int, is_compiled: bool = False, graph: ss.Graph | None = None) -> Callable[[Step], Any]:
     def train(step: Step) -> Any:
         step.state.compiled = CompiledSegments() if is_compiled else None
-        batch = made().captured.batch
+        batch = (graph or made()).captured.batch
         found = [step(batch if step.iterations == 1 else [batch] * step.iterations) for _ in range(steps)]
         losses = [float(x) for loss in found for x in (loss if step.iterations > 1 else [loss])]
         return losses, {name: w.detach().clone() for name, w in step.state.weights.items()}
@@ -140,6 +144,16 @@ def test_steps_have_the_bits_of_those_that_cast_what_is_gathered(plan: str, devi
     assert after["all_gather", "bfloat16", ""] > 0 == before["all_gather", "bfloat16", ""]
     spared = before["all_gather", "float32", ""] - after["all_gather", "float32", ""]
     assert spared == 2 * after["all_gather", "bfloat16", ""]
+
+
+def test_frozen_products_are_gathered_in_two_bytes_too() -> None:
+    graph = made(is_frozen=True)
+    plans = [ss.compile(graph, f"zero:stage=3{way}", "local:2") for way in ("", ",gather_halves=true")]
+    assert_same(*(on_ranks(plan, trained(2, graph=graph)) for plan in plans))
+    # Again for the backward, but for what is added to the result of a block.
+    again = elements("up.", "down.weight")
+    bytes_each = 2 * (2 * again + elements("down.bias", "head."))
+    assert moved(plans[1].compiled.program)["all_gather", "bfloat16", ""] == bytes_each
 
 
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 24))])
