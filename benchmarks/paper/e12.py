@@ -26,7 +26,7 @@ def run(rows: Rows) -> str:
         table(("model", "plan", "cluster", "operators", "compile s", "certificate s", "simulate s"), lines),
         "CPU minutes of each experiment, without the points that one before it had:\n",
         table(("experiment", *COMPILED, "simulate", "all"), spent(rows)),
-        "Of these, {:.0f} are of points on 32 GPUs and {:.0f} of all others: two runs at once, see above.\n".format(
+        "Of these, {:.0f} are of points on 32 GPUs and {:.0f} of all others.\n".format(
             *halves(rows)
         ),
     ])  # fmt: skip
