@@ -119,8 +119,8 @@ def _gpu(printer: Printer, name: str, found: Mapping[str, Any]) -> tuple[DeviceK
     flops = like.flops if preset else {dtype: high for dtype, (_, high) in fitted.products.items()}
     kind = _shown(printer, samples, DeviceKind(LOCAL, found["memory"], flops, fitted))
     links = LINKS[preset or _LIKE]
-    host, device = (replace(old, bandwidth=new) for old, new in (
-        (links.host, found["host"]), (links.device, fitted.memory[1] / 2)))  # fmt: skip
+    host = replace(links.host, bandwidth=found["host"])
+    device = replace(links.device, bandwidth=fitted.memory[1] / 2)
     printer.show(
         f"  the host starts a kernel in {fitted.issue * 1e6:.1f} us; copies to it: {host.bandwidth / 1e9:.1f} GB/s",
         f"  what was not measured is that of the preset {preset}" if preset

@@ -22,6 +22,7 @@ from superscaler.frontend.oracle import (
     Draw,
     Reference,
     call_with,
+    default_dtype,
     dense,
     gradients_of,
     is_same,
@@ -117,11 +118,11 @@ class Eager:
         return retyped(value.detach(), _WIDE if self.is_wide else None).to(self.device, copy=True)
 
     def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: dict[str, Tensor]) -> _Ran:
-        default = torch.get_default_dtype()
+        default = default_dtype(torch.get_default_dtype())
         try:
             modes = [(m, "training", t) for m, t in zip(self.call.module.modules(), self.call.training, strict=True)]
             # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
-            with replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
+            with default, replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
                 whole = _Gradients(self.call, self.model)
                 ran: _Ran = call_with(whole, state, (self.args, self.kwargs, leaves))
                 return ran
@@ -131,8 +132,6 @@ class Eager:
             # A module's code may raise any exception.
             wide, text = " in float64" * self.is_wide, brief(error) or "no message"
             raise Unlike(f"the module does not run{wide} ({type(error).__name__}: {text})") from error
-        finally:
-            torch.set_default_dtype(default)
 
 
 def _floats(module: nn.Module) -> torch.dtype | None:
