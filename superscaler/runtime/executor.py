@@ -16,7 +16,7 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime.optimizer import Scaler, at_once, average, laid_out, optimizer_of, scale
 from superscaler.runtime.saved_tensors import Copies
-from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
+from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, in_dtypes, record
 
 Box = Sequence[Sequence[int]]
 Pairs = Sequence[tuple[str, Tensor]]
@@ -279,7 +279,7 @@ class Rank:
         """Run the optimizer with gradients by the names of their weights."""
         self.communicator.flush()
         self._copies.flush()
-        gradients = {name: self._gradient(gradient, self.weights[name]) for name, gradient in pairs}
+        gradients = self._gradients(pairs)
         is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
         if self.clip is not None:
             self._clip(self.clip, gradients)
@@ -287,17 +287,21 @@ class Rank:
             self.gradients = {**self.gradients, **gradients}
         if self.optimizer is not None and is_finite:
             for some in at_once(self.optimizer, {name: self.weights[name] for name in gradients}):
-                for name, weight in some.items():
-                    weight.grad = laid_out(gradients[name].to(weight.grad_dtype), weight)
+                kinds = [weight.grad_dtype for weight in some.values()]
+                found = in_dtypes([gradients[name] for name in some], kinds)
+                for weight, gradient in zip(some.values(), found, strict=True):
+                    weight.grad = laid_out(gradient, weight)
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             if self.ema is not None:
                 average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
 
-    def _gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Return a gradient in the shape of its weight, in float32 for a float32 copy."""
-        kind = torch.promote_types(gradient.dtype, weight.grad_dtype or gradient.dtype)
-        return gradient.reshape(weight.shape).to(kind)
+    def _gradients(self, pairs: Pairs) -> dict[str, Tensor]:
+        """Return gradients by weight, in the shapes of the weights and in float32 for float32 copies."""
+        weights = [self.weights[name] for name, _ in pairs]
+        shaped = [x.reshape(weight.shape) for (_, x), weight in zip(pairs, weights, strict=True)]
+        kinds = [torch.promote_types(x.dtype, w.grad_dtype or x.dtype) for x, w in zip(shaped, weights, strict=True)]
+        return dict(zip((name for name, _ in pairs), in_dtypes(shaped, kinds), strict=True))
 
     def write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set buffers to their new values."""

@@ -91,7 +91,19 @@ class Tape:
                 g, is_wide = some.pop(n)
                 own[n] = g.to(torch.float32 if is_wide else g.dtype, copy=True)
                 del g
-        return tuple(g.float() if is_wide else g for g, is_wide in whole)
+        return tuple(in_dtypes([g for g, _ in whole], [torch.float32 if is_wide else None for _, is_wide in whole]))
+
+
+def in_dtypes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+    """Return tensors in dtypes, None for the own one. A GPU casts all by few kernels."""
+    found = list(values)
+    cast = [n for n, kind in enumerate(dtypes) if kind not in (None, found[n].dtype)]
+    made = [torch.empty_like(found[n], dtype=dtypes[n]) for n in cast]
+    if cast:
+        torch._foreach_copy_(made, [found[n] for n in cast])
+    for n, x in zip(cast, made, strict=True):
+        found[n] = x
+    return found
 
 
 def record(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
@@ -129,6 +130,38 @@ def test_one_device_has_the_bits_of_the_reference(precision: str, scale: float, 
         assert torch.equal(found[name]["copy"], reference.copies[name]), name
     # The copies have digits that the weights lack.
     assert any(not torch.equal(x["copy"], x["weight"].float()) for x in found.values())
+
+
+class Casts(TorchDispatchMode):
+    """The shapes of tensors that are cast in a block: `alone`, and in `lists`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.lists = list[torch.Size](), list[list[torch.Size]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_to_copy":
+            self.alone.append(args[0].shape)
+        if func.name() == "aten::_foreach_copy_":
+            self.lists.append([x.shape for x in args[0]])
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_cast_by_lists() -> None:
+    """A GPU starts one kernel for a list, and one for each tensor that is cast alone."""
+
+    def casts(step: Step) -> Casts:
+        train(1, inputs)(step)
+        with Casts() as found:
+            step(inputs)
+        return found
+
+    inputs = mlp().captured.batch
+    (found,) = on_ranks(ss.compile(mlp(), "single", "local:1"), casts)
+    shapes = sorted(t.shape for t in mlp().model.parameters())
+    # Gradients become float32, and weights are rounded from their copies.
+    assert [sorted(some) for some in found.lists] == [shapes] * 2
+    assert not set(shapes) & set(found.alone)
 
 
 def test_clipping_is_of_float32_gradients() -> None:
