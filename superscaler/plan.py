@@ -204,7 +204,8 @@ def capture(
     check: bool = True,
     precision: str | None = None,
 ) -> Graph:
-    """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
+    """Return the graph of a training step: `module(*args, **kwargs)` gives the loss, an object with `.loss`, or a tuple
+    with one scalar.
 
     `optimizer` updates parameters of the module: torch's SGD, AdamW or another that works element by element, or Muon.
     Several divide the parameters: `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import CaptureError
+from superscaler.losses import find_loss
 
 # The first word in the names of a step's results: no attribute of a module has this name.
 RESULT = "return"
@@ -26,13 +27,11 @@ def loss_of(output: Any, name: str, keys: Sequence[Any] = ()) -> Tensor:
     """
     if keys:
         return reduce(torch.add, [_loss_at(output, name, key) for key in keys])
-    loss = output
-    if not isinstance(output, Tensor):
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = find_loss(output)
     if not isinstance(loss, Tensor):
         raise NoLossError(
-            f"{name} returns {type(output).__name__} without a loss; it must return a scalar loss, or an "
-            "object or dict with .loss (a Hugging Face model returns one when it is given labels); "
+            f"{name} returns {type(output).__name__} without a loss; it must return a scalar loss, a tuple with one "
+            "scalar, or an object or dict with .loss (a Hugging Face model returns one when it is given labels); "
             "or capture it with optimizer=None, for inference."
         )
     if loss.dim() or not loss.dtype.is_floating_point:

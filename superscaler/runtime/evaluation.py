@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.losses import find_loss
 from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, sizes
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def mean(step: Step, batches: Iterable[Mapping[str, Tensor]], metrics: Mapping[s
 
 
 def _loss(outputs: Any, batch: Mapping[str, Tensor]) -> Any:
-    loss = outputs if isinstance(outputs, Tensor) else outputs.get("loss") if isinstance(outputs, Mapping) else None
+    loss = find_loss(outputs)
     if not isinstance(loss, Tensor) or loss.dim():
         raise InputError(
             "the module in eval mode returns no scalar loss; give metrics: functions of its outputs and the batch."

@@ -90,6 +90,9 @@ class InParts(TorchDispatchMode):
         if func.is_view or func._schema.is_mutable or tags & set(func.tags):
             return plain
         given = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, (args, kwargs))
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(given)):
+            # It adds nothing. The zero tangent of a forward derivative, made so, has no memory that could be read.
+            return plain
         try:
             wide = func(*given[0], **given[1])
         except (RuntimeError, NotImplementedError):

@@ -134,8 +134,9 @@ def test_a_function_whose_backward_is_its_derivative_is_captured() -> None:
     ("result", "message"),
     [
         (lambda m, x, y, e: y, r"\(Wrong\.forward\) returns a loss of shape \(3, 4\) and dtype float32; it must be a"),
-        (lambda m, x, y, e: {"logits": y}, r"returns dict without a loss; it must return a scalar loss, or"),
+        (lambda m, x, y, e: {"logits": y}, r"returns dict without a loss; it must return a scalar loss, a tuple"),
         (lambda m, x, y, e: None, r"returns NoneType without a loss"),
+        (lambda m, x, y, e: (y.sum(), y.mean(), y), r"returns tuple without a loss; it must return .*one scalar"),
         (lambda m, x, y, e: y.sum().long(), r"shape \(\) and dtype int64"),
         (lambda m, x, y, e: y.detach().sum(), r"depends on none of the 4 parameters"),
         (lambda m, x, y, e: [m.seen.append(y), y.sum()][1], r"\(Wrong\.forward\) changes self\.seen in every call"),

@@ -239,6 +239,27 @@ def test_a_step_that_trains_keeps_outputs_beside_its_loss(plan: str, devices: in
         assert found.loss is None
 
 
+class Scored(nn.Module):
+    """Returns its scores, and then its loss, as models of strangers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(x)
+        return scores, F.cross_entropy(scores, y)
+
+
+def test_the_only_scalar_of_a_tuple_is_its_loss() -> None:
+    module, batch = Scored(), {"x": torch.randn(4, 8), "y": torch.randint(4, (4,))}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    equal(ss.capture(module, (), batch, optimizer, outputs=True), "data_parallel", 2)
+    frozen = ss.compile(ss.capture(module.eval(), (), batch, optimizer=None), "data_parallel", "local:2")
+    for found in on_ranks(frozen, lambda step: step.evaluate([batch])):
+        assert found["loss"] == pytest.approx(float(module(**batch)[1].detach()))
+
+
 def test_what_a_step_without_gradients_cannot_do_is_refused() -> None:
     graph, *_ = fixed("tensor")
     batch = graph.captured.batch

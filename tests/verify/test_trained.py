@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.runtime import optimizer
 from superscaler.runtime.executor import Pairs, Rank
+from superscaler.verify.trained import InParts
 from tests.graphs import step_of
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -86,3 +87,10 @@ def test_rounding_of_losses_that_cancel_is_no_difference(seed: int) -> None:
     ).verify()
     assert found["equal"], found
     assert found["trained_allowed"] < 1e-2
+
+
+def test_a_forward_derivative_is_computed_with_other_rounding() -> None:
+    layer, x = nn.Linear(6, 6), torch.randn(8, 6)
+    with InParts(2):
+        _, tangent = torch.func.jvp(lambda rows: layer(rows).tanh(), (x,), (torch.ones_like(x),))
+    assert tangent.isfinite().all()
