@@ -38,6 +38,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 Target = Op | Parts | Sequence[Op | Parts]
+Regions = Sequence[Sequence[Op | Parts]]
 Pair = tuple[Action, Action]
 Known = dict[tuple[int, str], Group | None]
 
@@ -61,10 +62,10 @@ def op_trans(graph: Graph, target: Sequence[Op | Parts], algorithm: Algorithm) -
 
 
 @overload
-def op_trans(graph: Graph, target: Target | Group, algorithm: Rewrite) -> list[Parts]: ...
+def op_trans(graph: Graph, target: Target | Group | Regions, algorithm: Rewrite) -> list[Parts]: ...
 
 
-def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrite) -> Parts | Sequence[Parts]:
+def op_trans(graph: Graph, target: Target | Group | Regions, algorithm: Algorithm | Rewrite) -> Parts | Sequence[Parts]:
     """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors; or ops by other ops.
 
         Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
@@ -75,22 +76,24 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
         Decompose():        y = cross_entropy(x, c)  ->  m = max(x); t, p = ...; y = ..., each cut on classes if need be
 
     Returns for one op or part its new parts, and for several one flat row of these, in order. An algorithm that makes
-    other ops takes whole ops, or a group of `graph.select`; its result is the parts of the new ops. Raises
-    TransformError (the paper, 3.2) when a split does not divide, a required factor is missing, or a part was already
-    replaced.
+    other ops takes whole ops, a group of `graph.select`, or lists of ops, each as in a call of its own; its result is
+    the parts of the new ops. Raises TransformError (the paper, 3.2) when a split does not divide, a required factor is
+    missing, or a part was already replaced.
     """
     where = _where(graph)
     if isinstance(algorithm, type):
         raise InputError(f"op_trans at {where} needs an algorithm, not its class; write {algorithm.__name__}(...).")
     if isinstance(algorithm, Rewrite):
-        return rewrite(graph, _ops(graph, target, where), algorithm, where)
+        is_several = isinstance(target, list | tuple) and all(isinstance(one, list | tuple) for one in target)
+        regions = cast(Regions, target) if is_several and target else [cast(Target, target)]
+        return rewrite(graph, [_ops(graph, one, where) for one in regions], algorithm, where)
     if not isinstance(algorithm, Algorithm):
         raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {algorithm!r}.")
     if isinstance(target, Group):
         raise InputError(f"op_trans at {where}: {algorithm} takes ops or parts, not the group {target}.")
     if isinstance(target, Parts | Op):
         return cut(graph, _parts(graph, target), algorithm, where)
-    pieces = (piece for item in _items(target, where) for piece in _pieces(graph, item))
+    pieces = (piece for item in _items(cast(Target, target), where) for piece in _pieces(graph, item))
     return Flat([cut(graph, piece, algorithm, where) for piece in pieces])
 
 

@@ -248,7 +248,7 @@ class Graph:
         self.model = model
         self.twins = {name: twins[-1] for name, twins in model.twins.items()}
         self.updates = {op.inputs[0].tensor: op for op in model.ops if op.is_update}
-        self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
+        self.grids = {op.name: self.grids[op.name] if op.name in self.grids else Grid() for op in model.ops}
         self._by_name = {op.name: op for op in model.ops}
         self._ops = tuple(op for op in model.ops if not op.origin)
         self._forward_ops = tuple(op for op in self._ops if op.is_forward)

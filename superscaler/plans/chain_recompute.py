@@ -37,8 +37,9 @@ def chain_recompute(
         # The first microbatches may be larger than others.
         batch = graph.factors["batch"].size if "batch" in graph.factors else 1
         runs = cheapest(graph, limit, times, batch // ceil(batch / (n * microbatches)))
-    for first, end in runs:
-        op_trans(graph, [op for path, ops in chain[first:end] if path for op in ops], Recompute())
+    if runs:
+        regions = [[op for path, ops in chain[first:end] if path for op in ops] for first, end in runs]
+        op_trans(graph, regions, Recompute())
 
 
 def _size(every: str, count: int) -> int:

@@ -12,11 +12,12 @@ Its own devices are data parallel: `co_shard:2,parts=4 x pipeline_1f1b:2 x tenso
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import joined, layers, made_for, splits_within, undivided
-from superscaler.verbs import Block, Graph, InputError, Recompute, Split, op_trans
+from superscaler.verbs import Block, Graph, InputError, Op, Recompute, Split, op_trans
 
 
 @along_axis(recomputes=True)
@@ -35,11 +36,12 @@ def co_shard(
     for op in (op for _, ops in groups for op in ops):
         for cut in cuts[op.name]:
             op_trans(graph, op, cut)
+    regions = list[Sequence[Op]]()
     for block in chosen:
         inner = [made_for(graph, ops, {op.name for op in block.ops}) for path, ops in groups if path == block.path]
         rest = [op for op in block.ops if op.has_mirror and not any(op in ops for ops in inner)]
-        for ops in [block.ops, *inner] if rest and inner else inner:
-            op_trans(graph, ops, Recompute())
+        regions += [block.ops, *inner] if rest and inner else inner
+    op_trans(graph, regions, Recompute())
 
 
 def _blocks(graph: Graph, blocks: str) -> list[Block]:

@@ -33,8 +33,8 @@ def recompute(graph: Graph, n: int, axis: str, what: str = "block", levels: int 
     if not found:
         raise InputError(f"recompute:what={what}: the model has nothing of this kind to recompute.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
-    for first, end in _runs(len(found), levels):
-        op_trans(graph, [op for ops in found[first:end] for op in ops], Recompute())
+    runs = _runs(len(found), levels)
+    op_trans(graph, [[op for ops in found[first:end] for op in ops] for first, end in runs], Recompute())
 
 
 def _runs(count: int, levels: int) -> list[tuple[int, int]]:

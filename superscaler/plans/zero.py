@@ -53,8 +53,8 @@ def zero(
         parts = slices.rest(weight)
         if stage > 1 and microbatches > 1 and weight in graph.updates:
             op_trans(graph, parts, Microbatch(microbatches))
-    regions = layers(graph) if stage == 3 else []
-    for left, layer in zip(range(len(regions), 0, -1), regions, strict=True):
-        own = [op for op in layer.ops if not op.region]
-        if any(op.has_mirror for op in own):
-            op_trans(graph, own, Regather() if left <= keep else Recompute())
+    regions = [[op for op in layer.ops if not op.region] for layer in layers(graph)] if stage == 3 else []
+    first = max(len(regions) - keep, 0)
+    for algorithm, some in ((Recompute(), regions[:first]), (Regather(), regions[first:])):
+        if trained := [ops for ops in some if any(op.has_mirror for op in ops)]:
+            op_trans(graph, trained, algorithm)

@@ -199,15 +199,15 @@ def check_once(algorithm: str, taken: Sequence[Op]) -> None:
         raise TransformError(f"{algorithm} of {taken[0].name}{other}; leave it out of one of them.")
 
 
-def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
-    """Apply an algorithm that replaces ops. Returns the parts of the new ops.
+def rewrite(graph: Graph, regions: Sequence[Sequence[Op]], algorithm: Rewrite, where: str) -> list[Parts]:
+    """Apply an algorithm that replaces ops to one region after the other. Returns the parts of the new ops.
 
     If op `old` is gone, an op named `old.word` gets the parts of `old`, cut on the same factors.
     """
-    before = graph.model
-    names = {op.name for op in ops}
+    before = after = graph.model
     try:
-        after = _in_turns(before, algorithm, ops)
+        for ops in regions:
+            after = _in_turns(after, algorithm, ops)
     except TransformError as error:
         raise TransformError(f"op_trans at {where}: {error}") from None
     wrong = _wrong(before, after)
@@ -224,7 +224,8 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
         )
     _take_over(graph, places)
     graph.rewrite(after)
-    graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in sorted(names)]
+    names = (name for ops in regions for name in sorted({op.name for op in ops}))
+    graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in names]
     return [graph.parts(op) for op in made]
 
 

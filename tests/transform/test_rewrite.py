@@ -30,6 +30,16 @@ def test_recompute_makes_twins_that_have_the_mirrors() -> None:
     assert parse_model(print_model(graph.model)) == graph.model
 
 
+def test_lists_of_ops_are_one_region_each() -> None:
+    graph, other = chain(), chain()
+    first, second = graph.forward_ops[:2]
+    op_trans(graph, [[first, second], [second]], Recompute())
+    for ops in ([first, second], [second]):
+        op_trans(other, ops, Recompute())
+    assert graph.model == other.model
+    assert [entry.op for entry in graph.journal] == [entry.op for entry in other.journal] == ["mul0", "mul1", "mul1"]
+
+
 def test_twins_have_the_parts_of_their_ops_unless_they_are_given_others() -> None:
     graph = chain()
     op_trans(graph, graph.forward_ops[:2], Recompute())

@@ -50,9 +50,8 @@ def compute_again(graph: Graph, table: Table, parts: Sequence[Sequence[Op]], whe
     table = computed_again(table) if when == "early" else table
     own = {work.stage for row in table for work in row if when or work.kind == "R"}
     inside = {op.name for stage in own for op in parts[stage]}
-    for layer in layers(graph) if inside else ():
-        if layer.ops[0].name in inside:
-            op_trans(graph, layer.ops, Recompute())
+    if regions := [layer.ops for layer in layers(graph) if layer.ops[0].name in inside]:
+        op_trans(graph, regions, Recompute())
     return table
 
 
