@@ -46,6 +46,29 @@ def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tens
     assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) == 16 * 16
 
 
+def test_calls_on_equal_buffers_are_computed_once(evaluated: list[Tensor]) -> None:
+    """Layers have buffers of their own, such as the indices of relative positions, with the same numbers."""
+
+    class Layer(nn.Module):
+        def __init__(self, first: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+            self.register_buffer("at", torch.tensor([first, 1.0, 2.0, 3.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight * self.at.sin()
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    # Zeros of both signs have the same value, and other bits.
+    module = nn.Sequential(Layer(0.0), Layer(0.0), Layer(-0.0), Mean())
+    graph = capture(module, (torch.randn(2, 4),))
+    assert len([x for x in evaluated if x.shape == (4,)]) == 2
+    assert len(graph.values) == 3 + 2
+
+
 class _Made(TorchDispatchMode):
     """The most elements of a tensor that an operator makes."""
 

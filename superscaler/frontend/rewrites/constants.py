@@ -114,17 +114,36 @@ def _is_causal(node: Node) -> bool:
 
 
 def _merge(trace: Trace, known: list[Node]) -> set[Node]:
-    """Return the calls on constants, without those that equal an earlier one: layers compute the same masks."""
+    """Return the calls on constants, without those that equal an earlier one: layers compute the same masks, of buffers
+    that are equal.
+    """
     first: dict[str, Node] = {}
-    constants = set(known)
+    constants, same = set(known), _equals(known)
     for node in trace.calls():
         if _is_constant(node, constants):
-            earlier = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+            args = map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
+            earlier = first.setdefault(repr((node.target, args)), node)
             if earlier is node:
                 constants.update((node, *outputs(node)))
             else:
                 trace.replace(node, *outputs(earlier))
     return constants
+
+
+def _equals(leaves: Sequence[Node]) -> dict[Node, Node]:
+    """Return the first of the leaves whose value has the same bits, for each that has an earlier one."""
+    first: dict[Any, dict[Node, Tensor]] = {}
+    found = {}
+    for leaf in leaves:
+        value = leaf.meta["value"]
+        bits = compact(value).cpu().contiguous()
+        shape, bits = bits.shape, bits.flatten().view(torch.uint8)
+        some = first.setdefault((value.dtype, value.shape, shape, bits[:1024].numpy().tobytes()), {})
+        if earlier := next((x for x, other in some.items() if torch.equal(bits, other)), None):
+            found[leaf] = earlier
+        else:
+            some[leaf] = bits
+    return found
 
 
 def _is_constant(node: Node, constants: Container[Node]) -> bool:
@@ -187,19 +206,16 @@ def _store(trace: Trace, constants: list[Node]) -> None:
                 whole = trace.graph.call_function(_ATEN.expand.default, (leaf, shape_of(leaf)))
             filled(whole, trace.derive(leaf.name, "whole"), node.meta, leaf.meta["val"])
             node.replace_input_with(leaf, whole)
-    first: dict[Any, Node] = {}
+    for leaf in numbers:
+        leaf.meta["value"] = leaf.meta["value"].reshape(-1)[0]
+        leaf.meta["val"] = leaf.meta["val"].new_empty(())
+    same = _equals(constants)
+    for leaf, first in same.items():
+        leaf.replace_all_uses_with(first)
+        trace.graph.erase_node(leaf)
     for leaf in constants:
-        value = leaf.meta["value"]
-        if leaf in numbers:
-            value = leaf.meta["value"] = value.reshape(-1)[0]
-            leaf.meta["val"] = leaf.meta["val"].new_empty(())
-        small = compact(value).cpu().clone(memory_format=torch.contiguous_format)
-        key = (value.dtype, tuple(value.shape), tuple(small.shape), small.flatten().view(torch.uint8).numpy().tobytes())
-        if first.setdefault(key, leaf) is not leaf:
-            leaf.replace_all_uses_with(first[key])
-            trace.graph.erase_node(leaf)
-    for leaf in first.values():
-        _narrow(leaf)
+        if leaf not in same:
+            _narrow(leaf)
 
 
 def _narrow(leaf: Node) -> None:
@@ -237,9 +253,9 @@ def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -
     shape = shape_of(x)
     if len(known) == 1 and sum(v is not None for v in indices) == 1 and known[0].dim() == 1:
         dim = next(d for d, v in enumerate(indices) if v is not None)
-        rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
-        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
-            return trace.rewrite(node, _ATEN.slice.Tensor, x, dim, rows[0], rows[-1] + 1)
+        rows = known[0] % shape[dim] if known[0].dtype == torch.int64 else known[0][:0]
+        if len(rows) and _is_range(rows, start := int(rows[0])):
+            return trace.rewrite(node, _ATEN.slice.Tensor, x, dim, start, start + len(rows))
     if known and (gather := _paired(trace, shape, indices)):
         return trace.rewrite(node, gather, x, next(v for v in indices if v is not None and not _counts(trace, v)))
     if len(known) != len(shape) or len(indices) != len(shape):
@@ -247,7 +263,7 @@ def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -
     last = -len(shape_of(node)) - 1
     for value, size in zip(known, shape, strict=True):
         at = next((d for d in range(-value.dim(), 0) if value.shape[d] > 1), last + 1)
-        if value.numel() != size or at <= last or value.flatten().tolist() != list(range(size)):
+        if value.numel() != size or at <= last or not _is_range(value.flatten()):
             return None
         last = at
     return trace.rewrite(node, _ATEN.view.default, x, shape_of(node))
@@ -290,8 +306,12 @@ def _counts(trace: Trace, index: Node) -> int:
     if value is None or value.dtype not in (torch.int64, torch.int32):
         return 0
     long = [d for d, n in enumerate(value.shape) if n > 1]
-    is_count = len(long) == 1 and value.flatten().tolist() == list(range(value.numel()))
-    return 1 + long[0] if is_count else 0
+    return 1 + long[0] if len(long) == 1 and _is_range(value.flatten()) else 0
+
+
+def _is_range(x: Tensor, start: int = 0) -> bool:
+    """Return whether a vector is start, start + 1, ...: those of lookups may have millions of elements."""
+    return torch.equal(x, torch.arange(start, start + len(x), dtype=x.dtype, device=x.device))
 
 
 def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
