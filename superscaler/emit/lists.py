@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.loops import NONE
+from superscaler.ir.names import unlike_gradient
 from superscaler.ir.program import FIELDS, VALUES, Role, Shape, Value, Weight
 
 Modules = Mapping[str, Sequence[str]]
@@ -257,6 +258,7 @@ def _name(own: Sequence[Value], taken: set[str]) -> Value:
 
 def free_name(value: Value, taken: set[str]) -> Value:
     """Return a value with a name that no other value has."""
+    value = value._replace(name=unlike_gradient(value.name))
     while str(value) in taken or Value.parse(str(value)) != value or value.name[-2:] in ("_m", "_l"):
         value = value._replace(name=value.name + "_")
     taken.add(str(value))

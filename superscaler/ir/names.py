@@ -44,6 +44,11 @@ class Value(NamedTuple):
         )
 
 
+def unlike_gradient(name: str) -> str:
+    """Return a name that does not begin as that of a gradient, also with a suffix: `_d_model`, and `_d` for `d`."""
+    return f"_{name}" if f"{name}_".startswith("d_") else name
+
+
 _VALUE = re.compile(r"^(d_)?(.+?)(?:_m(\d+))?(?:_p(\d+))?(?:_s(\d+))?(_work)?(?:__(\d+))?$")
 # The gradient of the loss.
 ONE = Value("one")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents, inside
 from superscaler.ir.model import PTensor
+from superscaler.ir.names import unlike_gradient
 from superscaler.ir.program import ONE, Accumulate, Combine, Instruction, Load, Slice, Task, Value, Wait, Weight
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.transfers import UPDATE, Place
@@ -20,11 +21,11 @@ _RESERVED = {str(ONE), "rt", "segments", "range", "reversed", "_", "m", "l"}
 def identifier(tensor: str) -> str:
     """Return a Python identifier for a pTensor.
 
-    >>> identifier("transformer.h.0.ln_1.weight"), identifier("d_model")
-    ('transformer_h_0_ln_1_weight', '_d_model')
+    >>> identifier("transformer.h.0.ln_1.weight"), identifier("d_model"), identifier("d")
+    ('transformer_h_0_ln_1_weight', '_d_model', '_d')
     """
     name = re.sub(r"\W", "_", tensor)
-    return f"_{name}" if name[:1].isdigit() or name.startswith("d_") or keyword.iskeyword(name) else name
+    return f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else unlike_gradient(name)
 
 
 def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import superscaler as ss
+from superscaler.verify.plan_dir import validate_directory
 from tests.graphs import step_of
 from tests.ran import Around, SProgram, captured, equal
 
@@ -34,6 +37,11 @@ class Taken(nn.Module):
         for name in self.names:
             h = (h @ getattr(self, name)).tanh()
         return h.masked_fill(float > 0, -torch.inf).softmax(-1).square().mean()
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 class Given(nn.Module):
@@ -68,6 +76,25 @@ def test_names_of_a_model_do_not_meet_those_of_its_code(plan: SProgram, module: 
     compiled = equal(step_of(module, torch.randn(16, 8), torch.randn(16, 8)), plan).compiled
     has_loop = any("for m in range(" in text for text in compiled.emitted.files.values())
     assert has_loop == (plan == "pipeline_1f1b:microbatches=16")
+
+
+@pytest.mark.timeout(60)
+def test_names_read_back_where_a_weight_or_a_module_is_called_as_gradients_begin(tmp_path: Path) -> None:
+    """The list of handles of `d.weight` and `d.bias` has the name of both; that of another weight is `d`."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return (m.inner.d(x).tanh() @ m.d).square().mean()
+
+    def make() -> tuple[nn.Module, Tensor]:
+        inner = nn.ModuleDict({"d": nn.Linear(8, 8)})
+        return Around(forward, inner=inner, d=nn.Parameter(torch.randn(8, 8))), torch.randn(8, 8)
+
+    for graph in (
+        captured(make),
+        step_of(nn.Sequential(OrderedDict(d=nn.Linear(8, 8), loss=Mean())), torch.randn(8, 8)),
+    ):
+        ss.compile(graph, "zero", "local:2").save(tmp_path)
+        validate_directory(tmp_path)
 
 
 def test_words_of_python_are_names_also_where_a_tensor_is_changed_in_place() -> None:
