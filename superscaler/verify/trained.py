@@ -109,7 +109,8 @@ class InParts(TorchDispatchMode):
         if not x.dim() and x.to(plain.dtype) != x:
             return reduce(torch.add, _parts(x, self._shares(), plain.dtype))
         chance = torch.rand(x.shape, generator=self.chance, dtype=x.dtype).to(x.device) - 0.5
-        return (x + x * chance * (torch.finfo(plain.dtype).eps / 2)).to(plain.dtype)
+        # A product, because the sum of an infinite number and its error may be none.
+        return (x * (1 + chance * (torch.finfo(plain.dtype).eps / 2))).to(plain.dtype)
 
 
 def _is_scalar(x: Any) -> bool:

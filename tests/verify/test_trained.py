@@ -94,3 +94,9 @@ def test_a_forward_derivative_is_computed_with_other_rounding() -> None:
     with InParts(2):
         _, tangent = torch.func.jvp(lambda rows: layer(rows).tanh(), (x,), (torch.ones_like(x),))
     assert tangent.isfinite().all()
+
+
+def test_rounding_is_measured_of_a_module_that_copies_infinite_numbers() -> None:
+    mask = torch.full((16, 16), -torch.inf).triu(1)
+    with InParts(2):
+        assert torch.equal(torch.cat([mask, mask.clone()]), torch.cat([mask] * 2))
