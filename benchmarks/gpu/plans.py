@@ -120,7 +120,10 @@ def compile_all(folder: Path, groups: list[str], part: str, measured: str | None
                 "peak": full.peak_bytes - overhead, "flops": found.model_flops, "memory": dict(full.memory),
             }  # fmt: skip
         model = plan.compiled.graph.model
-        owned = {n: (t.shape, t.dtype, t.kind) for n, t in model.tensors.items() if t.kind != "activation"}
+        rows = {i.tensor: model.tensors[op.inputs[0].tensor].shape[0] for op in model.ops for i in op.inputs[1:]}
+        owned = {
+            n: (t.shape, t.dtype, t.kind, rows.get(n, 1)) for n, t in model.tensors.items() if t.kind != "activation"
+        }
         head, files = describe(plan.compiled), plan.compiled.emitted.files
         made = built.make_batch(0) if built.make_batch else {}
         numbers = {n: x for n, x in made.items() if not x.is_floating_point()}
@@ -135,14 +138,18 @@ def _predictions(predicted: Mapping[str, Mapping[str, float]]) -> str:
 
 
 class Drawn(Mapping[str, Tensor]):
-    """Weights by name, made when they are read: as models start, in the dtypes of the plan."""
+    """Weights by name, made when they are read: as models start, in the dtypes of the plan. Indices are drawn from the
+    rows that they look up: the backward adds up the gradients of equal ones, one after the other.
+    """
 
     def __init__(self, owned: Mapping[str, Any], device: torch.device) -> None:
         self.owned, self.device = owned, device
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, dtype, kind = self.owned[name]
+        shape, dtype, kind, rows = self.owned[name]
         made = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+        if dtype == "int64":
+            return made.random_(rows)
         if kind != "parameter" or name.endswith("bias"):
             return made
         return made.fill_(1.0) if len(shape) == 1 else made.normal_(0.0, 0.02)
