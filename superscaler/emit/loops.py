@@ -8,7 +8,8 @@ from itertools import starmap
 
 from superscaler.emit.lists import Instruction, Row, family, names, tidied
 from superscaler.ir import program as p
-from superscaler.ir.loops import Loop, Rolled, Run
+from superscaler.ir.communication import batches
+from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans
 from superscaler.ir.program import VALUES, Free, Recv, Role, Send, Slice, Value
 
 
@@ -62,7 +63,8 @@ def runs_of(codes: Sequence[Sequence[p.Instruction]]) -> list[Section]:
     """Return the code of devices that run one program, as sections. Messages that start together stay in one
     repetition.
     """
-    runs = [_unparted(code) if isinstance(code, Rolled) else [tuple(code)] for code in codes]
+    rolled = [code for code in codes if isinstance(code, Rolled)]
+    runs = [_unparted(code) for code in _looped(rolled)] if rolled else [[tuple(code)] for code in codes]
     found = []
     for run, *others in zip(*runs, strict=True):
         some = (run, *others)
@@ -74,6 +76,45 @@ def runs_of(codes: Sequence[Sequence[p.Instruction]]) -> list[Section]:
         # A loop in which other numbers move than microbatches is written out.
         found.append(loop if loop.period else Section(list(zip(*some, strict=True))))
     return found
+
+
+def _looped(codes: Sequence[Rolled]) -> list[Rolled]:
+    """Return code in which a run beside its loops, as a warm-up, has loops where it repeats by microbatch."""
+    found = [list[Run]() for _ in codes]
+    for runs in zip(*(code.runs for code in codes), strict=True):
+        here = 0
+        for span in () if isinstance(runs[0], Loop) else _spans(runs[0]):
+            loops = [loop for run in runs if (loop := _loop(tuple(run[span.start : span.end]), span)) is not None]
+            if len(loops) == len(runs):
+                for own, run, loop in zip(found, runs, loops, strict=True):
+                    own += [tuple(run[here : span.start]), loop]
+                here = span.end
+        for own, run in zip(found, runs, strict=True):
+            own.append(run if isinstance(run, Loop) else run[here:])
+    return [Rolled(tuple(own)) for own in found]
+
+
+def _spans(code: Sequence[p.Instruction]) -> Iterator[Span]:
+    """Yield where code seems to repeat with the next microbatch each time, by the names of its values."""
+    some = [(*((i.task,) if isinstance(i, p.Tasked) else ()), *_values(i)) for i in code]
+    first = [next((v.microbatch for v in own if v.microbatch != NONE), NONE) for own in some]
+    forms = [(type(i), *(v._replace(microbatch=0) for v in own)) for i, own in zip(code, some, strict=True)]
+    inside = {n for a, b in batches(code).items() for n in range(a + 1, b + 1)}
+    for span in find_spans(forms, first, 1):
+        start = next((n for n in span.body if n not in inside), span.end)
+        count = (span.end - start) // span.length
+        if count >= SEEN:
+            yield Span(start, span.length, count)
+
+
+def _loop(code: tuple[p.Instruction, ...], span: Span) -> Loop | None:
+    """Return a loop that is the code of a span, None if its numbers do not move evenly."""
+    loop = Loop(code[: span.length], code[span.length : 2 * span.length], span.count)
+    try:
+        return loop if tuple(loop) == code else None
+    except ValueError:
+        # Tuples of numbers have different lengths.
+        return None
 
 
 def _unparted(code: Rolled) -> list[Run]:

@@ -45,6 +45,8 @@ PLANS = [
     (MLP, "interleaved:microbatches=32,chunks=2", 4),
     (MLP, "zbv:microbatches=32", 2),
     (MLP, "hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
+    # Their warm-up and cool-down have loops, too.
+    (MLP, "pipeline_1f1b:microbatches=32", 4),
     # Loops over layers.
     (DEEP, "tensor_parallel", 2),
     (DEEP, "sequence_parallel", 2),
@@ -185,7 +187,7 @@ class Execution:
 
 
 # The others reach no other branch of the code that is emitted.
-@pytest.mark.parametrize(("model", "plan", "devices"), few(PLANS, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 17))
+@pytest.mark.parametrize(("model", "plan", "devices"), few(PLANS, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 17, 18))
 def test_instructions_and_their_code_give_the_same_bits(
     model: str, plan: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,15 @@ def test_a_program_is_as_long_for_more_layers(plan: str, devices: int, most: int
     assert sorted(found)[-2] <= most
 
 
+def test_the_program_of_the_first_stage_is_as_long_for_more_stages() -> None:
+    def lines(stages: int) -> int:
+        graph = graph_of(f"mlp:layers={stages},hidden=8,inputs=4,classes=4,batch=64")
+        files = ss.compile(graph, "pipeline_1f1b:microbatches=32", ss.Cluster.local(stages)).compiled.emitted.files
+        return len(files["program_0.py"].splitlines())
+
+    assert lines(4) == lines(8) <= 40
+
+
 @ss.sprogram
 def rows(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """Cut the sequence unevenly where an op has it, else the vocabulary, else the batch."""
