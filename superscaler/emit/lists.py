@@ -9,12 +9,13 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, takewhile
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.loops import NONE
-from superscaler.ir.names import unlike_gradient
+from superscaler.ir.names import RESERVED, unlike_gradient
 from superscaler.ir.program import FIELDS, VALUES, Role, Shape, Value, Weight
 
 Modules = Mapping[str, Sequence[str]]
@@ -256,10 +257,17 @@ def _name(own: Sequence[Value], taken: set[str]) -> Value:
     return free_name(own[0]._replace(name=shared if shared.isidentifier() else "weights", microbatch=NONE), taken)
 
 
+def _is_name(value: Value) -> bool:
+    """Return whether the name of a value reads back, and is neither Python's, nor another of emitted code."""
+    text = str(value)
+    is_free = text not in RESERVED and not iskeyword(text) and value.name[-2:] not in ("_m", "_l")
+    return is_free and Value.parse(text) == value
+
+
 def free_name(value: Value, taken: set[str]) -> Value:
     """Return a value with a name that no other value has."""
     value = value._replace(name=unlike_gradient(value.name))
-    while str(value) in taken or Value.parse(str(value)) != value or value.name[-2:] in ("_m", "_l"):
+    while str(value) in taken or not _is_name(value):
         value = value._replace(name=value.name + "_")
     taken.add(str(value))
     return value

@@ -52,6 +52,8 @@ def unlike_gradient(name: str) -> str:
 _VALUE = re.compile(r"^(d_)?(.+?)(?:_m(\d+))?(?:_p(\d+))?(?:_s(\d+))?(_work)?(?:__(\d+))?$")
 # The gradient of the loss.
 ONE = Value("one")
+# Names that emitted code itself uses: `m` and `l` count microbatches and layers in loops.
+RESERVED = frozenset({str(ONE), "rt", "segments", "range", "reversed", "_", "m", "l"})
 
 
 class Task(NamedTuple):

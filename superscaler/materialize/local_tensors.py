@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents, inside
 from superscaler.ir.model import PTensor
-from superscaler.ir.names import unlike_gradient
-from superscaler.ir.program import ONE, Accumulate, Combine, Instruction, Load, Slice, Task, Value, Wait, Weight
+from superscaler.ir.names import RESERVED, unlike_gradient
+from superscaler.ir.program import Accumulate, Combine, Instruction, Load, Slice, Task, Value, Wait, Weight
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.transfers import UPDATE, Place
 
-# Prefixes and suffixes of the names of values, and the names that emitted code itself uses.
+# Suffixes of the names of values.
 _DERIVED = re.compile(r"_m\d*$|_[ps]\d+$|_work$|__\d+$")
-_RESERVED = {str(ONE), "rt", "segments", "range", "reversed", "_", "m", "l"}
 
 
 def identifier(tensor: str) -> str:
@@ -36,7 +35,7 @@ def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
     {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_', 'one': 'one_'}
     """
     found: dict[str, str] = {}
-    taken = set(_RESERVED)
+    taken = set(RESERVED)
     for tensor in tensors:
         name = identifier(tensor)
         while name in taken or _DERIVED.search(name):

@@ -78,6 +78,19 @@ def test_names_of_a_model_do_not_meet_those_of_its_code(plan: SProgram, module: 
     assert has_loop == (plan == "pipeline_1f1b:microbatches=16")
 
 
+@pytest.mark.parametrize("name", ["l", "range", "rt", "in"])
+def test_a_list_of_weights_takes_no_name_that_loops_use(name: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in getattr(m, name):
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(6)])
+    module = Around(forward, **{name: layers})
+    ran = equal(step_of(module, torch.randn(8, 8)), "tensor_parallel")
+    assert "for l in range(" in ran.compiled.emitted.files["program_0.py"]
+
+
 @pytest.mark.timeout(60)
 def test_names_read_back_where_a_weight_or_a_module_is_called_as_gradients_begin(tmp_path: Path) -> None:
     """The list of handles of `d.weight` and `d.bias` has the name of both; that of another weight is `d`."""
