@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from superscaler.bits import bytes_of
 from superscaler.frontend.oracle import pieces
 from superscaler.frontend.rewrites.constants import compact
 from superscaler.frontend.trace import shorten
@@ -92,8 +93,8 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 def _bits(x: Tensor) -> str:
     if x.is_meta:
         return ""
-    plain = x.detach().resolve_conj().resolve_neg().cpu().flatten().contiguous()
-    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+    plain = x.detach().resolve_conj().resolve_neg().cpu()
+    return hashlib.sha256(bytes_of(plain).numpy().data).hexdigest()
 
 
 def _installed() -> list[str]:

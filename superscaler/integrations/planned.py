@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from superscaler.bits import bytes_of
 from superscaler.comm.distributed import connect
 from superscaler.errors import InputError, PlanError, a
 from superscaler.integrations import state
@@ -205,4 +206,4 @@ def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def _hash(x: Tensor) -> str:
-    return digest(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest(bytes_of(x.cpu()).numpy().tobytes())

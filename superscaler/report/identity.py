@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import superscaler
+from superscaler.bits import bytes_of
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.ir.graph import Graph
@@ -66,7 +67,7 @@ def hash_values(values: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, value in sorted(values.items()):
         found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(bytes_of(value.cpu()).numpy().data)
     return found.hexdigest()
 
 

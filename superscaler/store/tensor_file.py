@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from superscaler.bits import bytes_of
 from superscaler.specs.file_errors import reading, require_file
 
 if TYPE_CHECKING:
@@ -118,7 +119,5 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], hurry: Event | None
 
 
 def _pieces(tensor: Tensor) -> Iterator[bytes | memoryview]:
-    from torch import uint8
-
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy()
+    data = bytes_of(tensor.cpu()).numpy()
     return (data[start : start + _PIECE].data for start in range(0, data.size, _PIECE))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superscaler.artifact import initial_values
+from superscaler.bits import bytes_of
 from superscaler.frontend.oracle import largest, retyped
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model
@@ -96,7 +97,7 @@ def _of_weight(name: str, found: Tensor, own: Tensor) -> Iterator[str]:
         here, there = (f"{x.dtype} {list(x.shape)}" for x in (found, own))
         yield f"{name} is {here} in {WEIGHTS_FILE}, but {there} in the module"
         return
-    bits = (x.contiguous().reshape(-1).view(torch.uint8).reshape(x.numel(), x.itemsize) for x in (found, own))
+    bits = (bytes_of(x).reshape(x.numel(), x.itemsize) for x in (found, own))
     is_other = torch.ne(*bits).any(dim=1)
     if is_other.any():
         at = int(is_other.nonzero()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import superscaler as ss
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.frontend.rewrites import constants
 from superscaler.models import build
 from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
+from tests.graphs import step_of
+from tests.ran import Around
 from tests.sweeps import slow
 
 
@@ -44,6 +48,17 @@ def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tens
     assert counts[0] == counts[1] > 10
     assert any(x.shape == (8, 1, 16, 16) for x in evaluated)
     assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) == 16 * 16
+
+
+def test_a_constant_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    """Labels of one class for the whole batch, and a buffer, both of stride 0."""
+
+    def forward(m: Around, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(m.inner(x) * m.scale, torch.zeros(1, dtype=torch.long).expand(8))
+
+    scale = nn.Buffer(torch.tensor(2.0).expand(1))
+    graph = step_of(Around(forward, inner=nn.Linear(6, 5), scale=scale), torch.randn(8, 6))
+    ss.compile(graph, "data_parallel", "local:2").save(tmp_path)
 
 
 def test_calls_on_equal_buffers_are_computed_once(evaluated: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from superscaler.bits import bytes_of
 from superscaler.frontend.rewrites.decompositions import expanded
 from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
 from superscaler.ir.model_text import unique
@@ -136,8 +137,8 @@ def _equals(leaves: Sequence[Node]) -> dict[Node, Node]:
     found = {}
     for leaf in leaves:
         value = leaf.meta["value"]
-        bits = compact(value).cpu().contiguous()
-        shape, bits = bits.shape, bits.flatten().view(torch.uint8)
+        plain = compact(value).cpu()
+        shape, bits = plain.shape, bytes_of(plain)
         some = first.setdefault((value.dtype, value.shape, shape, bits[:1024].numpy().tobytes()), {})
         if earlier := next((x for x, other in some.items() if torch.equal(bits, other)), None):
             found[leaf] = earlier
