@@ -16,9 +16,8 @@ from superscaler.emit.repeats import LAYER, Layers, Repeat, line, repeats_of, sp
 from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
 from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
-from superscaler.groups import collect
 from superscaler.ir import program as p
-from superscaler.ir.cohorts import form
+from superscaler.ir.cohorts import alike
 from superscaler.ir.communication import batches
 from superscaler.ir.program import Device, Program, Value
 
@@ -64,9 +63,8 @@ def _written(program: Program, names: list[str]) -> list[tuple[str, "_Writer", d
     """Return, for each group of devices, its text, the writer and the entries in its tables. Groups that differ in
     their data alone are written once, if their data fit equal numbers.
     """
-    alike = collect((form(samples[0]), n) for n, (_, samples) in enumerate(program.groups))
     found: dict[int, tuple[str, _Writer, dict[str, Entries]]] = {}
-    for own in alike.values():
+    for own in alike([samples[0] for _, samples in program.groups]):
         writer = _Writer(program, [device for n in own for device in program.groups[n][1]], names)
         body, start = writer.write(), 0
         for n in own:

@@ -1,7 +1,7 @@
 """Loops over microbatches in emitted Python: the start of a body, and its moving values."""
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
@@ -96,9 +96,11 @@ def _looped(codes: Sequence[Rolled]) -> list[Rolled]:
 
 def _spans(code: Sequence[p.Instruction]) -> Iterator[Span]:
     """Yield where code seems to repeat with the next microbatch each time, by the names of its values."""
-    some = [(*((i.task,) if isinstance(i, p.Tasked) else ()), *_values(i)) for i in code]
-    first = [next((v.microbatch for v in own if v.microbatch != NONE), NONE) for own in some]
-    forms = [(type(i), *(v._replace(microbatch=0) for v in own)) for i, own in zip(code, some, strict=True)]
+    forms, first = list[Hashable](), list[int]()
+    for i in code:
+        values, task = _values(i), (i.task,) if isinstance(i, p.Tasked) else ()
+        forms.append((type(i), *(of._replace(microbatch=0) for of in task), *map(family, values)))
+        first.append(next((of.microbatch for of in (*task, *values) if of.microbatch != NONE), NONE))
     inside = {n for a, b in batches(code).items() for n in range(a + 1, b + 1)}
     for span in find_spans(forms, first, 1):
         start = next((n for n in span.body if n not in inside), span.end)

@@ -210,6 +210,14 @@ def _links(device: Device) -> Iterator[tuple[int, ...]]:
                 yield value if isinstance(value, tuple) else (value,)
 
 
+def alike(devices: Sequence[Device]) -> list[list[int]]:
+    """Return the numbers of devices that run one program."""
+    # Most that differ have code of other lengths.
+    lengths = [tuple(map(len, runs_of(device.instructions))) for device in devices]
+    some = group_by(range(len(devices)), lengths.__getitem__).values()
+    return [own for of in some for own in (group_by(of, lambda n: form(devices[n])).values() if len(of) > 1 else [of])]
+
+
 def form(device: Device) -> Hashable:
     """Return a key of a device, equal for devices that run one program: its text, its loops, the shapes of its data,
     and the equalities between groups.

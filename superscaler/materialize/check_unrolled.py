@@ -17,7 +17,6 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import NONE, Loop, Rolled
-from superscaler.ir.orders import Group
 from superscaler.ir.program import (
     ONE,
     ROLES,
@@ -43,6 +42,8 @@ from superscaler.schedule.steady_state import SteadyState
 MADE, READ, FREED, ADDED = range(4)
 # More than the microbatches of any plan.
 _MOST = 1 << 24
+# The first and the last time of each kind of work of a segment, by microbatch.
+Ends = dict[tuple[str, int], tuple[Ints, Ints]]
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
     """Return the program of all microbatches from the program of the first ones. Raises Aperiodic if these do not
     determine it.
     """
-    found = dict[int, Rolled]()
+    found, works = dict[int, Rolled](), _works(steady, schedule)
     if any(weight.name.microbatch != NONE for device, _ in program.distinct for weight in device.weights):
         # A constant at rest has a slice for each microbatch.
         raise Aperiodic
@@ -241,7 +242,7 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
             if device is first:
                 made = made if code is repeated else cache.of(code)
                 check_whole(cache.of(Rolled((tuple(device.instructions),))), made, (steady.few, steady.total))
-                _check_orders(steady, schedule, made)
+                _check_orders(steady, works, _ends(made, schedule.segments, steady.total))
             found[device.rank] = code
     whole = program.changed(lambda device: replace(device, instructions=found[device.rank]))
     _check_meetings(whole)
@@ -270,29 +271,36 @@ def _meeting(i: Instruction) -> Instruction | None:
     return replace(i, source=ONE) if isinstance(i, Send) else replace(i, work=ONE) if isinstance(i, Recv) else None
 
 
-def _check_orders(steady: SteadyState, schedule: Schedule, made: Uses) -> None:
-    """Raise Aperiodic if a device does its work in another order than the plan requires."""
+def _works(steady: SteadyState, schedule: Schedule) -> list[list[tuple[str, int]]]:
+    """Return, for each work of a plan's orders, the kinds of work of segments in it."""
     segment_of = {op.name: s for s in schedule.segments for op in s.ops}
     segment_of |= {m.name: segment_of[name] for name, m in schedule.edges.mirrors.items()}
-    ends = _ends(made, schedule.segments, steady.total)
-
-    def ends_of(group: Group) -> tuple[Ints, Ints] | None:
+    found = []
+    for group in steady.works:
         some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}
-        kinds = ((k, s.number) for s in some.values() for k in (s.backwards if group.kind == "B" else group.kind))
-        found = [ends[work] for work in kinds if work in ends]
+        kinds = ((s.backwards if group.kind == "B" else group.kind, s.number) for s in some.values())
+        found.append([(kind, number) for own, number in kinds for kind in own])
+    return found
+
+
+def _check_orders(steady: SteadyState, works: Sequence[Sequence[tuple[str, int]]], ends: Ends) -> None:
+    """Raise Aperiodic if a device does its work in another order than the plan requires."""
+
+    def ends_of(work: Sequence[tuple[str, int]]) -> tuple[Ints, Ints] | None:
+        found = [ends[own] for own in work if own in ends]
         return (np.min([first for first, _ in found], 0), np.max([last for _, last in found], 0)) if found else None
 
-    known = [ends_of(group) for group in steady.works]
-    for (before, one), (after, other) in steady.orders:
+    known = list(map(ends_of, works))
+    for (before, after), (one, other) in steady.pairs.items():
         first, second = known[before], known[after]
-        if first and second and first[1][one] >= second[0][other]:
+        if first and second and (first[1][one] >= second[0][other]).any():
             raise Aperiodic
 
 
-def _ends(made: Uses, segments: Sequence[Segment], total: int) -> dict[tuple[str, int], tuple[Ints, Ints]]:
+def _ends(made: Uses, segments: Sequence[Segment], total: int) -> Ends:
     """Return the first and the last time of each kind of work of a segment, by microbatch [total]."""
     never = np.iinfo(np.int64).max
-    found: dict[tuple[str, int], tuple[Ints, Ints]] = {}
+    found: Ends = {}
     named = ((number, name) for name, number in made.families.items() if isinstance(name, Work))
     works = {number: work for number, work in named if work.kind in (Forward, Backward)}
     own = np.isin(made.family, list(works)) & (made.microbatch != NONE)

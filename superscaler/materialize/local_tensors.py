@@ -157,7 +157,7 @@ class Residents:
         nexts = self.edges.model.nexts
         for tensor, op in self.edges.homes.items():
             rows, held = self.edges.rows[op.name], self.edges.held(op, 0)
-            counted = set(self.edges.whole(held)) if op.is_update else set()
+            counted = set(self.edges.whole(op, 0)) if op.is_update else set()
             for row, key in enumerate(rows.keys):
                 rank, box = key[0], held.box(row)
                 place = Place(UPDATE, self.edges.home_number[tensor], key, 0)

@@ -43,6 +43,7 @@ class Dataflow:
         self._rows: dict[Hashable, Rows] = {}
         self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
         self._joins: dict[Hashable, list[list[int]]] = {}
+        self._wholes: dict[Hashable, list[int]] = {}
         # By the identity of a join and of the devices of its ends.
         self._here: dict[tuple[int, int, int], bool] = {}
         self._local: dict[Hashable, bool] = {}
@@ -293,7 +294,7 @@ class Dataflow:
             if gradient.tensor in map(self.model.gradient, self.model.losses):
                 for addends in served:
                     addends.add("loss")
-                for row in self.whole(self.held(op, j)):
+                for row in self.whole(op, j):
                     first[row].add("loss")
             for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
                 seen: set[Hashable] = set()
@@ -314,13 +315,17 @@ class Dataflow:
 
     def loss_rows(self, loss: str) -> list[int]:
         """Return the parts of a loss that add up to its value: one replica of each addend."""
-        return self.whole(self.held(*self.producers[loss]))
+        return self.whole(*self.producers[loss])
 
-    @staticmethod
-    def whole(held: Produced) -> list[int]:
-        """Return rows that make the whole tensor together, each element once."""
-        nowhere = np.full(1, -1, dtype=np.int64)
-        return join(held, Required(held.lo.min(0, keepdims=True), held.hi.max(0, keepdims=True), nowhere, nowhere))[0]
+    def whole(self, op: Op, j: int) -> list[int]:
+        """Return parts of an op that make its whole output `j` together, each element once."""
+        output, name = op.outputs[j], op.name if self._turns else ""
+        key = id(self.rows[op.name]), output.slots, self.extents[output.tensor], id(self.labels(op, j)), name
+        if key not in self._wholes:
+            held, nowhere = self.held(op, j), np.full(1, -1, dtype=np.int64)
+            everything = Required(held.lo.min(0, keepdims=True), held.hi.max(0, keepdims=True), nowhere, nowhere)
+            self._wholes[key] = join(held, everything)[0]
+        return self._wholes[key]
 
     def seeds_gradient(self, loss: str, row: int) -> bool:
         """Return whether the mirror of a part of a loss starts from one. All parts do, but only one of routing

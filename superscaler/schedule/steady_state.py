@@ -6,11 +6,15 @@ decides whether all others only repeat these (materialize/loops.py).
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from math import prod
 
+import numpy as np
+
+from superscaler.groups import collect
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Axis, Grid
+from superscaler.ir.grid import Axis, Grid, Ints
 from superscaler.ir.loops import SEEN, Span, find_spans, steady_spans
 from superscaler.ir.orders import Group, Order
 
@@ -48,6 +52,12 @@ class SteadyState:
     def added(self) -> int:
         """Return the number of repetitions that are not compiled."""
         return (self.total - self.few) // self.period
+
+    @cached_property
+    def pairs(self) -> dict[tuple[int, int], tuple[Ints, Ints]]:
+        """Return the orders by the numbers of their two works: the microbatches of both."""
+        found = collect(((before, after), (one, other)) for (before, one), (after, other) in self.orders)
+        return {works: tuple(np.array(some).T) for works, some in found.items()}
 
     def group(self, name: Name) -> Group:
         """Return the parts of a work."""

@@ -36,7 +36,7 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
     """Return parts with replicas along the mesh axes that do not cut them, and the mesh position of each."""
     parts.check()
     op, sizes = parts.op, mesh.sizes
-    named = {axis.name for axis, _ in _above(graph, parts) if axis.name}
+    named = {axis.name for grid, _ in _grids(graph, parts) for axis in grid.axes if axis.name}
     for name in (name for name in named if name not in sizes):
         raise InputError(
             f"op_assign at {where}: {op.name} is cut along {name}, but {unknown('axis of the mesh', name, sizes)}"
@@ -87,11 +87,16 @@ def check_cut_first(graph: Graph) -> None:
 
 def _above(graph: Graph, parts: Parts) -> Iterator[tuple[Axis, Ints]]:
     """Yield the axes of the grids above parts and of their own, outer first, each with their coordinates along it."""
+    return (found for grid, cells in _grids(graph, parts) for found in _along(grid, cells))
+
+
+def _grids(graph: Graph, parts: Parts) -> Iterator[tuple[Grid, Ints]]:
+    """Yield the grids above parts and their own, outer first, each with their cells."""
     grid: Grid = graph.grids[parts.op.name]
     for _, cell in parts.prefix:
-        yield from _along(grid, np.array(cell))
+        yield grid, np.array(cell)
         grid = grid.children[cell]
-    yield from _along(grid, parts.cells)
+    yield grid, parts.cells
 
 
 def _along(grid: Grid, cells: Ints) -> Iterator[tuple[Axis, Ints]]:
