@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import pickle
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -95,12 +98,15 @@ class Rows:
     points on `clusters` are simulated.
     """
 
-    def __init__(self, keep: bool = False, clusters: Collection[str] = (), file: Path | None = ROWS) -> None:
-        self.simulator, self.clusters, self.file = simulator(), clusters, file
+    def __init__(
+        self, keep: bool = False, clusters: Collection[str] = (), file: Path | None = ROWS, models: str = ""
+    ) -> None:
+        """Read the rows. `models`: a folder in which the processes of a run share captured models."""
+        self.simulator, self.clusters, self.file, self.folder = simulator(), clusters, file, models
         lines = file.read_text().splitlines() if file and file.exists() else []
         found = (json.loads(line) for line in lines)
         self.known = {row["key"]: row for row in found if keep or row["simulator"] == self.simulator}
-        self.graphs: dict[str, Any] = {}
+        self.models: dict[str, Any] = {}
         # The experiment that is on, and the first that asked for each row.
         self.experiment, self.asked = "", dict[str, str]()
 
@@ -180,6 +186,7 @@ class Rows:
     def _compiled(self, point: Point, seconds: dict[str, float], capacity: float, few: int = 0) -> Any:
         """Return the plan with `few` microbatches, the point's by default, and add the seconds that it takes."""
         import superscaler as ss
+        from superscaler.ir.graph import Graph
 
         few, last = few or point.few, time.process_time()
 
@@ -188,17 +195,26 @@ class Rows:
             seconds[name] = round(seconds.get(name, 0) + time.process_time() - last, 2)
             last = time.process_time()
 
-        if point.model not in self.graphs:
-            kept = list(self.graphs.items())[-1:]
-            self.graphs = {**dict(kept), point.model: captured(f"{point.model},batch={SAMPLES},device=meta")}
-        graph = of_batch(self.graphs[point.model], few * point.dp * point.size)
+        model = of_batch(self._model(f"{point.model},batch={SAMPLES},device=meta"), few * point.dp * point.size)
         lap("capture")
-        check_bound(graph.model, point, capacity)
-        plan = ss.compile(graph, point.spec_of(few), point.cluster)
+        check_bound(model, point, capacity)
+        plan = ss.compile(Graph(model), point.spec_of(few), point.cluster)
         lap("compile")
         plan.validate()
         lap("certificate")
         return plan
+
+    def _model(self, spec: str) -> Any:
+        if spec not in self.models:
+            kept = list(self.models.items())[-1:]
+            file = Path(self.folder) / sha256(spec.encode()).hexdigest() if self.folder else None
+            found = pickle.loads(file.read_bytes()) if file and file.exists() else captured(spec)
+            if file and not file.exists():
+                written = file.with_suffix(f".{os.getpid()}")
+                written.write_bytes(pickle.dumps(found))
+                written.replace(file)
+            self.models = {**dict(kept), spec: found}
+        return self.models[spec]
 
 
 class TooLarge(Exception):
@@ -254,7 +270,7 @@ def on_line(layers: int, rows: Mapping[int, Row]) -> Row:
 
 
 def captured(spec: str) -> Any:
-    """Return the graph of a model with float16 weights and float32 copies of them in Adam, as the paper trained."""
+    """Return a model with float16 weights and float32 copies of them in Adam, as the paper trained."""
     import torch
 
     import superscaler as ss
@@ -263,21 +279,17 @@ def captured(spec: str) -> Any:
     built = build(spec)
     optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cpu")
-    # Not kept on disk: masks of Swin are gigabytes, and push all else out of the cache.
-    graph = ss.capture(
+    # Not in the cache of captures: masks of Swin are gigabytes. Plans that are not run do without them.
+    model = ss.capture(
         built.module, built.args, built.kwargs, optimizer, precision="fp16", scaler=scaler, check=False
-    )  # fmt: skip
-    # Plans that are not run do without the masks, in the graph and in cycles of the exported program.
-    graph.captured.values.clear()
+    ).model
+    # Cycles of the exported program hold the masks.
     gc.collect()
-    return graph
+    return model
 
 
-def of_batch(graph: Any, samples: int) -> Any:
-    """Return a captured graph for another number of samples: the sizes of one factor, and the operations."""
-    from superscaler.ir.graph import Graph
-
-    model = graph.model
+def of_batch(model: Any, samples: int) -> Any:
+    """Return a model for another number of samples: the sizes of one factor, and the operations."""
     before = model.factors["batch"].size
 
     def size(factor: str, old: int) -> int:
@@ -293,7 +305,7 @@ def of_batch(graph: Any, samples: int) -> Any:
         scale = samples if indices != op.indices else before
         ops.append(replace(op, indices=indices, flops=op.flops * scale // before))
     factors = {name: replace(f, size=size(name, f.size)) for name, f in model.factors.items()}
-    return Graph(replace(model, tensors=tensors, ops=tuple(ops), factors=factors), graph.captured)
+    return replace(model, tensors=tensors, ops=tuple(ops), factors=factors)
 
 
 def few_of(microbatches: int, stages: int) -> int:

@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -28,7 +29,7 @@ PARTS = (*((e, gpus) for gpus in (32, 16, 8, 4) for e in ("e2", "e4", "e5", "e3"
 EXPERIMENTS = ("e10", "e7", "e3", "e4", "e8", "e9", "e6", "e2", "e5", "e13", "e12")
 
 
-def simulate(part: tuple[str, int], keep: bool) -> None:
+def simulate(part: tuple[str, int], keep: bool, models: str) -> None:
     """Simulate the points of an experiment on so many GPUs; they are added to the file of rows."""
     import figures
     from points import Rows
@@ -36,7 +37,7 @@ def simulate(part: tuple[str, int], keep: bool) -> None:
 
     figures.FOLDER = None
     name, gpus = part
-    import_module(name).run(Rows(keep, [CLUSTERS[gpus]]))
+    import_module(name).run(Rows(keep, [CLUSTERS[gpus]], models=models))
 
 
 def main() -> None:
@@ -61,15 +62,15 @@ def main() -> None:
         sys.exit("\n".join(["failed:", *failed]) if failed else None)
     gpus = [] if options.known else options.gpus or list(CLUSTERS)
     at_once = [p for p in PARTS if p[1] in gpus and options.only in (None, p[0])]
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for done in [pool.submit(simulate, part, options.keep) for part in at_once if options.jobs > 1]:
-            done.result()
-    rows = Rows(options.keep, [CLUSTERS[n] for n in gpus])
     figures.FOLDER = None if options.only else figures.FOLDER
     parts = {}
-    for rows.experiment in EXPERIMENTS:
-        if options.only in (None, rows.experiment):
-            parts[rows.experiment] = import_module(rows.experiment).run(rows)
+    with TemporaryDirectory() as models, ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for done in [pool.submit(simulate, part, options.keep, models) for part in at_once if options.jobs > 1]:
+            done.result()
+        rows = Rows(options.keep, [CLUSTERS[n] for n in gpus], models=models)
+        for rows.experiment in EXPERIMENTS:
+            if options.only in (None, rows.experiment):
+                parts[rows.experiment] = import_module(rows.experiment).run(rows)
     if options.only:
         print("\n".join(parts.values()))
         return
