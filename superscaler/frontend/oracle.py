@@ -24,12 +24,35 @@ Draw = Callable[[str, tuple[int, ...]], Tensor]
 Dtype = torch.dtype | None
 # Random functions -> their results, computed from uniform numbers and their own arguments.
 DRAWN: Mapping[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),
-    **dict.fromkeys(("randn", "randn_like"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)),
+    **dict.fromkeys(("rand", "rand_like"), lambda u, *_, **__: u),
+    **dict.fromkeys(("randn", "randn_like"), lambda u, *_, **__: _normal(u)),
+    **dict.fromkeys(("randint", "randint_like"), lambda u, *given, **named: _whole(u, *given, **named)),
     "bernoulli": lambda u, x, p=None, **_: u < (x if p is None else p),
+    "uniform": lambda u, x, *given, **named: _between(u, *given, **named),
+    "normal_functional": lambda u, x, mean=0.0, std=1.0, **_: _normal(u) * std + mean,
+    "normal": lambda u, mean, std=1.0, **_: (_normal(u) * std + mean).detach(),
+    "exponential": lambda u, x, lambd=1.0, **_: (u.double() + 2.0**-25).log() / -lambd,
 }
 _CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def _normal(u: Tensor) -> Tensor:
+    return torch.special.ndtri(u.double() + 2.0**-25)
+
+
+def _between(u: Tensor, *given: float, to: float = 1.0, **named: Any) -> Tensor:
+    """Return numbers between `from`, a word of Python, and `to`."""
+    low = given[0] if given else named.get("from", 0.0)
+    high = given[1] if len(given) > 1 else to
+    return u.double() * (high - low) + low
+
+
+def _whole(u: Tensor, *given: Any, low: int = 0, high: int | None = None, **_: Any) -> Tensor:
+    """Return whole numbers from `low`, 0 if left out, to below `high`."""
+    bounds = [low, *(x for x in (*given, high) if isinstance(x, int))]
+    low, high = bounds[-2:]
+    return (u.double() * (high - low)).floor() + low
 
 
 def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

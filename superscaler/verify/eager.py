@@ -45,9 +45,16 @@ _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 # Functions that read only the shape and the dtype of their tensor.
 _FILLS = frozenset(["full_like", "new_full", "new_tensor", "ones_like", "new_ones", "zeros_like", "new_zeros"])
 _RANDOM = re.compile(
-    "(normal|uniform|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
-    "multinomial|randint|randperm|poisson$|(feature_|alpha_)+dropout_?$|dropout_$"
+    "(geometric|cauchy|log_normal|random|rrelu)_$|rrelu$|"
+    "multinomial|randperm|poisson$|gumbel_softmax|(feature_|alpha_)+dropout_?$|dropout_$"
 )
+# Functions that fill a tensor with random numbers -> their results, from uniform numbers and their own arguments.
+_FILLING: Mapping[str, Callable[..., Tensor]] = {
+    "bernoulli_": lambda u, x, p=0.5, **_: u < p,
+    "uniform_": DRAWN["uniform"],
+    "normal_": DRAWN["normal_functional"],
+    "exponential_": DRAWN["exponential"],
+}
 
 
 class Unlike(Exception):
@@ -169,14 +176,14 @@ class _GivenDraws(WithoutDropout):
         """Register tensors that depend on an input or a parameter."""
 
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if name == "bernoulli_":
-            return self._called(Tensor.copy_, "copy_", (args[0], self._bernoulli(*args, **kwargs)), {})
+        if name in _FILLING:
+            return self._called(Tensor.copy_, "copy_", (args[0], self._filling(name, *args, **(kwargs or {}))), {})
         if _RANDOM.match(name) and not _draws_nothing(name, args, kwargs or {}):
             raise Unlike(f"it draws random numbers by {name}")
         return (self._drawn if name in DRAWN else self._computed)(func, name, args, kwargs)
 
-    def _bernoulli(self, x: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
-        return DRAWN["bernoulli"](self.following(tuple(x.shape)), x, p).to(x.dtype)
+    def _filling(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _FILLING[name](self.following(tuple(x.shape)), x, *args, **kwargs).to(x.dtype)
 
     def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -184,7 +191,7 @@ class _GivenDraws(WithoutDropout):
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         with torch.device("meta"):
             spec = func(*pytree.tree_map_only(Tensor, lambda x: x.to("meta"), args), **kwargs)
-        return DRAWN[name](self.following(tuple(spec.shape)), *args).to(spec.dtype)
+        return DRAWN[name](self.following(tuple(spec.shape)), *args, **kwargs).to(spec.dtype)
 
 
 class _Wide(_GivenDraws):
@@ -246,8 +253,14 @@ class _Wide(_GivenDraws):
             func(*inner_args, **inner_kwargs)
         return pytree.tree_unflatten([casts.found.get(id(x), x) for x in flat], spec)
 
+    def _filling(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._live_numbers(super()._filling(name, _widened(x), *args, **kwargs))
+
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        drawn = retyped(super()._drawn(func, name, args, kwargs), _WIDE)
+        return self._live_numbers(super()._drawn(func, name, *pytree.tree_map(_widened, (args, kwargs))))
+
+    def _live_numbers(self, drawn: Tensor) -> Tensor:
+        drawn = retyped(drawn, _WIDE)
         self.add(drawn)
         return drawn
 

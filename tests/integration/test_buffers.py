@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import PlanError
-from tests.ran import Around, captured, equal, trained
+from tests.ran import Around, captured, equal, on_ranks, trained
 
 
 class Convolutions(nn.Module):
@@ -122,6 +122,53 @@ def test_every_plan_draws_the_same_random_numbers(plan: str, devices: int) -> No
     drawn = [op for op in graph.ops if op.target in ("ss.uniform", "ss.normal")]
     assert len(drawn) == 4
     assert all(op.indices[0].factor == "batch" for op in drawn)
+
+
+def drawn(x: Tensor) -> dict[str, Tensor]:
+    """Return numbers of each distribution that is drawn, in the ways of drawing them, around x + 1, or by rows of x."""
+    return {
+        "uniform": torch.empty_like(x).uniform_(-1, 3),
+        "uniform to": torch.zeros_like(x).uniform_(to=4.0) - 1,
+        "normal": x.new_empty(x.shape).normal_(1, 2),
+        "normal around": torch.normal(x + 1, 2.0),
+        "normal sample": torch.distributions.Normal(x + 1, 2.0).rsample(),
+        "exponential": torch.empty_like(x).exponential_(1.0),
+        "integers": torch.randint(3, x.shape),
+        "integers from": torch.randint(-1, high=4, size=x.shape),
+        "integers like": torch.randint_like(x.detach(), 0, 3),
+    }
+
+
+def test_numbers_of_distributions_are_drawn_by_element() -> None:
+    """All have mean 1. A whole tensor is that of one device."""
+    graph = captured(lambda: (Around(lambda m, x: drawn(x)), torch.zeros(64, 64)), optimizer=None)
+    alone, *others = (
+        found
+        for plan, devices in (("single", 1), ("data_parallel", 2))
+        for found in on_ranks(ss.compile(graph, plan, f"local:{devices}"), lambda step: step(graph.captured.batch))
+    )
+    spread = {"exponential": 1.0, "integers": (2 / 3) ** 0.5, "integers like": (2 / 3) ** 0.5, "integers from": 2**0.5}
+    for name, expected in drawn(torch.zeros(2, 2)).items():
+        numbers, wide = alone[name], alone[name].double()
+        assert all(torch.equal(numbers, other[name]) for other in others), name
+        assert numbers.dtype == expected.dtype
+        assert float(wide.mean()) == pytest.approx(1.0, abs=0.1)
+        assert float(wide.std()) == pytest.approx(spread.get(name, 4 / 12**0.5 if "uniform" in name else 2.0), rel=0.05)
+    assert alone["exponential"].min() > 0
+    assert alone["integers from"].unique().tolist() == [-1, 0, 1, 2, 3]
+
+
+def test_numbers_of_distributions_are_those_that_the_module_is_given() -> None:
+    def forward(m: Around, x: Tensor) -> Tensor:
+        h = m.up(x)
+        made = torch.stack([x.to(h.dtype) for x in drawn(h).values()], -1)
+        return ((made * m.scale).sum(-1) * h + m.table(torch.randint(5, (8,)))).square().mean()
+
+    layers = {"up": nn.Linear(6, 12), "table": nn.Embedding(5, 12), "scale": nn.Parameter(torch.ones(9))}
+    graph = captured(lambda: (Around(forward, **layers), torch.randn(8, 6)))
+    for plan, devices in (("data_parallel", 4), ("tensor_parallel", 2)):
+        assert equal(graph, plan, devices).found["reference"] == "eager"
+    assert ss.compile(graph, "data_parallel", "local:2").verify()["equal"]
 
 
 def test_a_checkpoint_of_training_is_evaluated(tmp_path: Path) -> None:

@@ -130,6 +130,44 @@ decomposes("rand rand_like")(partial(_draw, ours.uniform))
 decomposes("randn randn_like")(partial(_draw, ours.normal))
 
 
+@decomposes("uniform")
+def uniform(x: Tensor, *given: float, to: float = 1.0, **named: Any) -> Tensor:
+    """Draw between `from`, a word of Python, and `to`."""
+    low = given[0] if given else named.get("from", 0.0)
+    high = given[1] if len(given) > 1 else to
+    return ours.uniform(x.shape, x.dtype) * (high - low) + low
+
+
+@decomposes("normal_functional")
+def normal(x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    return ours.normal(x.shape, x.dtype) * std + mean
+
+
+@decomposes("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor")
+def normal_around(mean: Tensor | float, std: Tensor | float = 1.0, **_: Any) -> Tensor:
+    """Draw around means that have no gradient."""
+    centre, width = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
+    like: Any = centre + width
+    return ours.normal(like.shape, like.dtype) * width + centre
+
+
+@decomposes("exponential")
+def exponential(x: Tensor, lambd: float = 1.0, **_: Any) -> Tensor:
+    """Draw by the inverse of the distribution, halfway between the numbers that are drawn: neither 0 nor infinity."""
+    return _cast((ours.uniform(x.shape, torch.float64) + 2.0**-25).log() / -lambd, x.dtype)
+
+
+@decomposes("randint randint.low randint_like randint_like.low_dtype")
+def randint(*given: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Draw from `low`, 0 if left out, to below `high`: at most 2**24 numbers, as many as are drawn."""
+    low, high = [0, *(x for x in given if isinstance(x, int))][-2:]
+    (like,) = (x for x in given if not isinstance(x, int))
+    shape, usual = (like.shape, like.dtype) if isinstance(like, Tensor) else (like, torch.int64)
+    if high - low > 2**24:
+        return NotImplemented
+    return _cast((ours.uniform(shape, torch.float64) * (high - low)).floor() + low, dtype or usual)
+
+
 @decomposes("bernoulli bernoulli.p")
 def bernoulli(x: Tensor, p: float | None = None, **_: Any) -> Tensor:
     return _cast(ours.uniform(x.shape, torch.float32) < (x if p is None else p), x.dtype)

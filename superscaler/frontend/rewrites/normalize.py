@@ -96,8 +96,8 @@ def _faults(node: Node) -> Iterator[str]:
         return
     if _is_random(node):
         yield (
-            f"draws random numbers by {node.target}, and devices would draw different ones; use dropout, rand, randn "
-            "or bernoulli, or draw it outside and pass it in."
+            f"draws random numbers by {node.target}, and devices would draw different ones; use dropout, rand, "
+            "randn, randint or bernoulli, or draw it outside and pass it in."
         )
     # Gradients would be divided by the count of a row in the whole batch, which no part knows.
     if target_of(node) == "aten.embedding.default" and argument(node, 3, "scale_grad_by_freq"):
