@@ -82,6 +82,18 @@ def names(i: Instruction, role: Role) -> tuple[Value, ...]:
     return tuple([v for v in value if v is not None]) if None in value else value
 
 
+_NAMES = {kind: [name for role in VALUES for name in _FIELDS[kind, role]] for kind in {kind for kind, _ in _FIELDS}}
+
+
+def values_of(i: Instruction) -> list[Value]:
+    """Return the values in all fields of an instruction, by role."""
+    found = list[Value]()
+    for name in _NAMES[type(i)]:
+        value = getattr(i, name)
+        found += [value] if type(value) is Value else [v for v in value if v is not None]
+    return found
+
+
 def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[Row]:
     """Return rows without loads and ends of weights at rest. Successive waits for one collective are one row. Values
     that end together, or that one row waits for, are in the order of their making.
@@ -136,7 +148,7 @@ class Lists:
         self.places: dict[Value, tuple[Value, int]] = {}
         self._owners: dict[Value, Value] = {}
         self.size = Counter[Value]()
-        values = {v for i in rows for role in VALUES for v in names(i, role)}
+        values = {v for i in rows for v in values_of(i)}
         self._whole = {str(v) for v in values}
         # A list or a family is named without the microbatch that is written behind its name.
         self.taken = self._whole | {_bare(v) for v in values}

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
 
-from superscaler.emit.lists import Instruction, Row, family, names, tidied
+from superscaler.emit.lists import Instruction, Row, family, names, tidied, values_of
 from superscaler.ir import program as p
 from superscaler.ir.communication import batches
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans
-from superscaler.ir.program import VALUES, Free, Recv, Role, Send, Slice, Value
+from superscaler.ir.program import Free, Recv, Role, Send, Slice, Value
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Section:
     def _moves(self) -> set[tuple[Value, Value]]:
         """Return the values of a body, each with its value in the second repetition."""
         pairs = zip(self.rows, self.later, strict=False)
-        return {pair for (one, *_), (other, *_) in pairs for pair in zip(_values(one), _values(other), strict=True)}
+        return {pair for (one, *_), (other, *_) in pairs for pair in zip(values_of(one), values_of(other), strict=True)}
 
     @cached_property
     def moving(self) -> set[Value]:
@@ -98,7 +98,7 @@ def _spans(code: Sequence[p.Instruction]) -> Iterator[Span]:
     """Yield where code seems to repeat with the next microbatch each time, by the names of its values."""
     forms, first = list[Hashable](), list[int]()
     for i in code:
-        values, task = _values(i), (i.task,) if isinstance(i, p.Tasked) else ()
+        values, task = values_of(i), (i.task,) if isinstance(i, p.Tasked) else ()
         forms.append((type(i), *(of._replace(microbatch=0) for of in task), *map(family, values)))
         first.append(next((of.microbatch for of in (*task, *values) if of.microbatch != NONE), NONE))
     inside = {n for a, b in batches(code).items() for n in range(a + 1, b + 1)}
@@ -142,7 +142,3 @@ def _end(loop: Loop) -> tuple[Instruction, ...]:
 def _is_one(left: Sequence[Instruction], right: Sequence[Instruction]) -> bool:
     a, b = (next((i for i in some if not isinstance(i, Slice | Free)), None) for some in (left[::-1], right))
     return isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and a.point == b.point
-
-
-def _values(i: Instruction) -> tuple[Value, ...]:
-    return tuple(value for role in VALUES for value in names(i, role))
