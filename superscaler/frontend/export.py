@@ -145,7 +145,9 @@ def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
     changing = torch.ops.aten.instance_norm.default
     found |= {changing for n in exported.graph.nodes if n.target is changing and n.args[3] is not None}
     table = torch.export.default_decompositions() if found else {}
-    return {operator: table[operator] for operator in found if operator in table}
+    # All other ways to read the table first fill it with the operators of all namespaces.
+    written = {operator: table.pop(operator, None) for operator in found}
+    return {operator: function for operator, function in written.items() if function is not None}
 
 
 def examples(
