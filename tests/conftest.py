@@ -81,9 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # No collection of garbage looks through what has been imported.
+    # No collection of garbage looks through what has been imported, or captured and compiled for tests before: after
+    # these blocks the package unfreezes all objects (`superscaler.timing`). pytest collects five times at its end.
     gc.enable()
     gc.freeze()
+    gc.unfreeze = lambda: None
     if "torch" in sys.modules and session.items:
         from tests.exports import quick_exports
 
