@@ -29,8 +29,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _WORD = 1 << 64
-# Elements mixed at a time, so that the words stay in a core's cache.
-_BLOCK = 1 << 17
+# Elements that a core mixes at a time, so that the words stay in its cache.
+BLOCK = 1 << 17
 
 _ATEN = torch.ops.aten
 # Kernels whose backward needs at most their inputs. Others run: copies, which a product may save, among them.
@@ -118,19 +118,20 @@ def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
 
 
-def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.device | str) -> Tensor:
+def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.device | str, block: int = 0) -> Tensor:
     """Return float32 numbers in [0, 1) of the box's shape, multiples of 2**-24.
 
     An element depends on (seed, step, op) and its linear index in a tensor of `extents` only: every box over the same
-    element has the same number, on every device.
+    element has the same number, on every device. `block`: the elements that are mixed at a time; 0: BLOCK on a CPU, all
+    on other devices.
     """
     shape = [high - low for low, high in box]
     assert all(0 <= low <= high <= size for (low, high), size in zip(box, extents, strict=True)), (box, extents)
     words = _linear_index(box, extents, device).reshape(-1)
     key = _signed(_key(seed, step, op))
     numbers = torch.empty(words.numel(), dtype=torch.float32, device=words.device)
-    block = _BLOCK if words.device.type == "cpu" else max(1, words.numel())
-    for start in range(0, words.numel(), block):
+    block = block or (BLOCK if words.device.type == "cpu" else words.numel())
+    for start in range(0, words.numel(), max(1, block)):
         piece = _mix(words[start : start + block].mul_(_signed(_GAMMA)).add_(key))
         torch.mul(_shift(piece, 40), 2.0**-24, out=numbers[start : start + block])
     return numbers.reshape(shape)

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from math import prod
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ _EMPTY = ("empty.memory_format", "empty_like", "empty_strided", "new_empty", "ne
 _TASK = "s0"
 # The bytes of an element of a wide gradient, which is float32.
 _WIDE = 4
+# In which random numbers are drawn on a CPU.
+_BLOCKS = 16
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -217,8 +220,12 @@ def _metas(tensors: Iterable[Tensor]) -> tuple[Meta, ...]:
     return tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors)
 
 
-def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Callable[..., tuple[Tensor, ...]]]:
-    """Return the functions of a program as they are emitted, with the random numbers of a step, on a device."""
+def callables(
+    program: Program, device: str = "cpu", step: int = 0, on_gpu: bool = False
+) -> list[Callable[..., tuple[Tensor, ...]]]:
+    """Return the functions of a program as they are emitted, with the random numbers of a step, on a device. `on_gpu`:
+    these are drawn at once, as on a GPU; otherwise in 16 blocks, where a CPU may take thousands.
+    """
     text, names = emit_segments(program)
     code = modules({"segments.py": text})["segments"]
 
@@ -228,7 +235,8 @@ def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Call
 
         def random(k: int) -> Tensor:
             d = draws[k]
-            return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
+            size = prod(d.shape) if on_gpu else max(functional.BLOCK, prod(d.shape) // _BLOCKS)
+            return functional.draw(0, step, d.op, d.box, d.extents, device, size).reshape(d.shape)
 
         pairs = zip(function.ops, function.boxes, strict=True)
         own = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]

@@ -39,11 +39,11 @@ Dtypes = tuple[tuple[int, str], ...]
 
 
 class Segments:
-    """The segments of a program. Equal calls are recorded once. `on_gpu`: with the temporary tensors of a GPU."""
+    """The segments of a program. Equal calls are recorded once. `on_gpu`: as a GPU runs them."""
 
     def __init__(self, program: Program, on_gpu: bool = False) -> None:
         self.program, self.on_gpu = program, on_gpu
-        self._run = callables(program)
+        self._run = callables(program, on_gpu=on_gpu)
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, tuple[dict[Task, Segment], dict[Task, int]]] = {}
         self._paces: dict[int, dict[int, Pace | None]] = {}

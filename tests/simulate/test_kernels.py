@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,28 @@ def test_a_segment_has_the_kernels_and_the_tape_of_torch() -> None:
     (made,) = segment.gradients
     assert sorted(segment.sizes[n] for n in made.values()) == [B, W, W]
     assert sorted(segment.elements.values()) == [4 * 64, W, W]
+
+
+class Dropped(nn.Module):
+    """Dropout of 67 million elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1 << 13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x[:, None] * self.weight, 0.1).sum()
+
+
+@pytest.mark.parametrize(("on_gpu", "blocks"), [(True, 1), (False, 16)])
+def test_random_numbers_are_recorded_in_few_kernels(on_gpu: bool, blocks: int) -> None:
+    """A core draws them in 512 blocks, each of which took milliseconds to record."""
+    module = Dropped()
+    graph = ss.capture(module, (torch.zeros(1 << 13),), optimizer=torch.optim.SGD(module.parameters()), check=False)
+    program = ss.compile(graph, "single", "local:1").compiled.program
+    drawn = [k for own in Works(program, on_gpu).of(program.devices[0]) for k in own if k.name == "bitwise_xor_.Tensor"]
+    assert sum(prod(shape) for k in drawn for shape, _ in k.outputs) == 3 << 26
+    assert len(drawn) == 3 * blocks
 
 
 def test_an_update_of_muon_has_the_products_of_torch() -> None:
