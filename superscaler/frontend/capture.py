@@ -20,7 +20,7 @@ from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.capture_cache import Inputs, Kept, inputs_of, key_of, load, save
 from superscaler.frontend.checks.agreement import agree
-from superscaler.frontend.checks.shorter import shorter
+from superscaler.frontend.checks.shorter import needs_all_rows, shorter
 from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.model_builder import build
@@ -188,7 +188,8 @@ class _Request:
         if check:
             with timed(seconds, "check"), self._without_autocast():
                 captured = replace(captured, checked=agree(captured, self.optimizer))
-                captured = replace(captured, model=replace(captured.model, shorter=shorter(captured)))
+                model = replace(captured.model, shorter=shorter(captured), is_whole=needs_all_rows(captured))
+                captured = replace(captured, model=model)
         if is_saved:
             save(key, self.module, captured.model, captured.values, captured.call.inputs, captured.checked)
         return captured

@@ -295,6 +295,7 @@ class Model:
     parameter to that parameter, the dim and the range. `unsupported`: the counts of operators without a rule. `loss`
     and the optimizer's name: '' for a model that trains nothing. `result`: the form, in JSON, of the outputs beside the
     loss, '' for none. `iterations`: of one step. `shorter`: the dim of each input along which a sequence may be filled.
+    `is_whole`: the module trains otherwise by filled rows, although all ops keep rows apart.
     """
 
     tensors: Mapping[str, PTensor]
@@ -309,6 +310,7 @@ class Model:
     result: str = ""
     iterations: int = 1
     shorter: Mapping[str, int] = field(default_factory=dict)
+    is_whole: bool = False
 
     @cached_property
     def producers(self) -> Mapping[str, tuple[Op, int]]:

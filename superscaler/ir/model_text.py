@@ -48,6 +48,7 @@ def print_model(model: Model) -> str:
     head |= {"result": model.result} if model.result else {}
     head |= {"iterations": model.iterations} if model.iterations > 1 else {}
     head |= {"shorter": dict(model.shorter)} if model.shorter else {}
+    head |= {"whole": True} if model.is_whole else {}
     lines = [f"model {json.dumps(head)}"]
     lines += [print_tensor(tensor) for tensor in model.tensors.values()]
     lines += [print_op(op) for op in model.ops]
@@ -114,8 +115,8 @@ def parse_model(text: str) -> Model:
     optimizer = Optimizer(name, options, tuple(scaler.items()), head.get("precision", ""))
     segments = {name: tuple(segment) for name, segment in head["segments"].items()}
     rest = optimizer, head["aliases"], head["unsupported"], segments, head.get("result", ""), head.get("iterations", 1)
-    shorter = head.get("shorter", {})
-    return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest, shorter)
+    filled = head.get("shorter", {}), head.get("whole", False)
+    return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest, *filled)
 
 
 _TENSOR = re.compile(r"^tensor (\S+)(?: = (\S+))? (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|largest|-) \[(.*)\]$")

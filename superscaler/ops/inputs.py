@@ -69,9 +69,10 @@ def _sources(model: Model, name: str, moves: Container[str] | None) -> Iterator[
 def pads_rows(model: Model) -> bool:
     """Return whether rows with ignored labels change neither the loss nor a gradient nor a buffer.
 
-    Every op must keep the rows separate, except losses whose labels come from inputs by ops that move values.
+    Every op must keep the rows separate, except losses whose labels come from inputs by ops that move values. What the
+    ops do not show, as a number of rows that is a constant, the check of the capture has found.
     """
-    labels = ignored(model)
+    labels = {} if model.is_whole else ignored(model)
     inputs = [model.tensors[name] for name in model.inputs if model.tensors[name].shape]
     rows = {tensor.slots[0] for tensor in inputs}
     if not labels or len(rows) != 1 or len(next(iter(rows))) != 1:

@@ -186,6 +186,8 @@ def pairs(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (row_losses, True),
         (lambda m, x, y: nn.functional.cross_entropy(m.last(m.first(x)), y, reduction="sum", ignore_index=3), True),
         (lambda m, x, y: nn.functional.cross_entropy(m.last(m.first(x)), y, m.first.bias[:4].detach().abs()), True),
+        (lambda m, x, y: nn.functional.cross_entropy(m.last(m.first(x)), y, reduction="sum") / len(x), False),
+        (lambda m, x, y: nn.functional.cross_entropy(m.last(x) - nn.functional.one_hot(y, 4), y), False),
         (lambda m, x, y: row_losses(m, m.norm(x), y), False),
         (lambda m, x, y: row_losses(m, x, y) + m.last(x).square().mean(), False),
         (lambda m, x, y: row_losses(m, x - x.mean(0), y), False),

@@ -1,7 +1,7 @@
-"""Sequences shorter than those of the capture: whether the module trains alike by a filled batch and by the short one.
+"""Batches smaller than that of the capture: whether the module trains alike by a filled batch and by the small one.
 
 Labels are filled with the one that losses ignore, masks with 0, other inputs with anything. Torch runs the module on a
-few short rows and on filled ones, in float64 if it can.
+few rows with short sequences and with filled ones, and on fewer rows and filled ones, in float64 if it can.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, combinations
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from superscaler.frontend.checks.agreement import MOST_ELEMENTS, WithoutDropout, untouched
+from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout, untouched
 from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
-from superscaler.ops.inputs import bounds, fillings
+from superscaler.ops.inputs import bounds, fillings, ignored, pads_rows
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -35,21 +35,40 @@ def shorter(captured: Captured) -> dict[str, int]:
     """Return the dim of each input along which sequences may be shorter, all of a length by as much; none if the module
     differs.
     """
-    model, module = captured.model, captured.call.module
-    dims, elements = sequences(model), sum(prod(t.shape) for t in model.parameters())
-    tensors = (*module.parameters(), *module.buffers(), *captured.batch.values())
-    if not dims or captured.call.losses or elements > _MOST or any(x.is_meta for x in tensors):
+    model, dims = captured.model, sequences(captured.model)
+    if not dims or not (dtypes := _dtypes(captured)):
         return {}
-    dtypes = (torch.float64, torch.float32)[elements > MOST_ELEMENTS :]
     sizes = sorted({model.tensors[name].shape[dim] for name, dim in dims.items()})
     some = chain.from_iterable(combinations(sizes, count) for count in range(1, len(sizes) + 1))
-    with untouched(module):
-        return dims if all(_trains_alike(captured, dims, cut, dtypes) for cut in some) else {}
+    with untouched(captured.call.module):
+        return dims if all(_trains_alike(captured, *_batches(captured, dims, cut), dtypes) for cut in some) else {}
 
 
-def _trains_alike(captured: Captured, dims: Mapping[str, int], cut: Collection[int], dtypes: Sequence[Any]) -> bool:
-    """Return whether the module trains by sequences that are filled, those of some lengths, as by the short ones."""
-    full, short = _batches(captured, dims, cut)
+def needs_all_rows(captured: Captured) -> bool:
+    """Return whether the module trains otherwise by filled rows than by fewer, although its ops keep rows apart; False
+    for a large one, which is not run.
+    """
+    model, rows = captured.model, max((len(x) for x in captured.batch.values() if x.dim()), default=1)
+    is_large = sum(op.flops for op in model.ops) * (_ROWS + 1) > MOST_FLOPS * rows
+    if is_large or not pads_rows(model) or not (dtypes := _dtypes(captured)):
+        return False
+    with untouched(captured.call.module):
+        return not _trains_alike(captured, *_fewer(captured), dtypes)
+
+
+def _dtypes(captured: Captured) -> Sequence[torch.dtype]:
+    """Return the dtypes in which the module can be run, the best first; none for one that is not."""
+    module, elements = captured.call.module, sum(prod(t.shape) for t in captured.model.parameters())
+    tensors = (*module.parameters(), *module.buffers(), *captured.batch.values())
+    if captured.call.losses or elements > _MOST or any(x.is_meta for x in tensors):
+        return ()
+    return (torch.float64, torch.float32)[elements > MOST_ELEMENTS :]
+
+
+def _trains_alike(
+    captured: Captured, full: Mapping[str, Tensor], short: Mapping[str, Tensor], dtypes: Sequence[torch.dtype]
+) -> bool:
+    """Return whether the module trains by a filled batch as by the small one."""
     for dtype in dtypes:
         some, others = (_step(captured, batch, dtype) for batch in (full, short))
         if some and others:
@@ -71,14 +90,10 @@ def _batches(
     captured: Captured, dims: Mapping[str, int], lengths: Collection[int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a drawn batch whose sequences of some lengths are filled at the end, and the batch without that end."""
-    full, cut, limits, fills = {}, {}, bounds(captured.model), fillings(captured.model)
+    full, cut, fills = {}, {}, fillings(captured.model)
     rows = {x.shape[0] for x in captured.batch.values() if x.dim()}
-    generator = torch.Generator().manual_seed(0)
-    for name, x in captured.batch.items():
-        if name in limits:
-            x = torch.randint(limits[name], x.shape, generator=generator).to(x)
-        elif fills[name] == 0:
-            x = torch.ones_like(x)
+    for name, x in _drawn(captured).items():
+        x = torch.ones_like(x) if fills[name] == 0 and name not in bounds(captured.model) else x
         x = x[:_ROWS] if x.dim() and len(rows) == 1 else x
         is_cut = name in dims and x.shape[dims[name]] in lengths
         if name in dims:
@@ -88,6 +103,28 @@ def _batches(
                 end.fill_(value)
         full[name], cut[name] = x, short.clone() if is_cut else x
     return full, cut
+
+
+def _drawn(captured: Captured) -> dict[str, Tensor]:
+    """Return the example batch, with drawn values of the inputs that select rows or classes."""
+    limits, generator = bounds(captured.model), torch.Generator().manual_seed(0)
+    pairs = captured.batch.items()
+    return {n: torch.randint(limits[n], x.shape, generator=generator).to(x) if n in limits else x for n, x in pairs}
+
+
+def _fewer(captured: Captured) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a drawn batch whose last row is filled, and the batch without that row."""
+    full, few, labels, limits = {}, {}, ignored(captured.model), bounds(captured.model)
+    for name, x in _drawn(captured).items():
+        if name in labels and name in limits:
+            # A loss of ignored labels alone is no number.
+            x = x.where(x != labels[name], (x + 1) % limits[name])
+        full[name] = few[name] = x
+        if x.dim() and len(x) > 1:
+            few[name] = x[:_ROWS][: len(x) - 1]
+            end = few[name][-1:].clone()
+            full[name] = torch.cat([few[name], end.fill_(labels[name]) if name in labels else end])
+    return full, few
 
 
 def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
