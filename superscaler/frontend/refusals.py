@@ -115,6 +115,19 @@ def refuse_scripted(module: nn.Module) -> None:
             )
 
 
+def refuse_set_weights(module: nn.Module) -> None:
+    """Raise CaptureError for a weight that a hook of torch's older utilities computes and sets as an attribute."""
+    for path, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            if (kind := type(hook)).__module__.startswith("torch.nn.utils."):
+                name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", "its weight")
+                raise CaptureError(
+                    f"{path or type(part).__name__} has {kind.__module__}.{kind.__qualname__}, which sets {name} in "
+                    "every call, outside of the captured step; use a parametrization: torch.nn.utils.parametrizations "
+                    "has weight_norm, spectral_norm and orthogonal, and torch.nn.utils.parametrize takes your own."
+                )
+
+
 def _twin_buffers(module: nn.Module) -> tuple[str, str] | None:
     """Return two names of one buffer, as of a module that is there twice."""
     first: dict[int, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from superscaler.errors import CaptureError
@@ -109,6 +111,16 @@ def test_a_wrong_line_is_named(line: str, tmp_path: Path, capfd: pytest.CaptureF
     assert re.search(LINES[line], message), message
     if " if x.sum() > 0" in line:
         assert capfd.readouterr() == ("", ""), "torch prints the graph of a branch"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "change", [nn.utils.weight_norm, nn.utils.spectral_norm, partial(prune.l1_unstructured, amount=2)]
+)
+def test_a_weight_that_a_hook_sets_is_refused_with_the_parametrization(change: Callable[..., nn.Module]) -> None:
+    module = nn.Sequential(change(nn.Linear(4, 4), name="weight"), nn.Flatten(0))
+    with pytest.raises(CaptureError, match=r"^0 has torch\.nn\.utils\..* sets weight in every .* a parametrization:"):
+        capture(module, (torch.rand(3, 4),))
 
 
 class Squared(torch.autograd.Function):
