@@ -12,7 +12,6 @@ Its own devices are data parallel: `co_shard:2,parts=4 x pipeline_1f1b:2 x tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.lib.products import along_axis
@@ -33,10 +32,9 @@ def co_shard(
         raise InputError(f"co_shard:parts={parts}: none of these blocks has a factor to cut into so many parts.")
     if not groups:
         raise undivided(graph, parts)
-    for op in (op for _, ops in groups for op in ops):
-        for cut in cuts[op.name]:
-            op_trans(graph, op, cut)
-    regions = list[Sequence[Op]]()
+    for op, cut in ((one, cut) for _, ops in groups for one in ops for cut in cuts[one.name]):
+        op_trans(graph, op, cut)
+    regions = list[tuple[Op, ...] | list[Op]]()
     for block in chosen:
         inner = [made_for(graph, ops, {op.name for op in block.ops}) for path, ops in groups if path == block.path]
         rest = [op for op in block.ops if op.has_mirror and not any(op in ops for ops in inner)]

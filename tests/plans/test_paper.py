@@ -12,6 +12,7 @@ import pytest
 
 import superscaler as ss
 from superscaler.cluster import Cluster
+from superscaler.ir.graph import Graph
 from superscaler.simulate.predict import fullest
 from tests.graphs import graph_of
 from tests.ran import equal
@@ -56,7 +57,7 @@ TINY_GPT3 = f"{SMALL_GPT3},seq=24"
 def test_resized_graph_is_predicted_as_the_captured_one() -> None:
     plan = "zero:2,stage=3,microbatches=3 x tensor_parallel:2"
     point = Point(TINY_GPT3, plan, "v100:1x4", 12, dp=2, size=2)
-    graphs = of_batch(graph_of(TINY_GPT3), 12), graph_of(f"{TINY_GPT3},batch=12")
+    graphs = Graph(of_batch(graph_of(TINY_GPT3).model, 12)), graph_of(f"{TINY_GPT3},batch=12")
     resized, whole = (predicted(ss.compile(graph, plan, point.cluster), point.cluster, point) for graph in graphs)
     assert resized == whole
 
@@ -76,9 +77,9 @@ def test_plan_is_equal_to_the_model(family: str, system: str, config: str) -> No
 def test_bound_on_memory_is_below_the_peak(system: str, config: str) -> None:
     cluster = "v100:1x4"
     point = MAKERS[system](partial(Point, TINY_GPT3, cluster=cluster, batch=512), config)
-    graph = of_batch(captured(f"{SMALL_GPT3},seq=256,batch=8,device=meta"), point.few * point.dp)
-    states, scores = least(graph.model, point)
-    program = ss.compile(graph, point.spec, cluster).compiled.program
+    model = of_batch(captured(f"{SMALL_GPT3},seq=256,batch=8,device=meta"), point.few * point.dp)
+    states, scores = least(model, point)
+    program = ss.compile(Graph(model), point.spec, cluster).compiled.program
     peak = fullest(program, Cluster.parse(cluster)).peak
     assert 0.3 * peak < states + scores < peak
 
