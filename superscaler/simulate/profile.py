@@ -291,8 +291,12 @@ def _product(samples: Sequence[Sample]) -> tuple[float, Link]:
     moved = [rates.bytes_of(s.kernel) for s in samples]
     columns = [np.ones(len(samples)), np.array(moved), np.array([2 * b * m * n * k for b, m, n, k in sizes])]
     alpha, per_byte, per_operation = nearest(columns, _seconds(samples))
-    link = Link(rounded(alpha), rounded(1 / per_byte) if per_byte else 1e15)
-    return rounded(1 / per_operation), link
+    return _speed(1, per_operation), Link(rounded(alpha), _speed(1, per_byte))
+
+
+def _speed(amount: int, seconds: float) -> float:
+    """Return an amount a second; 1e18 where kernels are so small that their seconds do not depend on it."""
+    return rounded(amount / seconds) if seconds else 1e18
 
 
 def _direction(kernel: Kernel) -> str:
@@ -310,7 +314,7 @@ def _attention(samples: Sequence[Sample]) -> Attention:
     _, score, operation = nearest(columns, seconds, np.sqrt(seconds))
 
     def rate(c: int) -> Pair:
-        speed = rounded(operations * c / (score + operations * c * operation))
+        speed = _speed(operations * c, score + operations * c * operation)
         return speed, speed
 
     return Attention({c: rate(c) for c in _CHANNELS}, tile=_TILE)

@@ -181,3 +181,11 @@ def test_short_kernels_of_a_gpu_say_nothing_of_its_speeds() -> None:
     assert GPU.speeds is not None
     first, second = (profile_gpu.speeds(some, GPU.speeds, 132, 2e-6, 7e-6) for some in (samples, samples + short))
     assert first == second
+
+
+def test_kernels_whose_seconds_do_not_depend_on_their_sizes_have_speeds_too() -> None:
+    """Of the smallest models, noise may leave none."""
+    samples = [Sample(kernel, 1e-5) for kernel in kernels()]
+    found = profile.speeds(samples, CORE.floor, CORE.fresh)
+    kind = replace(KIND, speeds=found)
+    assert all(seconds(k, kind) == pytest.approx(1e-5) for k in kernels_named("mm"))
