@@ -188,4 +188,4 @@ def test_kernels_whose_seconds_do_not_depend_on_their_sizes_have_speeds_too() ->
     samples = [Sample(kernel, 1e-5) for kernel in kernels()]
     found = profile.speeds(samples, CORE.floor, CORE.fresh)
     kind = replace(KIND, speeds=found)
-    assert all(seconds(k, kind) == pytest.approx(1e-5) for k in kernels_named("mm"))
+    assert all(seconds(k, kind) == pytest.approx(1e-5, rel=1e-3) for k in kernels_named("mm"))
