@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from superscaler.bits import bytes_of
 from superscaler.comm import communicator as c
 from superscaler.comm.allocator import keep_freed_memory
 from superscaler.comm.communicator import Group, Handle, PeerLost
@@ -176,11 +177,6 @@ class _Sends:
             raise self._error
 
 
-def _bytes(x: Tensor) -> Tensor:
-    # A contiguous tensor of one element may have any strides, and some cannot be viewed as bytes.
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
 class DistributedCommunicator(c.Communicator):
     """A rank of the default process group. `device`: of its tensors; `start`: the name of this start."""
 
@@ -220,7 +216,7 @@ class DistributedCommunicator(c.Communicator):
     def _gather(self, what: str, group: Group, x: Tensor, dim: int, root: int | None = None) -> Handle:
         is_mine = root is None or group[root] == self.rank
         gathered = torch.empty((len(group) * is_mine, *x.shape), dtype=x.dtype, device=x.device)
-        mine = _bytes(x.detach().contiguous())
+        mine = bytes_of(x)
 
         def finish() -> Tensor:
             # Chunks with nothing above 1 before their dim lie as they are joined.
@@ -229,14 +225,14 @@ class DistributedCommunicator(c.Communicator):
             return c.join(c.to_plan_order(gathered, group), dim)
 
         if root is None:
-            return self._begin(what, group, _all_gather, _bytes(gathered), mine).giving(finish)
-        incoming = list(map(_bytes, gathered)) if is_mine else None
+            return self._begin(what, group, _all_gather, bytes_of(gathered), mine).giving(finish)
+        incoming = list(map(bytes_of, gathered)) if is_mine else None
         return self._rooted(what, group, root, dist.gather, mine, incoming, group[root]).giving(finish)
 
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
         outgoing = c.from_plan_order(chunks, group)
         incoming = torch.empty_like(outgoing)
-        operation = self._begin(what, group, dist.all_to_all_single, _bytes(incoming), _bytes(outgoing))
+        operation = self._begin(what, group, dist.all_to_all_single, bytes_of(incoming), bytes_of(outgoing))
         return operation.giving(lambda: finish(c.to_plan_order(incoming, group)))
 
     def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Handle:
@@ -254,7 +250,7 @@ class DistributedCommunicator(c.Communicator):
         return operation
 
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Handle:
-        operation = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
+        operation = self._begin(what, group, dist.broadcast, bytes_of(buffer), source)
         if source == self.rank:
             # The source holds the result already, and need not wait.
             self._sends.add(operation)
@@ -280,7 +276,7 @@ class DistributedCommunicator(c.Communicator):
             self._together = None
 
     def _post(self, function: Callable[..., Any], operation: _Operation, peer: int, tag: int) -> None:
-        message = dist.P2POp(function, _bytes(operation.buffers[0]), peer, tag=tag if self._is_gloo else 0)
+        message = dist.P2POp(function, bytes_of(operation.buffers[0]), peer, tag=tag if self._is_gloo else 0)
         entry = message, operation
         if self._together is None:
             self._launch([entry])
