@@ -28,7 +28,7 @@ _CLASSES: Mapping[str, str] = {
         "norm": "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm",
         "norm backward": "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward "
         "_fused_rms_norm_backward",
-        "copy": "clone copy cat stack constant_pad_nd",
+        "copy": "clone copy _foreach_copy cat stack constant_pad_nd",
         "gather": "embedding index index_select gather nll_loss_forward nll_loss2d_forward",
         "scatter": "embedding_dense_backward index_put _unsafe_index_put index_add scatter scatter_add",
         "expanded": "nll_loss_backward nll_loss2d_backward slice_backward select_backward",

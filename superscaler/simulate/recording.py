@@ -204,7 +204,9 @@ def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
     written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write and a.name != "grads")
     results = _tensors(made) or _tensors([given.get(n) for n in written])
     read = {key: x for key, x in (kwargs or {}).items() if key != "out"}
-    return Kernel(name, _metas(_tensors((args, read))), _metas(results), causal)
+    # A copy does not read what it overwrites.
+    sources = args[1:] if name in ("copy_", "_foreach_copy_") else args
+    return Kernel(name, _metas(_tensors((sources, read))), _metas(results), causal)
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> Tensor:

@@ -13,6 +13,7 @@ from superscaler.compiler import compile_graph
 from superscaler.ir.program import Backward, Collective, Forward, Wait
 from superscaler.plans import resolve
 from superscaler.simulate.kernels import Segments, Works, _orthogonal
+from superscaler.simulate.rates import bytes_of, class_of
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.works import Kernel, Segment, Tape, Work
 from tests.graphs import graph_of
@@ -57,6 +58,15 @@ def test_a_segment_has_the_kernels_and_the_tape_of_torch() -> None:
     (made,) = segment.gradients
     assert sorted(segment.sizes[n] for n in made.values()) == [B, W, W]
     assert sorted(segment.elements.values()) == [4 * 64, W, W]
+
+
+def test_copies_do_not_read_what_they_overwrite() -> None:
+    half, wide = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(6)
+    with Recorder() as recorder:
+        wide.copy_(half)
+        torch._foreach_copy_([wide, wide], [half, half])
+    assert list(map(bytes_of, recorder.kernels)) == [12 + 24, 2 * (12 + 24)]
+    assert set(map(class_of, recorder.kernels)) == {"copy"}
 
 
 class Dropped(nn.Module):
