@@ -189,7 +189,10 @@ class _Request:
         if check:
             with timed(seconds, "check"), self._without_autocast():
                 captured = replace(captured, checked=agree(captured, self.optimizer))
-                model = replace(captured.model, shorter=shorter(captured), is_whole=needs_all_rows(captured))
+                captured = replace(captured, model=replace(captured.model, shorter=shorter(captured)))
+        if check or not any(x.is_meta for x in self.module.parameters()):
+            with timed(seconds, "check"), self._without_autocast():
+                model = replace(captured.model, is_whole=needs_all_rows(captured))
                 captured = replace(captured, model=model)
         if is_saved:
             save(key, self.module, captured.model, captured.values, captured.call.inputs, captured.checked)

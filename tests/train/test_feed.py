@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import superscaler as ss
 from superscaler.errors import InputError
+from superscaler.frontend.checks import shorter
 from superscaler.runtime.step import Step
 from superscaler.train.feed import Samples, feed, fitting
 from tests.ran import Around, on_ranks
@@ -227,6 +228,30 @@ def test_a_batch_of_fewer_rows_is_filled_where_rows_are_apart(function: Any, fil
         torch.testing.assert_close(found[0], loss.detach())
         for name, gradient in gradients.items():
             torch.testing.assert_close(found[1][name], plain.get_parameter(name).detach() - 0.1 * gradient)
+
+
+def by_number(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m.last(x), y, reduction="sum") * (1 / y.numel())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("function", "needs"),
+    [
+        (by_number, True),
+        (lambda m, x, y: nn.functional.cross_entropy(m.last(x), y, reduction="sum") / torch.tensor(len(x)), True),
+        (lambda m, x, y: row_losses(m, x / torch.arange(len(x)).numel(), y), True),
+        (lambda m, x, y: row_losses(m, x / 4, y), False),
+    ],
+)
+def test_a_model_that_is_not_run_needs_all_rows_where_a_number_depends_on_them(
+    function: Any, needs: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one, and one without data: whose losses are divided by the number of rows of the capture."""
+    monkeypatch.setattr(shorter, "MOST_FLOPS", 0)
+    module = Around(function, first=nn.Linear(8, 8), last=nn.Linear(8, 4)).to(device)
+    x, y = torch.randn(4, 8, device=device), torch.zeros(4, dtype=torch.long, device=device)
+    assert ss.capture(module, (x, y), optimizer=torch.optim.SGD(module.parameters())).model.is_whole == needs
 
 
 class Attention(nn.Module):

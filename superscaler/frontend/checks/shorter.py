@@ -1,23 +1,28 @@
 """Batches smaller than that of the capture: whether the module trains alike by a filled batch and by the small one.
 
 Labels are filled with the one that losses ignore, masks with 0, other inputs with anything. Torch runs the module on a
-few rows with short sequences and with filled ones, and on fewer rows and filled ones, in float64 if it can.
+few rows with short sequences and with filled ones, and on fewer rows and filled ones, in float64 if it can; a module
+that is too large, on the shapes of fewer rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from itertools import chain, combinations
 from math import isfinite, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout, untouched
 from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
 from superscaler.ops.inputs import bounds, fillings, ignored, pads_rows
+from superscaler.replaced import own_numbers
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 _ROWS, _LONG, _FILLED = 2, 16, 5
 # The largest difference relative to the largest element of a tensor, whose size is at least a share of the largest one.
 _CLOSE, _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-4}, 1e-6
+# Types of the arguments of operators that may be numbers.
+_OF_NUMBERS = ("Tensor", "number")
 # Gradients of larger models would take too much memory.
 _MOST = 10**9
 
@@ -45,15 +52,58 @@ def shorter(captured: Captured) -> dict[str, int]:
 
 
 def needs_all_rows(captured: Captured) -> bool:
-    """Return whether the module trains otherwise by filled rows than by fewer, although its ops keep rows apart; False
-    for a large one, which is not run.
+    """Return whether the module trains otherwise by filled rows than by fewer, although its ops keep rows apart.
+
+    One that is large, has several losses or no data is run on shapes alone: whether its operators read a number that
+    depends on how many rows there are.
     """
     model, rows = captured.model, max((len(x) for x in captured.batch.values() if x.dim()), default=1)
     is_large = sum(op.flops for op in model.ops) * (_ROWS + 1) > MOST_FLOPS * rows
-    if is_large or not pads_rows(model) or not (dtypes := _dtypes(captured)):
+    if not pads_rows(model):
         return False
+    full, few = _fewer(captured)
+    if is_large or not (dtypes := _dtypes(captured)):
+        numbers = _numbers(captured, full)
+        return numbers is None or numbers != _numbers(captured, few)
     with untouched(captured.call.module):
-        return not _trains_alike(captured, *_fewer(captured), dtypes)
+        return not _trains_alike(captured, full, few, dtypes)
+
+
+class _Numbers(TorchDispatchMode):
+    """A recorder of the numbers that operators compute with: no sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(a, kwargs[a.name]) for a in func._schema.arguments if kwargs and a.name in kwargs]
+        if func.overloadpacket is torch.ops.aten.lift_fresh and args[0].numel() == 1:
+            # torch.tensor(number)
+            self.found.append(args[0].item())
+        elif func.overloadpacket is not torch.ops.aten.arange:
+            self.found += [x for a, x in given if str(a.type) in _OF_NUMBERS and isinstance(x, int | float)]
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(captured: Captured, batch: Mapping[str, Tensor]) -> list[object] | None:
+    """Return the numbers in the module's operators on a batch of these shapes, None if its code raises."""
+    module = captured.call.module
+    own = dict(chain(module.named_parameters(), module.named_buffers()))
+    # The meta device is faster, but does not mix with tensors of others.
+    for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(allow_non_fake_inputs=True), None)):
+        with suppress(Exception), own_numbers(), torch.no_grad(), mode, _Numbers() as recorder:
+            # A module's code may raise any exception.
+            some, tensors = ({n: _empty(x, device) for n, x in named.items()} for named in (batch, own))
+            args, kwargs = captured.call.arguments(some)
+            call_with(module, tensors, args, kwargs)
+            return recorder.found
+    return None
+
+
+def _empty(x: Tensor, device: str | None) -> Tensor:
+    return torch.empty_like(x, device=device or ("cpu" if x.is_meta else x.device))
 
 
 def _dtypes(captured: Captured) -> Sequence[torch.dtype]:
