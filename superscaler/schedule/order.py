@@ -12,9 +12,10 @@ from superscaler.ir.grid import UNASSIGNED
 from superscaler.schedule.cycle import explain, shortest_cycle
 from superscaler.schedule.dataflow import Dataflow
 from superscaler.schedule.dependencies import HUBS, DependencyGraph, Node, Relaxation, Schedule
+from superscaler.schedule.find_transfers import find_transfers
 from superscaler.schedule.replicas import find_turns
 from superscaler.schedule.segments import Segment, check_regathers, find_segments
-from superscaler.schedule.transfers import Place, find_transfers
+from superscaler.schedule.transfers import Place
 
 # Constraints that may be given up where no order exists, the cheapest for a step first.
 SEPARATE = "copies of a tensor are sent separately"
