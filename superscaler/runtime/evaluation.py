@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.losses import find_loss
-from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, sizes
+from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, part_of, sizes
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -48,19 +48,19 @@ class Filler:
         lacking = [_lacking(evaluation.plan, step.plan, rank) for rank in range(step.world)]
         needed = {located(evaluation.plan, entry)[0] for entries in lacking for entry in entries}
         self._own = lacking[step.rank]
-        pairs = ((rank, entry) for rank, entries in enumerate(owners(step.plan)) for entry in entries)
-        every = [(rank, entry, *located(step.plan, entry)) for rank, entry in pairs]
-        # In one order on all ranks: the owner of a piece, its weight there, its tensor and ranges.
-        self._pieces = [piece for piece in every if piece[2] in needed]
+        every = ((rank, entry, box) for rank, found in enumerate(owners(step.plan)) for entry, box in found)
+        # In one order on all ranks: the owner of a piece, its weight there, and its box of it.
+        self._pieces = [piece for piece in every if located(step.plan, piece[1])[0] in needed]
 
     def fill(self) -> None:
         """Send each piece to all ranks; all of them call this."""
-        state = self._step.state
-        for source, entry, name, ranges in self._pieces:
-            shape, dtype = sizes(ranges), getattr(torch, self._step.plan["tensors"][entry["tensor"]]["dtype"])
+        state, plan = self._step.state, self._step.plan
+        for source, entry, box in self._pieces:
+            name, ranges = located(plan, {**entry, "box": box})
+            shape, dtype = sizes(ranges), getattr(torch, plan["tensors"][entry["tensor"]]["dtype"])
             sent = None
             if source == self._step.rank:
-                sent = state.weights[entry["name"]].detach().to(state.device).reshape(shape)
+                sent = part_of(plan, entry, box, state.weights[entry["name"]]).to(state.device).reshape(shape)
             piece = state.communicator.broadcast(sent, source, tuple(range(self._step.world)), shape, dtype).wait()
             self._put(name, ranges, piece)
 

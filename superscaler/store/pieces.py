@@ -10,6 +10,8 @@ from torch import Tensor
 
 # Per dim of a tensor, the runs [start, end) of a piece of it, ascending.
 Ranges = Sequence[Sequence[Sequence[int]]]
+# Per slot of a tensor, the range of a weight in it.
+Box = tuple[tuple[int, int], ...]
 
 
 def runs(sizes: Sequence[int], box: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -37,21 +39,59 @@ def located(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, Ran
     return whole["name"], found
 
 
-def owners(plan: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """Return the weights that each rank saves; together they are the model, once.
+def owners(plan: Mapping[str, Any]) -> list[list[tuple[Mapping[str, Any], Box]]]:
+    """Return the weights that each rank saves, each with the box of it that no rank before saves; together they are the
+    model, once.
 
-    A trained weight is saved by the device that counts it in norms; any other box by the first device that has it.
+    A trained weight is saved by the device that counts it in norms; elements of others by the first device that has
+    them.
     """
-    seen: set[tuple[str, str]] = set()
-    found: list[list[Mapping[str, Any]]] = []
+    seen: dict[str, list[Box]] = {}
+    found: list[list[tuple[Mapping[str, Any], Box]]] = []
     for device in plan["devices"]:
         found.append([])
         for entry in device["weights"]:
-            box = entry["tensor"], str([tuple(pair) for pair in entry["box"]])
-            if entry["tensor"] in plan["tensors"] and (entry["counted"] if entry["trained"] else box not in seen):
-                found[-1].append(entry)
-            seen.add(box)
+            box = tuple((low, high) for low, high in entry["box"])
+            others = seen.setdefault(entry["tensor"], [])
+            new = beyond(box, others) if not entry["trained"] else [box] if entry["counted"] else []
+            if entry["tensor"] in plan["tensors"]:
+                found[-1] += [(entry, part) for part in new]
+            others.append(box)
     return found
+
+
+def beyond(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return the elements of a box that are in none of some others, as boxes without common elements.
+
+    >>> beyond(((0, 4), (0, 2)), [((0, 2), (0, 2)), ((3, 4), (1, 2))])
+    [((2, 3), (0, 2)), ((3, 4), (0, 1))]
+    """
+    left = [box]
+    for other in others:
+        left = [part for one in left for part in _less(one, other)]
+    return left
+
+
+def _less(box: Box, other: Box) -> list[Box]:
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)]
+    if any(low >= high for low, high in common):
+        return [box]
+    found: list[Box] = []
+    for dim, (low, high) in enumerate(common):
+        start, end = box[dim]
+        ends = ((start, low), (high, end))
+        found += [(*common[:dim], (a, b), *box[dim + 1 :]) for a, b in ends if a < b]
+    return found
+
+
+def part_of(plan: Mapping[str, Any], entry: Mapping[str, Any], box: Box, tensor: Tensor) -> Tensor:
+    """Return the elements in a box of a resident weight, or of a state of it."""
+    (_, whole), (_, part) = located(plan, entry), located(plan, {**entry, "box": box})
+    if whole == part:
+        return tensor.detach()
+    common = overlap(whole, part)
+    assert common is not None
+    return tensor.detach().view(sizes(whole))[index_of(here for here, _ in common)]
 
 
 def sizes(ranges: Ranges) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from superscaler.specs.options import CHOSEN
 from superscaler.store import checkpoint
 from superscaler.store.checkpoint import CheckpointHead, commit, discard, lock, new_folder, prune, reason, write_shard
 from superscaler.store.folder import Draft, hash_without
-from superscaler.store.pieces import Ranges, located, owners, whole
+from superscaler.store.pieces import Box, Ranges, located, owners, part_of, whole
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
@@ -206,20 +206,22 @@ class Saver:
 
 
 def snapshot(
-    step: TrainingStep, owned: list[Mapping[str, Any]], older: Mapping[str, Tensor]
+    step: TrainingStep, owned: Sequence[tuple[Mapping[str, Any], Box]], older: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return copies on the CPU of a rank's saved tensors, by key, and the entries of the user's tensors that hold them.
     Buffers of an older snapshot are reused.
     """
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
-    for resident in owned:
-        kept, (name, ranges) = step.plan["tensors"][resident["tensor"]], located(step.plan, resident)
+    for resident, box in owned:
+        kept, (name, ranges) = step.plan["tensors"][resident["tensor"]], located(step.plan, {**resident, "box": box})
         weight = step.state.weights[resident["name"]]
         states = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
-        tensors |= add_entry(entries, name, kept["shape"], kept["dtype"], resident["name"], ranges, weight, states)
-    for name, value in step.fixed.items():
+        piece, key = part_of(step.plan, resident, box, weight), resident["name"]
         # No name of a weight on a device has a slash.
+        key = key if key not in tensors else f"{key}/{len(tensors)}"
+        tensors |= add_entry(entries, name, kept["shape"], kept["dtype"], key, ranges, piece, states)
+    for name, value in step.fixed.items():
         tensors |= add_entry(entries, name, value.shape, value.dtype, f"fixed/{name}", whole(value.shape), value)
     return {key: _copy(value, older.get(key)) for key, value in tensors.items()}, entries
 

@@ -36,6 +36,7 @@ from superscaler.store.save import Saver
 from superscaler.store.tensor_file import write_tensors
 from superscaler.store.tensors import open_checkpoint
 from superscaler.train.loop import parser, train_rank
+from tests.ran import on_ranks
 from tests.sweeps import few
 
 # Those that training goes on under, and the optimizer there.
@@ -597,3 +598,35 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     assert before == after
     assert before[0]["scale"] == 128.0
     assert before[0]["_growth_tracker"] == 1
+
+
+class Frozen(nn.Module):
+    """A frozen embedding that is also the head, around a trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(12, 8).requires_grad_(False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(
+            F.linear(self.layer(self.embedding(x)), self.embedding.weight).flatten(0, 1), x.flatten()
+        )
+
+
+def test_pieces_of_a_frozen_weight_that_overlap_are_saved_once(tmp_path: Path) -> None:
+    """A device reads all rows for the embedding, two others some of them for the head: each keeps what it reads."""
+
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_assign(graph, graph.forward_ops, 1)
+        head = ss.op_trans(graph, graph.op("linear_1"), ss.Split("vocabulary", sizes=(5, 7)))
+        ss.op_assign(graph, head, [0, 2])
+
+    def train(step: Step) -> None:
+        step(graph.captured.batch)
+        step.save(tmp_path)
+
+    module, loaded, batch = Frozen(), Frozen(), (torch.randint(0, 12, (4, 6)),)
+    graph = ss.capture(module, batch, optimizer=torch.optim.SGD(module.layer.parameters(), lr=0.1))
+    on_ranks(ss.compile(graph, plan, "local:3"), train)
+    assert ss.load_weights(loaded, tmp_path) == []
+    assert torch.equal(loaded.embedding.weight, module.embedding.weight)
