@@ -41,8 +41,8 @@ def run(directory: Path, steps: int) -> tuple[float, float]:
     """Return the median CPU seconds of a step, and of the loop between two steps."""
     found: list[Timed] = []
 
-    def load(_: Path) -> Step:
-        step: Any = ss.load(directory)
+    def load(_: Path, **options: Any) -> Step:
+        step: Any = ss.load(directory, **options)
         step.__class__, step.times = Timed, []
         found.append(step)
         return step  # type: ignore[no-any-return]
