@@ -18,9 +18,9 @@ from superscaler.errors import InputError
 from superscaler.groups import collect
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model
-from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
-from superscaler.ir.program_text import print_program
+from superscaler.ir.text.model import print_model
+from superscaler.ir.text.program import print_program
 from superscaler.ir.variants import once, without_sources
 from superscaler.ops.inputs import bounds, fillings, ignored, limits, pads_rows
 from superscaler.report.facts import account

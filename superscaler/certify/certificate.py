@@ -15,7 +15,8 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Mask
-from superscaler.ir.model import Model, Op, Operand, later
+from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.names import later
 from superscaler.ir.program import Program
 from superscaler.remembered import forget
 from superscaler.timing import timed, without_garbage_collection

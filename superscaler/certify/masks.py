@@ -37,7 +37,8 @@ from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.mask import Mask
-from superscaler.ir.model import PTensor, first
+from superscaler.ir.model import PTensor
+from superscaler.ir.names import first
 from superscaler.ir.program import (
     Accumulate,
     Backward,

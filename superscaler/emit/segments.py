@@ -12,8 +12,8 @@ from superscaler.emit.lines import WIDTH, deleted, wrapped
 from superscaler.emit.lists import Run
 from superscaler.emit.repeats import LAYER, Repeat, span
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.model import Model, Op, Operand, draw_number, first
-from superscaler.ir.model_text import unique
+from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.names import draw_number, first, unique
 from superscaler.ir.program import Function, Program, Value
 from superscaler.ir.variants import unread_twins
 from superscaler.ops.call import Local, ranges

@@ -29,7 +29,7 @@ from superscaler.frontend.oracle import pieces
 from superscaler.frontend.rewrites.constants import compact
 from superscaler.frontend.trace import shorten
 from superscaler.ir.model import Model
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.store import cache
 
 # Code below these folders is identified by versions.

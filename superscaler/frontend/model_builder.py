@@ -15,19 +15,9 @@ from superscaler.frontend.rewrites.packed_weights import Segments
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
 from superscaler.frontend.training import Training, depends, remove_idle_detaches, with_gradient
 from superscaler.groups import group_by
-from superscaler.ir.model import (
-    Factor,
-    Index,
-    Mark,
-    Model,
-    Op,
-    Operand,
-    PTensor,
-    Ref,
-    TensorKind,
-    common_module,
-)  # fmt: skip
-from superscaler.ir.model_text import unique
+from superscaler.ir.model import Factor, Model, Op, Operand, PTensor, TensorKind
+from superscaler.ir.names import common_module, unique
+from superscaler.ir.op import Index, Mark, Ref
 from superscaler.ops.table import row_of, with_linearity
 from superscaler.specs.options import WHOLE
 

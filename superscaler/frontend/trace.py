@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superscaler.errors import CaptureError, a
 from superscaler.frontend.checkpoints import mark_of
 from superscaler.ir.model import TensorKind
-from superscaler.ir.model_text import unique
+from superscaler.ir.names import unique
 from superscaler.ops.table import RANDOM, row_of
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.groups import group_by
 from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of, read_by
-from superscaler.ir.model import Factor, Model, Op, first, later
+from superscaler.ir.model import Factor, Model, Op
+from superscaler.ir.names import first, later
 from superscaler.ir.orders import Group, Order, changed
 from superscaler.ir.parts import Block, Parts, Rows, block_of, expand
 from superscaler.ir.variants import renamed, unrolled, with_rest

@@ -1,8 +1,11 @@
-"""The names of values on a device, and of the works of segments. Each parses back from its text."""
+"""Names: of values on a device and of the works of segments, which parse back, and of tensors, ops and modules."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from hashlib import blake2b
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -49,6 +52,7 @@ def unlike_gradient(name: str) -> str:
     return f"_{name}" if f"{name}_".startswith("d_") else name
 
 
+_LATER = re.compile(r"\+\d+$")
 _VALUE = re.compile(r"^(d_)?(.+?)(?:_m(\d+))?(?:_p(\d+))?(?:_s(\d+))?(_work)?(?:__(\d+))?$")
 # The gradient of the loss.
 ONE = Value("one")
@@ -87,3 +91,55 @@ class Task(NamedTuple):
         assert found is not None, text
         segment, microbatch, part = found.groups()
         return Task(int(segment), int(microbatch or -1), int(part or 0))
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, numbered from 2 on if it is, and take it.
+
+    >>> taken = {"x"}
+    >>> unique("x", taken), unique("x", taken), unique("y", taken)
+    ('x_2', 'x_3', 'y')
+    """
+    found, n = name, 1
+    while found in taken:
+        n += 1
+        found = f"{name}_{n}"
+    taken.add(found)
+    return found
+
+
+def later(name: str, iteration: int) -> str:
+    """Return the name of a tensor or op in an iteration of a step.
+
+    >>> later("h", 0), later("h", 2)
+    ('h', 'h+2')
+    """
+    return f"{name}+{iteration}" if iteration else name
+
+
+def first(name: str) -> str:
+    """Return the name of a tensor or op in the first iteration.
+
+    >>> first("h"), first("h+2")
+    ('h', 'h')
+    """
+    return _LATER.sub("", name)
+
+
+def draw_number(op: str) -> int:
+    """Return the seed number of an op's random numbers: it depends on the op's name only.
+
+    >>> draw_number("dropout_1") == draw_number("dropout_1") != draw_number("dropout_2")
+    True
+    """
+    return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """Return the module path that all of these share. Empty paths do not count.
+
+    >>> common_module(["h.0.attn.c_attn", "h.0.ln_1", "", "h.0"])
+    'h.0'
+    """
+    levels = zip(*(module.split(".") for module in modules if module), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

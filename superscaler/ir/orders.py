@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from superscaler.errors import InputError
 from superscaler.ir.grid import place_name
-from superscaler.ir.model import later
+from superscaler.ir.names import later
 from superscaler.ir.parts import Address
 
 _TEXT = re.compile(r"^(\d+)([FRBIW])(\d+)$")

@@ -18,7 +18,8 @@ import numpy as np
 from superscaler.errors import TransformError
 from superscaler.ir.grid import Grid, Ints, Mirror
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Index, Op
+from superscaler.ir.model import Op
+from superscaler.ir.op import Index
 
 Address = tuple[tuple[int, int], ...]
 

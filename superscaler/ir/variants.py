@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from superscaler.errors import TransformError
-from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref, first, later
+from superscaler.ir.model import Model, Op, Operand, PTensor
+from superscaler.ir.names import first, later
+from superscaler.ir.op import Index, Ref
 
 # The most copies of the model in one step.
 MOST = 1024

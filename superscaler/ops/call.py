@@ -10,7 +10,8 @@ from math import prod
 from typing import Any
 
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Op, Operand, PTensor, Ref
+from superscaler.ir.model import Op, Operand, PTensor
+from superscaler.ir.op import Ref
 from superscaler.ops.notation import Shape
 
 # An attribute of torch, as a dtype. Any other text is a literal: it may come from a file.

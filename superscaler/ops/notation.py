@@ -17,7 +17,7 @@ from functools import lru_cache
 from math import prod
 
 from superscaler.errors import InputError
-from superscaler.ir.model import Mark
+from superscaler.ir.op import Mark
 
 Shape = tuple[int, ...]
 Dim = tuple[str, ...] | None

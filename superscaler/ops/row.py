@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.model import Op, PTensor, Ref
+from superscaler.ir.model import Op, PTensor
+from superscaler.ir.op import Ref
 from superscaler.ops.call import Local, Site, ranges
 from superscaler.ops.notation import Shape
 

@@ -16,7 +16,7 @@ from superscaler.compiler import Compiled
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Grid
 from superscaler.ir.model import Model
-from superscaler.ir.model_text import print_model
+from superscaler.ir.text.model import print_model
 from superscaler.ir.variants import without_sources, without_twins
 from superscaler.store.cache import sources
 from superscaler.store.folder import digest

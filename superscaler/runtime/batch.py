@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.ir.model import later
+from superscaler.ir.names import later
 
 Batch = dict[str, Tensor]
 

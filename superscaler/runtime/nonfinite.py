@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from superscaler.comm.communicator import Handle, PeerLost
 from superscaler.errors import RuntimeFailure
 from superscaler.ir.model import Op
-from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Forward, Task
-from superscaler.ir.program_text import parse_program
+from superscaler.ir.text.model import parse_model
+from superscaler.ir.text.program import parse_program
 from superscaler.ops.table import ops_of_lines
 from superscaler.runtime.emitted_lines import PARSING, op_at
 from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in

@@ -20,7 +20,8 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Op, common_module, first, width
+from superscaler.ir.model import Op, width
+from superscaler.ir.names import common_module, first
 from superscaler.ir.parts import Rows, block_of, rows_under
 from superscaler.schedule.dataflow import Dataflow, Key, Labels
 from superscaler.schedule.joins import Turn

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from superscaler.errors import InputError, PlanError
-from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Program
-from superscaler.ir.program_text import parse_program
+from superscaler.ir.text.model import parse_model
+from superscaler.ir.text.program import parse_program
 from superscaler.specs.file_errors import reading
 from superscaler.store.folder import Whole
 from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE, REWRITE

@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError, divisors, unknown
 from superscaler.ir.grid import Axis, Mirror
-from superscaler.ir.model import Index, Op, is_named
+from superscaler.ir.model import Op
+from superscaler.ir.op import Index, is_named
 from superscaler.transform.losses import Decompose
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from superscaler.errors import TransformError, divisors
-from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
+from superscaler.ir.model import Model, Op, Operand, PTensor
+from superscaler.ir.op import Index, Ref
 from superscaler.transform.algorithms import check_parts
 from superscaler.transform.recompute import with_twins
 from superscaler.transform.rewrite import copy_op

@@ -11,7 +11,8 @@ import numpy as np
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Axis, Grid, covers
-from superscaler.ir.model import MARKS, Op, is_named
+from superscaler.ir.model import Op
+from superscaler.ir.op import MARKS, is_named
 from superscaler.ir.parts import Parts
 from superscaler.specs.arguments import fits
 from superscaler.transform.algorithms import Algorithm, ShortRepr, why_whole

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from superscaler.ir.model import Mark, Model, Op, Operand, PTensor, Ref
+from superscaler.ir.model import Model, Op, Operand, PTensor
+from superscaler.ir.op import Mark, Ref
 
 # The fields that the steps take from their op.
 _COPIED = ("module", "source", "from_data", "from_weights", "checkpoint", "split", "regather", "iteration")

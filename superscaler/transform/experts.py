@@ -5,7 +5,8 @@ from math import ceil, inf, prod
 from numbers import Real
 
 from superscaler.errors import TransformError
-from superscaler.ir.model import Factor, Index, Model, Op
+from superscaler.ir.model import Factor, Model, Op
+from superscaler.ir.op import Index
 from superscaler.transform.decompose import Slot, Steps, in_place
 
 

@@ -7,7 +7,7 @@ from superscaler.errors import NoneOfThese, TransformError
 from superscaler.groups import group_by
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, Op, Operand
-from superscaler.ir.model_text import unique
+from superscaler.ir.names import unique
 from superscaler.transform.rewrite import check_once
 
 

@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 from superscaler.errors import NoneOfThese, TransformError, some
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Grid
-from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref, first
-from superscaler.ir.model_text import unique
+from superscaler.ir.model import Model, Op, Operand, PTensor
+from superscaler.ir.names import first, unique
+from superscaler.ir.op import Index, Ref
 from superscaler.ir.orders import Group, changed
 from superscaler.ir.parts import Parts
 

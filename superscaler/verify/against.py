@@ -14,7 +14,7 @@ from superscaler.bits import bytes_of
 from superscaler.frontend.oracle import largest, retyped
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.variants import once, renamed, without_sources, without_twins
 from superscaler.report.identity import kept_values, own_operators
 from superscaler.store.folder import Whole

@@ -10,7 +10,8 @@ from torch import Tensor
 from superscaler.compiler import Compiled
 from superscaler.frontend.oracle import Draw, Reference, reference_step
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import Model, Op, draw_number
+from superscaler.ir.model import Model, Op
+from superscaler.ir.names import draw_number
 from superscaler.ir.variants import once
 from superscaler.ops.table import row_of
 from superscaler.runtime import functional

@@ -15,7 +15,7 @@ import superscaler as ss
 from superscaler.certify.certificate import CHECKS
 from superscaler.errors import PlanError
 from superscaler.ir.program import Device, Free, Program
-from superscaler.ir.program_text import parse_program, print_program
+from superscaler.ir.text.program import parse_program, print_program
 from superscaler.verify.plan_dir import validate_directory
 from tests.graphs import graph_of
 

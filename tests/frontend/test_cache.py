@@ -19,7 +19,7 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.frontend import capture as capturing
 from superscaler.frontend.capture import Captured, capture
-from superscaler.ir.model_text import print_model
+from superscaler.ir.text.model import print_model
 from superscaler.models import BuiltModel, build
 from superscaler.specs import reads
 from superscaler.specs.user_file import load_file

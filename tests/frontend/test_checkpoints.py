@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_se
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured
 from superscaler.frontend.capture_cache import key_of
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.report.model import describe
 from tests.graphs import step_of
 

@@ -9,8 +9,8 @@ from small_plans import PLANS, exact
 
 from superscaler.certify.certificate import check_program
 from superscaler.emit.device import emit
-from superscaler.ir.model_text import parse_model, print_model
-from superscaler.ir.program_text import parse_program, print_program
+from superscaler.ir.text.model import parse_model, print_model
+from superscaler.ir.text.program import parse_program, print_program
 
 HERE = Path(__file__).parent / "programs"
 

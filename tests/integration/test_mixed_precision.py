@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.models import BuiltModel, build
 from superscaler.runtime.optimizer import WithCopies
 from superscaler.runtime.step import Step

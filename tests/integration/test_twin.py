@@ -14,7 +14,7 @@ from torch import nn
 import superscaler as ss
 from superscaler.compiler import Compiled, finish
 from superscaler.ir.communication import bytes_moved
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.verify.oracles import retype
 from tests.ran import Around
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError, ScheduleError, TransformError
-from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Copy, Forward, Slice, Update
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plan import Plan
 from superscaler.runtime.step import Step
 from superscaler.train.loop import _turns

@@ -19,7 +19,7 @@ from superscaler.ir import program as p
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.graph import Graph
 from superscaler.ir.loops import Loop, Rolled, Span, find_spans
-from superscaler.ir.program_text import parse_program, print_program
+from superscaler.ir.text.program import parse_program, print_program
 from superscaler.materialize import check_unrolled
 from superscaler.materialize.loops import Aperiodic, find_shape, roll
 from superscaler.plans import resolve

@@ -12,9 +12,9 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.ir.loops import Rolled
-from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Device, Fetch, Instruction, Offload
-from superscaler.ir.program_text import parse_program, print_program
+from superscaler.ir.text.model import parse_model, print_model
+from superscaler.ir.text.program import parse_program, print_program
 from superscaler.runtime.saved_tensors import Copies, MovedTape
 from superscaler.runtime.split_backward import nodes_from
 from superscaler.simulate.memory import memories

@@ -19,7 +19,8 @@ from superscaler.frontend.rewrites.normalize import normalize
 from superscaler.frontend.trace import Trace
 from superscaler.frontend.users.proof import Run, ops_of, prove, record
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Mark, Op, PTensor, Ref
+from superscaler.ir.model import Op, PTensor
+from superscaler.ir.op import Mark, Ref
 from superscaler.ops import reductions
 from superscaler.ops.call import Local
 from superscaler.ops.row import Recipe, first, plain

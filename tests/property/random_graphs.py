@@ -15,7 +15,8 @@ from superscaler.compiler import Compiled, finish, place
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
-from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
+from superscaler.ir.model import Factor, Model, Op, Operand, Optimizer, PTensor
+from superscaler.ir.op import Index, Ref
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 

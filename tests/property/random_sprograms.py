@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import superscaler as ss
 from superscaler.errors import TransformError
 from superscaler.ir.grid import UNASSIGNED, Mirror
-from superscaler.ir.model import Op, first
+from superscaler.ir.model import Op
+from superscaler.ir.names import first
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 from tests.graphs import captured_once

@@ -11,7 +11,7 @@ from random_sprograms import MODELS, captured, random_sprogram
 
 import superscaler as ss
 from superscaler.errors import ScheduleError
-from superscaler.ir.program_text import parse_program, print_program
+from superscaler.ir.text.program import parse_program, print_program
 from superscaler.verbs import Graph
 from tests.graphs import graph_of
 from tests.ran import SProgram, equal

@@ -30,7 +30,7 @@ from superscaler.ir.communication import moves as moves_of
 from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Ref
+from superscaler.ir.op import Ref
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
 from tests.ran import SProgram

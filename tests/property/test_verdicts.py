@@ -21,7 +21,8 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.communication import meetings
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
-from superscaler.ir.model import Model, Op, Operand, Ref
+from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.op import Ref
 from superscaler.ir.orders import Group, Order
 from superscaler.ir.parts import Rows, Tree, rows_under
 from superscaler.ir.program import Program

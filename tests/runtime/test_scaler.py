@@ -16,7 +16,7 @@ from superscaler.artifact import describe, initial_values
 from superscaler.comm.communicator import Communicator
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
 from superscaler.runtime.executor import Pairs

@@ -13,7 +13,8 @@ import superscaler as ss
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis
-from superscaler.ir.model import Index, Op
+from superscaler.ir.model import Op
+from superscaler.ir.op import Index
 from superscaler.verbs import Algorithm, Microbatch, Replicate, Shard, Split, op_assign, op_trans
 from tests.graphs import assert_equal, graph_of
 

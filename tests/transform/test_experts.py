@@ -11,8 +11,8 @@ import torch
 import superscaler as ss
 from superscaler.cli.verify import _certificate
 from superscaler.errors import InputError, TransformError
-from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Collective, Send
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.runtime import functional
 from tests.graphs import graph_of
 from tests.ran import equal

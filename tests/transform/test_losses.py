@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, PlanError, TransformError
-from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Accumulate, Collective, Combine, Send
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plans import SProgram
 from superscaler.runtime import functional
 from tests.graphs import assert_equal, step_of

@@ -11,7 +11,7 @@ from chains import chain
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.model import Model, Op, Operand
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.variants import without_twins
 from superscaler.verbs import Insert, Recompute, Split, op_assign, op_order, op_trans
 

@@ -14,7 +14,7 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.grid import Axis
-from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plans import SProgram
 from superscaler.verbs import AttentionBlocks, Op, Split, op_assign, op_trans
 from tests.graphs import assert_equal, step_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
+from superscaler.ir.model import Factor, Model, Op, Operand, Optimizer, PTensor
+from superscaler.ir.op import Index, Ref
 
 
 def chain(length: int = 3, size: int = 8) -> Graph:

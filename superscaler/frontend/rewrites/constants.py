@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from superscaler.bits import bytes_of
 from superscaler.frontend.rewrites.decompositions import expanded
 from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
-from superscaler.ir.model_text import unique
+from superscaler.ir.names import unique
 from superscaler.ops.row import aten
 
 # These operators read only the shape of their operand.

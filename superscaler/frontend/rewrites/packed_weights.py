@@ -11,7 +11,7 @@ from math import prod
 from torch.fx import Node
 
 from superscaler.frontend.trace import Trace, argument, outputs, reads, shape_of, target_of
-from superscaler.ir.model_text import unique
+from superscaler.ir.names import unique
 
 # The cut of a tensor: its dim, and the bounds of its segments, from 0 on.
 Cut = tuple[int, tuple[int, ...]]

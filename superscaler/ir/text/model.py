@@ -7,26 +7,12 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from superscaler.errors import InputError
-from superscaler.ir.model import MARKS, Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
+from superscaler.ir.model import Factor, Model, Op, Operand, Optimizer, PTensor
+from superscaler.ir.op import MARKS, Index, Ref
 
 _MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
 # The fields of an op that are printed where they are not as by default.
 _DEFAULTS = {f.name: f.default for f in fields(Op) if f.default is not MISSING and f.name != "of"}
-
-
-def unique(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken, numbered from 2 on if it is, and take it.
-
-    >>> taken = {"x"}
-    >>> unique("x", taken), unique("x", taken), unique("y", taken)
-    ('x_2', 'x_3', 'y')
-    """
-    found, n = name, 1
-    while found in taken:
-        n += 1
-        found = f"{name}_{n}"
-    taken.add(found)
-    return found
 
 
 def print_model(model: Model) -> str:

@@ -11,8 +11,8 @@ from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.layout import Layout, layout_of
 from superscaler.ir.mask import Mask, inside, intersect
 from superscaler.ir.model import Operand
-from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.orders import parse_schedule, print_schedule
+from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plans.lib.schedules import schedule_1f1b
 
 
