@@ -1,11 +1,13 @@
-"""Operators of a model: their iteration space of indices, and the operands that they read and write."""
+"""Operators of a model: their indices and operands; and functions, the operators of a segment on a part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
+
+from superscaler.ir.mask import Box
 
 OpKind = Literal["forward", "backward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
@@ -170,6 +172,37 @@ class Op:
             )
 
         return f"{self.target}: {side(self.inputs)} -> {side(self.outputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """The ops of a segment with the box of each on a part. Emit writes its source, once per distinct text.
+
+    Parts of equal sizes share a function. In a part that starts `at` some numbers, index k of an op starts at the
+    number selected by `coordinates`. `grads`: the numbers of the inputs that want a gradient. `wide`: of those whose
+    gradient becomes float32. `again`: of those that are regathered for the backward. `saved`: the numbers of the
+    outputs whose gradients the backward gets.
+    """
+
+    ops: tuple[Op, ...]
+    boxes: tuple[Box, ...]
+    inputs: tuple[str, ...]
+    input_of: Mapping[tuple[str, int], int]
+    outputs: tuple[str, ...]
+    module: str
+    coordinates: tuple[tuple[int, ...], ...] = ()
+    grads: tuple[int, ...] = ()
+    wide: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+
+    def boxes_at(self, at: Sequence[int], targets: Container[str] | None = None) -> list[Box]:
+        """Return the box of each op (with one of `targets`) in a part that starts `at` these numbers."""
+        return [
+            tuple((at[c], at[c] + hi - lo) for c, (lo, hi) in zip(where, box, strict=True))
+            for op, box, where in zip(self.ops, self.boxes, self.coordinates, strict=True)
+            if targets is None or op.target in targets
+        ]
 
 
 def is_named(factor: str, name: str) -> bool:

@@ -5,48 +5,22 @@ Names are local to a device. `view` is the shape of a local tensor in slots (siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
-from math import prod
-from typing import Annotated, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from superscaler.ir.fields import VALUES as VALUES
+from superscaler.ir.fields import CollectiveArg as CollectiveArg
+from superscaler.ir.fields import Gaps, Group, Notes, Read, Reads, Sums, Write, Writes, roles
+from superscaler.ir.fields import Role as Role
+from superscaler.ir.fields import Shape as Shape
 from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box
-from superscaler.ir.model import Model, Op
+from superscaler.ir.model import Model
 from superscaler.ir.names import ONE as ONE
 from superscaler.ir.names import Task as Task
 from superscaler.ir.names import Value as Value
-
-Shape = tuple[int, ...]
-
-
-class Role(Enum):
-    """The role of a field of an instruction. A field without a role is equal on all devices that run a program."""
-
-    READ = "names that are read"
-    WRITE = "names that are made"
-    SUM = "names of sums that are added to in place; the first addition makes them"
-    END = "names that nothing reads any more"
-    LAST = "names that are read, and end with that"
-    EVEN = "numbers that move evenly along a fold"
-    GROUP = "devices of a collective, in order"
-    PEER = "the device at the other end of a message"
-    MESSAGE = "the number of a message, the same at both ends"
-    NOTE = "a reason, for reports"
-
-    # By identity: roles are looked up for each instruction.
-    __hash__ = object.__hash__
-
-
-Read = Annotated[Value, Role.READ]
-Reads = Annotated[tuple[Value, ...], Role.READ]
-Gaps = Annotated[tuple[Value | None, ...], Role.READ]
-Write = Annotated[Value, Role.WRITE]
-Writes = Annotated[tuple[Value, ...], Role.WRITE]
-Sums = Annotated[tuple[Value | None, ...], Role.SUM]
-Group = Annotated[tuple[int, ...], Role.GROUP]
-Notes = Annotated[tuple[Provenance, ...], Role.NOTE]
+from superscaler.ir.op import Function as Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,33 +98,6 @@ class Accumulate:
     value: Read
     in_place: bool
     largest: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveArg:
-    """The layout change of one tensor in a collective.
-
-    `take`: the gathered slot, `give`: the scattered slot (-1: none). The source has `view` in slots and shape `local`,
-    the result `shape`. `sizes`: those of uneven chunks of that slot in group order; all are padded to the largest.
-    """
-
-    view: Shape
-    take: int
-    give: int
-    local: Shape
-    shape: Shape
-    sizes: Shape = ()
-
-    @property
-    def elements(self) -> int:
-        """Return the number of sent elements of its source, padding included."""
-        slot = max(self.take, self.give)
-        chunks = 1 if self.take >= 0 else len(self.sizes)
-        return prod(self.view) // self.view[slot] * max(self.sizes) * chunks if self.sizes else prod(self.view)
-
-    def leads(self, slot: int) -> bool:
-        """Return whether the chunks of a slot lie in memory one after the other, or the slot is none."""
-        return prod(self.view[: max(slot, 0)]) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,25 +232,10 @@ Instruction = (
 )  # fmt: skip
 # Those with a task.
 Tasked = Forward | Backward | Offload | Fetch
-
-
 KINDS: tuple[type, ...] = Instruction.__args__
-
-
-def _roles(kind: type) -> Mapping[str, Role | None]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {f.name: next(iter(getattr(hints[f.name], "__metadata__", ())), None) for f in fields(kind)}
-
-
 # The role of each field of each kind of instruction, None where it has none; and the fields of each role.
-ROLES = {kind: _roles(kind) for kind in KINDS}
+ROLES = {kind: roles(kind) for kind in KINDS}
 FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in KINDS for role in (None, *Role)}
-
-
-# The roles of fields with names.
-VALUES = (Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
-
-
 _READS, _WRITES, _ENDED = (
     {kind: FIELDS[kind, one] + FIELDS[kind, other] for kind in KINDS}
     for one, other in ((Role.READ, Role.LAST), (Role.WRITE, Role.SUM), (Role.LAST, Role.END))
@@ -338,37 +270,6 @@ def _values(i: Instruction, some: Sequence[str]) -> tuple[Value, ...]:
         elif value:
             found += [v for v in value if v is not None]
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """The ops of a segment with the box of each on a part. Emit writes its source, once per distinct text.
-
-    Parts of equal sizes share a function. In a part that starts `at` some numbers, index k of an op starts at the
-    number selected by `coordinates`. `grads`: the numbers of the inputs that want a gradient. `wide`: of those whose
-    gradient becomes float32. `again`: of those that are regathered for the backward. `saved`: the numbers of the
-    outputs whose gradients the backward gets.
-    """
-
-    ops: tuple[Op, ...]
-    boxes: tuple[Box, ...]
-    inputs: tuple[str, ...]
-    input_of: Mapping[tuple[str, int], int]
-    outputs: tuple[str, ...]
-    module: str
-    coordinates: tuple[tuple[int, ...], ...] = ()
-    grads: tuple[int, ...] = ()
-    wide: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()
-    saved: tuple[int, ...] = ()
-
-    def boxes_at(self, at: Sequence[int], targets: Container[str] | None = None) -> list[Box]:
-        """Return the box of each op (with one of `targets`) in a part that starts `at` these numbers."""
-        return [
-            tuple((at[c], at[c] + hi - lo) for c, (lo, hi) in zip(where, box, strict=True))
-            for op, box, where in zip(self.ops, self.boxes, self.coordinates, strict=True)
-            if targets is None or op.target in targets
-        ]
 
 
 @dataclass(frozen=True, slots=True)
