@@ -84,7 +84,7 @@ def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node])
     for node in work:
         at = ring.index(node)
         why, previous = _why(nodes, ring, at)
-        lines.append(f"  {nodes.describe(node)} needs {nodes.describe(previous)}  ({why})")
+        lines.append(f"  {_describe(nodes, node)} needs {_describe(nodes, previous)}  ({why})")
     if work:
         lines += ["", "What each device does until it is stuck:", *timetable(_rows(nodes, work, done)), ""]
     if orders:
@@ -106,7 +106,7 @@ def _rows(nodes: DependencyGraph, work: Sequence[Node], done: Sequence[Node]) ->
         """Return the name of work, with its op if other work of that name is done."""
         short = called.get(node) or _short(nodes, node)
         is_begun = node.key[1] >= 0 and short in runs.get(node.device, {}).values()
-        return f"{short} ({nodes.name(node)})" if is_begun else short
+        return f"{short} ({_name(nodes, node)})" if is_begun else short
 
     waits: dict[int, list[str]] = {}
     for node, needed in zip(work, [work[-1], *work[:-1]], strict=True):
@@ -115,7 +115,7 @@ def _rows(nodes: DependencyGraph, work: Sequence[Node], done: Sequence[Node]) ->
             waits.setdefault(node.device, []).append(text)
     if not waits:
         found = list(dict.fromkeys(map(name, work)))
-        *names, last = found if len(found) > 1 or len(work) == 1 else [f"{name(n)} ({nodes.name(n)})" for n in work]
+        *names, last = found if len(found) > 1 or len(work) == 1 else [f"{name(n)} ({_name(nodes, n)})" for n in work]
         text = f"{', '.join(names)} and {last} wait for each other" if names else f"{last} waits for itself"
         waits[work[0].device] = [text]
     return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
@@ -130,7 +130,7 @@ def _runs(nodes: DependencyGraph, done: Sequence[Node], called: Mapping[Node, st
         if is_work := nodes.is_work(n) and _is_shown(nodes, node):
             mine = runs.setdefault(node.device, [])
             is_plain = node.is_run and node.key[1] < 0
-            name = called.get(node) or (nodes.letter(node) if is_plain else _short(nodes, node))
+            name = called.get(node) or (_letter(nodes, node) if is_plain else _short(nodes, node))
             if not mine or mine[-1][1] != name:
                 mine.append((max(level[n], mine[-1][0] + 1 if mine else 0), name, []))
             mine[-1][2].append(node)
@@ -158,9 +158,9 @@ def _short(nodes: DependencyGraph, node: Node) -> str:
     """Return the name of work on its device: by its microbatch, or else by its op."""
     part = f" part {node.key[2]}" if node.key[2] > 0 else ""
     if node.kind == "U":
-        return f"U {nodes.name(node)}{part}"
-    kind = nodes.letter(node)
-    return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {nodes.name(node)}{part}"
+        return f"U {_name(nodes, node)}{part}"
+    kind = _letter(nodes, node)
+    return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {_name(nodes, node)}{part}"
 
 
 def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, str]:
@@ -192,3 +192,29 @@ def _why(nodes: DependencyGraph, ring: list[Node], at: int) -> tuple[str, Node]:
         box = transfer.readers[transfer.links[max(previous.link, 0)][1]].box
         return f"data {Mask(transfer.tensor, box)}", ring[at - 2]
     return nodes.reason.get((nodes.number[previous], nodes.number[ring[at]]), "data"), previous
+
+
+def _name(nodes: DependencyGraph, node: Node) -> str:
+    """Return the weight of an update, or the first op of a segment."""
+    if node.kind == "U":
+        return nodes.home(node.number).inputs[0].tensor
+    return nodes.schedule.segments[node.number].ops[0].name
+
+
+def _letter(nodes: DependencyGraph, node: Node) -> str:
+    """Return the kind of work as plans name it; R is a recomputed forward."""
+    is_recomputed = node.kind == "F" and nodes.schedule.segments[node.number].region
+    return "R" if is_recomputed else node.kind
+
+
+def _describe(nodes: DependencyGraph, node: Node) -> str:
+    device, micro, ordinal = node.key
+    if node.kind == "U":
+        where, names = _name(nodes, node), nodes.home(node.number).name
+    else:
+        segment = nodes.schedule.segments[node.number]
+        where = segment.module or segment.ops[0].name
+        names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
+    number = f"microbatch {micro}, " if micro >= 0 else ""
+    part = f", part {ordinal}" if ordinal else ""
+    return f"{_letter(nodes, node)} of {where} ({names}), {number}{place_name(device)}{part}"

@@ -1,14 +1,12 @@
 """Dependencies between units of work: the work and the transfers of a schedule as the nodes of a graph."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise, product, zip_longest
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.grid import place_name
 from superscaler.ir.model import Op
 from superscaler.ir.orders import Group, Order
 from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
@@ -18,9 +16,6 @@ from superscaler.schedule.replicas import members as parts_of
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 
-# A weight is gathered this many segments before its first reader, unless a plan says otherwise: while one segment is
-# computed, the weights of the next one arrive.
-AHEAD = 1
 # Kinds of nodes that only order others, and of nodes that are no work.
 HUBS = "OE"
 PASSED = f"C{HUBS}"
@@ -92,7 +87,7 @@ class DependencyGraph:
                 self._add(Node("F", segment.number, key))
                 for first, second in pairwise("F" + segment.backwards):
                     reason = "saved activations" if first == "F" else "kept gradients"
-                    self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
+                    self.edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
         # By update, the transfers of its gradient, each with the number of its piece.
         self.gradients_of: dict[Node, list[tuple[int, Node]]] = {}
         self._add_updates()
@@ -114,7 +109,7 @@ class DependencyGraph:
             entered = [v for node in after for v in recomputed.entries.get(node[:3], ())] if recomputed.entries else []
             inside = {visit for node in before for visit in recomputed.visits(node[:3])} if entered else set()
             for work in (work for visit in entered if visit not in inside for work in recomputed.runs[visit]):
-                self._edge(hub, Node(*work))
+                self.edge(hub, Node(*work))
 
     @cached_property
     def early(self) -> frozenset[int]:
@@ -136,7 +131,7 @@ class DependencyGraph:
             self.waits.append(0)
         return self.number[node]
 
-    def _edge(self, before: Node, after: Node, reason: str = "") -> None:
+    def edge(self, before: Node, after: Node, reason: str = "") -> None:
         self._link(self._add(before), self._add(after), reason)
 
     def _at(self, work: Work) -> int:
@@ -172,20 +167,20 @@ class DependencyGraph:
                 if place.kind != UPDATE:
                     self._link(self._at(maker_of(segments, place)), own)
                 elif transfer.kind == FORWARD and not self.home(place.segment).is_rest:
-                    self._edge(node, Node(*place[:3]), "sent before update")
+                    self.edge(node, Node(*place[:3]), "sent before update")
                     older = self.schedule.edges.home_number.get(self.nexts.get(transfer.tensor, ""))
                     if older is not None:
-                        self._edge(Node("U", older, place.key), node, "sent after update")
+                        self.edge(Node("U", older, place.key), node, "sent after update")
                     # An older version is set before the weight changes, which it may read in place.
                     aged = (other for end in readers if end.device == piece.device for other in end.places)
                     for other in (other for other in aged if other.kind == UPDATE):
-                        self._edge(Node(*other[:3]), Node(*place[:3]), "read before update")
+                        self.edge(Node(*other[:3]), Node(*place[:3]), "read before update")
         for work in updates_of(self.schedule.edges, transfer, pieces):
             update, why = Node(*work), f"read before update, as {transfer.tensor}"
-            self._edge(node, update, "sent before update")
+            self.edge(node, update, "sent before update")
             for reader in (reader for reader in readers if reader.device == update.device):
                 for place in reader.places:
-                    self._edge(Node(*last_of(segments, place)), update, why)
+                    self.edge(Node(*last_of(segments, place)), update, why)
         for reader in readers:
             for place in reader.places:
                 self._link(own, self._at(reader_of(segments, place)))
@@ -263,9 +258,9 @@ class DependencyGraph:
 
     def _pass(self, before: Iterable[Node], hub: Node, after: Iterable[Node]) -> None:
         for node in before:
-            self._edge(node, hub)
+            self.edge(node, hub)
         for node in after:
-            self._edge(hub, node)
+            self.edge(hub, node)
 
     def _end(self, group: Group, members: Sequence[Node], *, is_begin: bool = False) -> Node:
         """Return a node after all work of a group, or before it. All orders of the group share it."""
@@ -313,63 +308,6 @@ class DependencyGraph:
             self.keys_of[segment.number] = by_microbatch
         return self.keys_of[segment.number].get(microbatch, [])
 
-    def delay_gathers(self, order: Sequence[Node]) -> bool:
-        """Delay each gather of a resident weight, copy or regathered tensor to `ahead` segments before its first
-        reader. Return whether any edge was added.
-        """
-        segments = self.schedule.segments
-        transfers = self.schedule.transfers
-        late = {n: self._copiers(t) for n, t in enumerate(transfers)}
-        late = {n: some for n, some in late.items() if some or transfers[n].is_from_rest or transfers[n].is_regather}
-        position = {node: at for at, node in enumerate(order)} if late else {}
-        runs: dict[int, list[int]] = {}
-        for node, at in position.items():
-            if node.is_run and not segments[node.number].ops[0].from_data and node.number not in self.copies:
-                runs.setdefault(node.device, []).append(at)
-        found, gathers = False, (node for node in position if node.kind == "C" and node.number in late)
-        together: dict[int, list[Node]] = {}
-        for node in dict.fromkeys(node for gather in gathers for node in (gather, *late[gather.number])):
-            readers = sorted((position[reader], reader.device) for reader in self._followers(node))
-            tensor = self.schedule.transfers[node.number].tensor if node.kind == "C" else ""
-            ahead = self.graph.ahead.get(tensor, AHEAD)
-            for device, at in {device: at for at, device in reversed(readers)}.items():
-                own = runs.get(device, [])
-                before = bisect_left(own, at) - 1 - ahead
-                # If it is sent just before its first reader on any device, it is in time on all devices.
-                if before >= 0 and own[before] < readers[0][0]:
-                    self._edge(order[own[before]], node)
-                    found = True
-                together.setdefault(own[before] if before >= 0 else -1 - device, []).append(node)
-        for nodes in together.values():
-            self._gather_together(nodes)
-        return found
-
-    def _gather_together(self, nodes: Sequence[Node]) -> None:
-        """Let gathers of copies of weights wait for all these copies that are made at one time, so that they share
-        buckets.
-        """
-        homes, origin, segments = self.schedule.edges.homes, self.graph.model.origin, self.schedule.segments
-        made = [n for n in nodes if n.kind == "F" and origin(segments[n.number].outputs[0].tensor) in homes]
-        for node in (n for n in nodes if n.kind == "C" and made):
-            if not set(made).isdisjoint(self._copiers(self.schedule.transfers[node.number])):
-                for copy in made:
-                    self._edge(copy, node)
-
-    def _followers(self, node: Node) -> Iterator[Node]:
-        """Yield the work that waits for a node, looking through communication, orders and copies."""
-        for after in (self.names[n] for n in self.after[self.number[node]]):
-            is_on_the_way = after.kind in PASSED or (after.kind == "F" and after.number in self.copies)
-            yield from self._followers(after) if is_on_the_way else (after,)
-
-    def _copiers(self, transfer: Transfer) -> list[Node]:
-        """Return the copies whose values a transfer moves to other devices, unless copies there pass them on."""
-        if not self.copies or transfer.is_local:
-            return []
-        if any(place.segment in self.copies for end in transfer.readers for place in end.places):
-            return []
-        made = (place for end in transfer.pieces for place in end.places if place.kind == FORWARD)
-        return [Node(*place[:3]) for place in made if place.segment in self.copies]
-
     @cached_property
     def copies(self) -> frozenset[int]:
         return frozenset(segment.number for segment in self.schedule.segments if segment.is_copy)
@@ -387,29 +325,6 @@ class DependencyGraph:
 
     def is_work(self, number: int) -> bool:
         return self.names[number].kind not in PASSED
-
-    def name(self, node: Node) -> str:
-        """Return the weight of an update, or the first op of a segment."""
-        if node.kind == "U":
-            return self.home(node.number).inputs[0].tensor
-        return self.schedule.segments[node.number].ops[0].name
-
-    def letter(self, node: Node) -> str:
-        """Return the kind of work as plans name it; R is a recomputed forward."""
-        is_recomputed = node.kind == "F" and self.schedule.segments[node.number].region
-        return "R" if is_recomputed else node.kind
-
-    def describe(self, node: Node) -> str:
-        device, micro, ordinal = node.key
-        if node.kind == "U":
-            where, names = self.name(node), self.home(node.number).name
-        else:
-            segment = self.schedule.segments[node.number]
-            where = segment.module or segment.ops[0].name
-            names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
-        number = f"microbatch {micro}, " if micro >= 0 else ""
-        part = f", part {ordinal}" if ordinal else ""
-        return f"{self.letter(node)} of {where} ({names}), {number}{place_name(device)}{part}"
 
 
 def _key(group: Group) -> GroupKey:

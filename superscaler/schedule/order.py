@@ -13,6 +13,7 @@ from superscaler.schedule.cycle import explain, shortest_cycle
 from superscaler.schedule.dataflow import Dataflow
 from superscaler.schedule.dependencies import HUBS, DependencyGraph, Node, Relaxation, Schedule
 from superscaler.schedule.find_transfers import find_transfers
+from superscaler.schedule.gathers import delay_gathers
 from superscaler.schedule.replicas import find_turns
 from superscaler.schedule.segments import Segment, check_regathers, find_segments
 from superscaler.schedule.transfers import Place
@@ -38,7 +39,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
         attempt = relaxed
     schedule, order = attempt.nodes.schedule, attempt.order
     check_regathers(attempt.edges, schedule.segments)
-    late = sort(attempt.nodes, attempt.orbits) if attempt.nodes.delay_gathers(order) else order
+    late = sort(attempt.nodes, attempt.orbits) if delay_gathers(attempt.nodes, order) else order
     order = late if len(late) == len(order) else order
     schedule.order = [n for n in order if n.kind not in HUBS]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
