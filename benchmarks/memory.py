@@ -111,7 +111,7 @@ def measure(plan: Plan, rank: int = 0) -> dict[str, float]:
                 made[tag] = live.live - last
             last = live.live
 
-        state = step.state.optimizer.state.values() if step.state.optimizer else ()
+        state = step.state.updates.optimizer.state.values() if step.state.updates.optimizer else ()
         kept = [*step.state.weights.values(), *(x for some in state for x in some.values() if x.ndim)]
         with Live([*kept, *captured.batch.values()]) as live:
             step.state.watch = watch

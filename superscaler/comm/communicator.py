@@ -65,19 +65,23 @@ class Communicator(ABC):
         """Return the first value of a name since the launch, over restarts; set it (not empty) if there is none."""
         return value
 
+    def sum_of_all(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks, which is no part of the plan."""
+        return self.all_reduce(x, tuple(range(self.world)), planned=False).wait()
+
     def first_text(self, text: str) -> str:
         """Return, on all ranks, the text of the first rank with one; '' if no rank has any."""
-        ranks, data = tuple(range(self.world)), text.encode()
+        data = text.encode()
         lengths = torch.zeros(self.world, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(data)
-        found = self.all_reduce(lengths, ranks, planned=False).wait().tolist()
+        found = self.sum_of_all(lengths).tolist()
         first = next((rank for rank, length in enumerate(found) if length), None)
         if first is None:
             return ""
         letters = torch.zeros(found[first], dtype=torch.int64, device=self.device)
         if first == self.rank:
             letters += torch.tensor(list(data), device=self.device)
-        return bytes(self.all_reduce(letters, ranks, planned=False).wait().tolist()).decode()
+        return bytes(self.sum_of_all(letters).tolist()).decode()
 
     def all_reduce(
         self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True, largest: bool = False

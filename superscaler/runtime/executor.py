@@ -14,12 +14,11 @@ from torch import Tensor
 from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
-from superscaler.runtime.optimizer import Scaler, at_once, average, laid_out, optimizer_of, scale
 from superscaler.runtime.saved_tensors import Copies
-from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, in_dtypes, record
+from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
+from superscaler.runtime.updates import Updates
 
 Box = Sequence[Sequence[int]]
-Pairs = Sequence[tuple[str, Tensor]]
 T = TypeVar("T")
 
 
@@ -62,23 +61,14 @@ class Rank:
     chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]], bool]]
     dtype: torch.dtype
     seed: int = 0
-    scaler: Scaler | None = None
     steps: int = 0
     # The number of segments that ran, forward or backward.
     works: int = 0
     # The number of iterations in a step.
     iterations: int = 1
     batch: Mapping[str, Tensor] = field(default_factory=dict)
-    clip: float | None = None
-    # The decay of averages of weights; None: there are none.
-    ema: float | None = None
-    last_norm: float | None = None
-    keep_gradients: bool = False
-    gradients: dict[str, Tensor] = field(default_factory=dict)
     # The outputs of the last step, by name.
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    # Calls of `update` and `write` that wait until the step is known to be finite; None: nothing waits.
-    held: list[tuple[Callable[[Pairs], None], Pairs]] | None = None
     # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
     # Gives the code that runs in the place of a segment, and its other arguments; None: segments run as they are.
@@ -87,10 +77,8 @@ class Rank:
     def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]], bool]) -> None:
         self.device = self.communicator.device
         self._copies = Copies(self.device)
-        self.optimizer = optimizer_of(self.tables["weights"], self.weights, *chosen)
-        self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
+        self.updates = Updates(self.communicator, self._copies, self.tables["weights"], self.weights, chosen)
         self._tapes: dict[str, Tape] = {}
-        self._early: list[tuple[str, Tensor]] = []
         # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
         self._names = {id(weight): name for name, weight in self.weights.items()}
         self._found: dict[tuple[str, ...], list[Tensor]] = {}
@@ -100,7 +88,8 @@ class Rank:
         """Return the gradient of the loss, a tensor of its own: one, or the loss scale. The gradient of a scalar weight
         may be this very tensor, which is scaled in place.
         """
-        one = torch.ones((), device=self.device) if self.scaler is None else self.scaler.scale
+        scaler = self.updates.scaler
+        one = torch.ones((), device=self.device) if scaler is None else scaler.scale
         return one.to(self.dtype, copy=True)
 
     def input(self, number: int) -> Tensor:
@@ -250,20 +239,8 @@ class Rank:
         return self._copies.start(x, to_host=False)
 
     def update(self, weights: Sequence[Tensor] = (), gradients: Sequence[Tensor] = (), early: bool = False) -> None:
-        """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.
-
-        With a scaler they are divided by the loss scale first; if one is not finite, no rank changes a weight. Clipping
-        and scaling need the gradients of all weights, so an `early` update then waits for the last one.
-        """
-        pairs = self._named(weights, gradients)
-        if early and (self.held is not None or self.clip is not None or self.scaler is not None):
-            self._early += pairs
-            return
-        pairs, self._early = [*self._early, *pairs], []
-        if self.held is not None:
-            self.held.append((self.apply, pairs))
-        else:
-            self.apply(pairs)
+        """Give each weight its gradient and run the optimizer; see `Updates.update`."""
+        self.updates.update(self._named(weights, gradients), early)
 
     def weights_at(self, number: int) -> list[Tensor]:
         """Return the weights at rest in an entry of a table."""
@@ -275,48 +252,9 @@ class Rank:
     def _named(self, weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         return [(self.name_of(weight), value) for weight, value in zip(weights, values, strict=True)]
 
-    def apply(self, pairs: Pairs) -> None:
-        """Run the optimizer with gradients by the names of their weights."""
-        self.communicator.flush()
-        self._copies.flush()
-        gradients = self._gradients(pairs)
-        is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
-        if self.clip is not None:
-            self._clip(self.clip, gradients)
-        if self.keep_gradients:
-            self.gradients = {**self.gradients, **gradients}
-        if self.optimizer is not None and is_finite:
-            for some in at_once(self.optimizer, {name: self.weights[name] for name in gradients}):
-                kinds = [weight.grad_dtype for weight in some.values()]
-                found = in_dtypes([gradients[name] for name in some], kinds)
-                for weight, gradient in zip(some.values(), found, strict=True):
-                    weight.grad = laid_out(gradient, weight)
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-            if self.ema is not None:
-                average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
-
-    def _gradients(self, pairs: Pairs) -> dict[str, Tensor]:
-        """Return gradients by weight, in the shapes of the weights and in float32 for float32 copies."""
-        weights = [self.weights[name] for name, _ in pairs]
-        shaped = [x.reshape(weight.shape) for (_, x), weight in zip(pairs, weights, strict=True)]
-        kinds = [torch.promote_types(x.dtype, w.grad_dtype or x.dtype) for x, w in zip(shaped, weights, strict=True)]
-        return dict(zip((name for name, _ in pairs), in_dtypes(shaped, kinds), strict=True))
-
     def write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set buffers to their new values."""
-        pairs = self._named(buffers, values)
-        if self.held is not None:
-            self.held.append((self.set, pairs))
-        else:
-            self.set(pairs)
-
-    def set(self, pairs: Pairs) -> None:
-        """Set buffers, by name, to their new values."""
-        self.communicator.flush()
-        self._copies.flush()
-        for name, value in pairs:
-            self.weights[name].copy_(value.reshape(self.weights[name].shape))
+        self.updates.write(self._named(buffers, values))
 
     def give(self, name: str, value: Tensor, shape: Sequence[int]) -> None:
         """Store an output of the step on this rank."""
@@ -325,22 +263,6 @@ class Rank:
     def finish(self) -> None:
         """End a step without training."""
         self.steps += 1
-
-    def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> bool:
-        """Divide the gradients by the loss scale, choose the next; return whether those of all ranks are finite."""
-        found = self._world_sum(scaler.unscale(gradients))
-        scaler.update(found)
-        return not float(found)
-
-    def _clip(self, limit: float, gradients: dict[str, Tensor]) -> None:
-        squares = [gradients[n].double().pow(2).sum().to(self.device) for n in self._counted if n in gradients]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
-        norm = self._world_sum(total).sqrt()
-        self.last_norm = float(norm)
-        factor = limit / (self.last_norm + 1e-6)
-        # As torch does: a norm of nan makes all gradients nan.
-        if not factor >= 1.0:
-            scale(gradients, factor)
 
     def loss(self, parts: Sequence[Tensor], counted: int, of: Sequence[int] = ()) -> Tensor:
         """Return the sum of the counted parts of all devices, equal on all. `of`: their iterations, a loss each."""
@@ -351,11 +273,7 @@ class Rank:
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         here = [torch.stack(some).sum() if some else zero for some in kept]
         self.steps += self.iterations
-        return self._world_sum(torch.stack(here) if self.iterations > 1 else here[0])
-
-    def _world_sum(self, x: Tensor) -> Tensor:
-        world = self.communicator.world
-        return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
+        return self.communicator.sum_of_all(torch.stack(here) if self.iterations > 1 else here[0])
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superscaler.runtime import attention_blocks
-from superscaler.runtime.attention_blocks import Box, Pair, Sizes, expand_heads
-from superscaler.runtime.attention_blocks import attention_block as attention_block
-from superscaler.runtime.attention_blocks import attention_gradient as attention_gradient
-from superscaler.runtime.attention_blocks import attention_merge as attention_merge
-from superscaler.runtime.attention_blocks import seen_by as seen_by
-from superscaler.runtime.losses import count_labels as count_labels
-from superscaler.runtime.losses import cross_entropy as cross_entropy
-from superscaler.runtime.losses import exp_sum
-from superscaler.runtime.losses import largest as largest
-from superscaler.runtime.losses import nll_loss as nll_loss
-from superscaler.runtime.losses import normalized as normalized
-from superscaler.runtime.losses import row_losses as row_losses
+from superscaler.runtime.functions import attention_blocks
+from superscaler.runtime.functions.attention_blocks import Box, Pair, Sizes, expand_heads
+from superscaler.runtime.functions.attention_blocks import attention_block as attention_block
+from superscaler.runtime.functions.attention_blocks import attention_gradient as attention_gradient
+from superscaler.runtime.functions.attention_blocks import attention_merge as attention_merge
+from superscaler.runtime.functions.attention_blocks import seen_by as seen_by
+from superscaler.runtime.functions.losses import count_labels as count_labels
+from superscaler.runtime.functions.losses import cross_entropy as cross_entropy
+from superscaler.runtime.functions.losses import exp_sum
+from superscaler.runtime.functions.losses import largest as largest
+from superscaler.runtime.functions.losses import nll_loss as nll_loss
+from superscaler.runtime.functions.losses import normalized as normalized
+from superscaler.runtime.functions.losses import row_losses as row_losses
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 _GAMMA = 0x9E3779B97F4A7C15

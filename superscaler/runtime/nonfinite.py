@@ -47,17 +47,18 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
     not finite is skipped.
     """
     rank, communicator = step.state, step.state.communicator
-    rank.held = []
+    updates = rank.updates
+    updates.held = []
     try:
         loss: Tensor = function(rank)
     finally:
-        held, rank.held = rank.held, None
-    gradients = [] if rank.scaler else [pair for update, pairs in held for pair in pairs if update == rank.apply]
+        held, updates.held = updates.held, None
+    gradients = [] if updates.scaler else [pair for change, pairs in held for pair in pairs if change == updates.apply]
     wrong = "" if loss.isfinite() else f"its loss is {float(loss)}"
     wrong = wrong or communicator.first_text(next((f"the gradient of {_name(step, n)}" for n in _wrong(gradients)), ""))
     if not wrong:
-        for update, pairs in held:
-            update(pairs)
+        for change, pairs in held:
+            change(pairs)
         return loss
     rank.steps -= 1
     origin = WatchedRank(step, function).origin()

@@ -151,10 +151,7 @@ def clock_offset(communicator: Communicator) -> tuple[int, float]:
     for k in range(_ROUNDS):
         communicator.barrier()
         stamps[communicator.rank, k] = time.time_ns()
-    stamps = stamps.to(communicator.device)
-    every = tuple(range(communicator.world))
-    if communicator.world > 1:
-        stamps = communicator.all_reduce(stamps, every, planned=False).wait()
+    stamps = communicator.sum_of_all(stamps.to(communicator.device))
     offsets = (stamps[0] - stamps[communicator.rank]).tolist()
     middle = int(statistics.median(offsets))
     return middle, statistics.median(abs(x - middle) for x in offsets) * 1e-9

@@ -52,8 +52,7 @@ class Step:
         # Tensors of the module that no device holds: unread parameters, and buffers that are constants in the plan.
         self.fixed = dict(fixed or {})
         self.state = rank
-        self.rank = rank.communicator.rank
-        self.world = rank.communicator.world
+        self.rank, self.world = rank.communicator.rank, rank.communicator.world
         self.inputs: dict[str, tuple[tuple[int, ...], str]] = {
             name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
         }
@@ -92,7 +91,7 @@ class Step:
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
         self._follow()
-        self.state.batch, self.state.clip = batch, clip
+        self.state.batch, self.state.updates.clip = batch, clip
         # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
             loss: Tensor = finite.run(self, self._function) if check_finite else self._function(self.state)
@@ -165,21 +164,22 @@ class Step:
         """Return the state of training on this rank: slices of `weights`, `optimizer`, `lr` and other `options` of all
         parameter groups, `steps`, and `scaler` (in the form of `torch.amp.GradScaler.state_dict`; None without one).
         """
-        state = self.state
+        state, updates = self.state, self.state.updates
         return {
             "weights": {name: weight.detach() for name, weight in state.weights.items()},
-            "optimizer": state.optimizer.state_dict() if state.optimizer else None,
+            "optimizer": updates.optimizer.state_dict() if updates.optimizer else None,
             "lr": self.rates(),
             "options": self.options(),
             "steps": state.steps,
-            "scaler": state.scaler.state_dict() if state.scaler else None,
+            "scaler": updates.scaler.state_dict() if updates.scaler else None,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank of the same plan. Raises InputError for another."""
-        state = self.state
+        state, updates = self.state, self.state.updates
         is_whole = isinstance(saved, Mapping) and {"weights", "optimizer", "steps"} <= saved.keys()
-        if not is_whole or not isinstance(saved["steps"], int) or (saved["optimizer"] is None) != (not state.optimizer):
+        is_whole = is_whole and isinstance(saved["steps"], int)
+        if not is_whole or (saved["optimizer"] is None) != (updates.optimizer is None):
             raise InputError("load_state_dict takes a result of state_dict on the same rank of the same plan.")
         theirs, ours = ({n: tuple(w.shape) for n, w in x.items()} for x in (saved["weights"], state.weights))
         if theirs != ours:
@@ -190,10 +190,10 @@ class Step:
             )
         for name, weight in state.weights.items():
             weight.detach().copy_(saved["weights"][name])
-        if state.optimizer:
-            state.optimizer.load_state_dict(saved["optimizer"])
-        if state.scaler:
-            state.scaler.load_state_dict(saved["scaler"])
+        if updates.optimizer:
+            updates.optimizer.load_state_dict(saved["optimizer"])
+        if updates.scaler:
+            updates.scaler.load_state_dict(saved["scaler"])
         self.set_options(saved.get("options") or [{"lr": rate} for rate in saved.get("lr", self.rates())])
         state.steps = saved["steps"]
 
@@ -226,23 +226,23 @@ class Step:
 
         They are saved in checkpoints beside the weights, and restored if the step has a decay.
         """
-        return self.state.ema
+        return self.state.updates.ema
 
     @ema.setter
     def ema(self, decay: float | None) -> None:
         if decay is not None and not (isinstance(decay, Real) and 0 <= decay < 1):
             raise InputError(f"step.ema cannot be {decay!r}; a decay is a number from 0 to below 1, as 0.999.")
-        self.state.ema = decay
+        self.state.updates.ema = decay
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the weights have the values of their averages: `with step.averaged():
         step.evaluate(batches)`.
         """
-        return averaged(self.state.optimizer)
+        return averaged(self.state.updates.optimizer)
 
     @property
     def last_norm(self) -> float | None:
-        return self.state.last_norm
+        return self.state.updates.last_norm
 
     @property
     def bytes_moved(self) -> int:
@@ -303,7 +303,8 @@ class Step:
     def groups(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer's groups on this rank by number: those of its weights."""
         numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
-        return dict(zip(numbers, self.state.optimizer.param_groups if self.state.optimizer else [], strict=True))
+        optimizer = self.state.updates.optimizer
+        return dict(zip(numbers, optimizer.param_groups if optimizer else [], strict=True))
 
     def options(self) -> list[dict[str, Any]]:
         """Return the options of each parameter group of the user's optimizer, as they are now."""
@@ -340,11 +341,10 @@ def build_step(
         local[entry["name"]] = kept.requires_grad_(entry["trained"])
     chosen, scaling = plan["optimizer"], plan["optimizer"]["scaler"]
     optimizer = chosen["name"], chosen["groups"], bool(chosen.get("precision"))
-    scaler = Scaler(scaling, communicator.device) if scaling else None
     dtype = getattr(torch, plan["loss_dtype"] or "float32")
-    communicator.prepare(
-        sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))})
-    )
-    rank = Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler)
+    groups = {tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))}
+    communicator.prepare(sorted(groups))
+    rank = Rank(communicator, tables, local, optimizer, dtype, plan["seed"])
+    rank.updates.scaler = Scaler(scaling, communicator.device) if scaling else None
     rank.iterations = plan.get("iterations", 1)
     return Step(plan, programs, rank, fixed)

@@ -46,8 +46,8 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     head, weights, states = _agreed(step, read)
     set_targets(weights)
     set_states(step, states)
-    if step.state.scaler and head["scaler"]:
-        step.state.scaler.load_state_dict(head["scaler"])
+    if step.state.updates.scaler and head["scaler"]:
+        step.state.updates.scaler.load_state_dict(head["scaler"])
     if head["optimizer"]:
         step.set_options(_options(step, head["optimizer"]))
     step.state.steps = head["step"]
@@ -67,7 +67,7 @@ def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
     names, weights = _agreed(step, read)
     set_targets(weights)
     # New ones are made of the new weights.
-    for states in step.state.optimizer.state.values() if step.state.optimizer else ():
+    for states in step.state.updates.optimizer.state.values() if step.state.updates.optimizer else ():
         states.pop("copy", None)
         states.pop(AVERAGE, None)
     # Rank 0 knows all names.
@@ -119,7 +119,7 @@ def _state_names(
     # Some take matrices only.
     weight = torch.nn.Parameter(torch.zeros(1, 1, device=step.state.device, dtype=dtype))
     # Several that step together, or the only one.
-    members = getattr(step.state.optimizer, "members", [step.state.optimizer])
+    members = getattr(step.state.updates.optimizer, "members", [step.state.updates.optimizer])
     (kind,) = (type(one) for one in members if any(group is own for own in one.param_groups))
     changed = {key: x for key, x in options.items() if key not in CHOSEN}
     optimizer = kind([{**group, **changed, "params": [weight]}])
@@ -193,7 +193,7 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
             made[key] = _state_names(step, groups[number], _options(step, head)[number] if head else {}, weight.dtype)
         kept, wanted = stored.tensors[name], made[key]
         counted = {key: torch.tensor(x, dtype=torch.float32) for key, x in numbers_of(kept).items()}
-        own = [state for state in kept.states if state != AVERAGE or step.state.ema is not None]
+        own = [state for state in kept.states if state != AVERAGE or step.state.updates.ema is not None]
         if {*kept.states, *counted} - {AVERAGE} not in (set(), wanted):
             raise InputError(
                 f"{stored.directory} has {', '.join(sorted([*kept.states, *counted]))} of {name}, but the optimizer "
@@ -207,7 +207,7 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
 
 def set_states(step: TrainingStep, states: Mapping[str, dict[str, Any]]) -> None:
     """Set the optimizer's states, through its own `load_state_dict`."""
-    optimizer = step.state.optimizer
+    optimizer = step.state.updates.optimizer
     if optimizer is None:
         return
     names = {id(weight): name for name, weight in step.state.weights.items()}

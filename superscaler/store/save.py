@@ -216,7 +216,7 @@ def snapshot(
     for resident, box in owned:
         kept, (name, ranges) = step.plan["tensors"][resident["tensor"]], located(step.plan, {**resident, "box": box})
         weight = step.state.weights[resident["name"]]
-        states = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
+        states = step.state.updates.optimizer.state.get(weight, {}) if step.state.updates.optimizer else {}
         piece, key = part_of(step.plan, resident, box, weight), resident["name"]
         # No name of a weight on a device has a slash.
         key = key if key not in tensors else f"{key}/{len(tensors)}"
@@ -268,7 +268,7 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
         "seed": state.seed,
         # Inference has none.
         "optimizer": {"name": chosen["name"], "lr": [group["lr"] for group in now], **more} if chosen["name"] else None,
-        "scaler": state.scaler.state_dict() if state.scaler else None,
+        "scaler": state.updates.scaler.state_dict() if state.updates.scaler else None,
         "aliases": step.plan["aliases"],
         "training": None if training is None else dict(training),
     }

@@ -210,8 +210,7 @@ class Saves:
         """Return, equal on all ranks, whether any was asked to stop, and whether any part of a save has failed."""
         communicator = self._saver.step.state.communicator
         here = torch.tensor([float(self._asked()), float(self._saver.has_failed)], device=communicator.device)
-        found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()
-        is_asked, has_failed = (found > 0).tolist()
+        is_asked, has_failed = (communicator.sum_of_all(here) > 0).tolist()
         return is_asked, has_failed
 
     def report(self, start: int) -> None:

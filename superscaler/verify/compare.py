@@ -231,7 +231,7 @@ Kept = tuple[Tensor | None, Tensor, dict[str, Tensor]]
 
 def run_steps(step: Step, batch: Mapping[str, Tensor], count: int = STEPS) -> list[Result]:
     """Return the state of a rank after each iteration of `count` steps, all of them on one batch."""
-    step.state.keep_gradients = True
+    step.state.updates.keep_gradients = True
     return [result for _ in range(count) for result in _run_step(step, batch)]
 
 
@@ -262,10 +262,10 @@ class _Kept:
         self.of: list[dict[str, Kept]] = [{} for _ in range(iterations - 1)]
 
     def now(self, name: str) -> Kept:
-        weight, optimizer = self.rank.weights[name], self.rank.optimizer
+        weight, optimizer = self.rank.weights[name], self.rank.updates.optimizer
         state = optimizer.state.get(weight, {}) if optimizer is not None else {}
         tensors = {key: _kept(x) for key, x in state.items() if isinstance(x, Tensor)}
-        gradient = self.rank.gradients.get(name)
+        gradient = self.rank.updates.gradients.get(name)
         return None if gradient is None else _kept(gradient), _kept(weight), tensors
 
     def keeping(self, change: Callable[..., None]) -> Callable[..., None]:

@@ -160,11 +160,11 @@ def _run(compiled: Compiled, program: Program) -> Sequence[State]:
 
     def run(communicator: ThreadCommunicator) -> State:
         step = build_step(plan, code, values, communicator)
-        step.state.keep_gradients = True
+        step.state.updates.keep_gradients = True
         state: dict[str, Tensor] = {}
         for number in range(2):
             now: dict[str, Any] = {"loss": step(batch, CLIP), "norm": torch.tensor(step.last_norm or 0.0)}
-            now |= {f"gradient {n}": g for n, g in step.state.gradients.items()}
+            now |= {f"gradient {n}": g for n, g in step.state.updates.gradients.items()}
             now |= {f"weight {n}": w for n, w in step.state.weights.items()}
             state |= {f"{n} after step {number}": _double(x.detach().clone()) for n, x in now.items()}
         return state

@@ -68,10 +68,10 @@ def one_step(plan: Plan) -> list[Found]:
     """Return what each rank finds in one step in the plan's own precision: the loss, and gradients by weight."""
 
     def run(step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        step.state.keep_gradients = True
+        step.state.updates.keep_gradients = True
         loss = step(plan.compiled.graph.captured.batch)
         names = {w["name"]: w["tensor"] for w in step.state.tables["weights"]}
-        return loss, {names[n]: g for n, g in step.state.gradients.items()}
+        return loss, {names[n]: g for n, g in step.state.updates.gradients.items()}
 
     return on_ranks(plan, run)
 

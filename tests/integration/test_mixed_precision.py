@@ -95,13 +95,13 @@ class Reference:
 
 def state(step: Step) -> Trained:
     """Return copies of a rank's weights, as `weight`, and of their optimizer states, by tensor."""
-    assert step.state.optimizer is not None
+    assert step.state.updates.optimizer is not None
     found = {}
     for entry in step.state.tables["weights"]:
         weight = step.state.weights[entry["name"]]
         found[entry["tensor"]] = {
             "weight": weight.detach().clone(),
-            **copy.deepcopy(step.state.optimizer.state.get(weight, {})),
+            **copy.deepcopy(step.state.updates.optimizer.state.get(weight, {})),
         }
     return found
 
@@ -178,14 +178,14 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_copy() -> None:
     plan = ss.compile(step_in("fp16", 2.0**10), "data_parallel", "local:2")
 
     def run(step: Step) -> tuple[bool, float]:
-        assert step.state.scaler is not None
-        step.state.scaler.scale.fill_(2.0**40)
+        assert step.state.updates.scaler is not None
+        step.state.updates.scaler.scale.fill_(2.0**40)
         before = {n: w.detach().clone() for n, w in step.state.weights.items()}
         step(batch())
         after = state(step).values()
         return all(torch.equal(before[n], w) for n, w in step.state.weights.items()) and all(
             x.keys() == {"weight"} for x in after
-        ), float(step.state.scaler.scale)
+        ), float(step.state.updates.scaler.scale)
 
     assert on_ranks(plan, run) == [(True, 2.0**39)] * 2
 
@@ -311,8 +311,8 @@ def test_other_weights_get_new_copies_and_other_precisions_are_refused(tmp_path:
     def load(step: Step) -> Trained:
         train(2)(step)
         step.load_weights(tmp_path)
-        assert step.state.optimizer is not None
-        assert not any("copy" in states for states in step.state.optimizer.state.values())
+        assert step.state.updates.optimizer is not None
+        assert not any("copy" in states for states in step.state.updates.optimizer.state.values())
         saved = copy.deepcopy(step.state_dict())
         found = train(1)(step)
         step.load_state_dict(saved)

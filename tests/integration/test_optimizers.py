@@ -89,7 +89,7 @@ def test_weights_are_those_of_eager_training_in_their_own_dtype(
     def run(step: Step) -> tuple[dict[str, Tensor], list[object]]:
         for _ in range(2):
             step({"inputs_0": x})
-        return step.state_dict()["weights"], [g["fused"] for g in step.state.optimizer.param_groups]
+        return step.state_dict()["weights"], [g["fused"] for g in step.state.updates.optimizer.param_groups]
 
     ((weights, fused),) = on_ranks(compile(graph, "single", "local:1"), run)
     optimizer = made(eager.parameters(), lr=0.05)
@@ -224,7 +224,7 @@ def steps_of(optimizer: str, then: Callable[[Step], object], spec: str = "pipeli
 def test_a_number_sets_the_rate_of_all_groups_where_they_have_one() -> None:
     def halve(step: Step) -> object:
         step.lr = step.lr / 2  # type: ignore[operator]
-        return step.lr, [group["lr"] for group in step.state.optimizer.param_groups]
+        return step.lr, [group["lr"] for group in step.state.updates.optimizer.param_groups]
 
     assert steps_of("sgd", halve) == [(0.05, [0.05])] * 2
 
@@ -236,7 +236,7 @@ def test_groups_keep_rates_of_their_own() -> None:
         saved = step.state_dict()
         step.lr = (1, 1)
         step.load_state_dict(saved)
-        return step.lr, [group["lr"] for group in step.state.optimizer.param_groups]
+        return step.lr, [group["lr"] for group in step.state.updates.optimizer.param_groups]
 
     assert steps_of("groups", halve) == [((1.5e-3, 5e-4), [1.5e-3, 5e-4])] * 2
 
@@ -257,7 +257,7 @@ def test_a_rank_without_a_group_knows_its_rate() -> None:
 
     def resumed(step: Step) -> object:
         step.load_state_dict(saved[step.rank][1])
-        return step.lr, [group["lr"] for group in step.state.optimizer.param_groups]
+        return step.lr, [group["lr"] for group in step.state.updates.optimizer.param_groups]
 
     saved = on_ranks(plan, rates)
     assert [before for before, _ in saved] == [(0.1, 0.2, 0.3)] * 2

@@ -97,7 +97,7 @@ def peak(plan: Plan) -> int:
 
     def run(step: Step) -> int:
         step(batch)
-        state = step.state.optimizer.state.values() if step.state.optimizer else ()
+        state = step.state.updates.optimizer.state.values() if step.state.updates.optimizer else ()
         kept = [*step.state.weights.values(), *(x for some in state for x in some.values() if x.ndim)]
         with Live() as live:
             step(batch)

@@ -341,7 +341,7 @@ def test_each_addend_is_rounded_and_so_is_the_sum_of_all() -> None:
 
     def copies(step: Step) -> dict[str, torch.Tensor]:
         step(graph.captured.batch)
-        states = step.state.optimizer.state
+        states = step.state.updates.optimizer.state
         return {name: states[w].get("copy", w.detach()).clone() for name, w in step.state.weights.items()}
 
     exact = 0

@@ -218,8 +218,8 @@ def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float,
     loss, expected = whole_step(model, values)
 
     def run(step: Step) -> tuple[Tensor, dict[str, Tensor], int]:
-        step.state.keep_gradients = True
-        return step({n: values[n] for n in model.inputs}), step.state.gradients, step.bytes_moved
+        step.state.updates.keep_gradients = True
+        return step({n: values[n] for n in model.inputs}), step.state.updates.gradients, step.bytes_moved
 
     # Some true gradients are zero, or all are; their rounding noise is measured against the model's largest, or values.
     floor = max(1e-4, 1e-6 * max(float(g.abs().max()) for g in expected.values()))

@@ -19,10 +19,10 @@ from superscaler.errors import InputError
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
-from superscaler.runtime.executor import Pairs
 from superscaler.runtime.load import modules
 from superscaler.runtime.optimizer import Scaler, scale
 from superscaler.runtime.step import Step, build_step
+from superscaler.runtime.updates import Pairs
 
 # Overflows at first, then grows twice, overflows again.
 OPTIONS = {"init_scale": 2.0**21, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3}
@@ -149,13 +149,13 @@ def test_an_overflow_on_one_rank_is_seen_by_all() -> None:
     def run(communicator: Communicator) -> tuple[bool, float]:
         step: Step = make(communicator)
         before = {name: weight.clone() for name, weight in step.state_dict()["weights"].items()}
-        step.state.scaler.scale.fill_(1.0)  # type: ignore[union-attr]
-        apply = step.state.apply
+        step.state.updates.scaler.scale.fill_(1.0)  # type: ignore[union-attr]
+        apply = step.state.updates.apply
 
         def poisoned(pairs: Pairs) -> None:
             apply([(name, g * float("nan") if communicator.rank == 1 else g) for name, g in pairs])
 
-        step.state.apply = poisoned  # type: ignore[method-assign]
+        step.state.updates.apply = poisoned  # type: ignore[method-assign]
         step(batches()[0])
         after = step.state_dict()
         return all(torch.equal(before[n], w) for n, w in after["weights"].items()), after["scaler"]["scale"]
@@ -268,7 +268,7 @@ def test_the_gradient_of_a_scalar_weight_is_not_the_scale() -> None:
     def run(communicator: Communicator) -> tuple[float, float]:
         step = build_step(describe(compiled), code, values, communicator)
         step({"x": torch.ones(2, 4)})
-        assert step.state.scaler is not None
-        return step.state.scaler.scale.item(), step.state.weights["shift"].item()
+        assert step.state.updates.scaler is not None
+        return step.state.updates.scaler.scale.item(), step.state.weights["shift"].item()
 
     assert run_ranks(1, run) == [(1024.0, 0.25)]

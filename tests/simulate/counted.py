@@ -119,7 +119,7 @@ def _peak(step: Step, run: Callable[[], Any], batch: Iterable[Tensor]) -> int:
     state = step.state
     hosts = {w["name"] for w in state.tables["weights"] if w.get("host")}
     here = [w for name, w in state.weights.items() if name not in hosts]
-    states = state.optimizer.state if state.optimizer else {}
+    states = state.updates.optimizer.state if state.updates.optimizer else {}
     rest = [*here, *(x for w in here if w in states for x in states[w].values() if isinstance(x, Tensor))]
     away = [x for some in states.values() for x in some.values() if isinstance(x, Tensor)]
     with Counter([*rest, *away, *state.weights.values(), *batch]) as counter:

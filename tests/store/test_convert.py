@@ -147,7 +147,7 @@ def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> N
 
     def goes_on(step: Step, train: Callable[[], object]) -> None:
         assert step.restore(tmp_path / "again") == 0
-        assert {float(state["step"]) for state in step.state.optimizer.state.values()} == {2.0}
+        assert {float(state["step"]) for state in step.state.updates.optimizer.state.values()} == {2.0}
         train()
 
     run("gpt2", "single", goes_on)

@@ -71,8 +71,8 @@ def kept(original: Path, place: Path) -> Path:
 
 
 def states(step: Step) -> list[Tensor]:
-    assert step.state.optimizer is not None
-    found = [s for weight in step.state.weights.values() for s in step.state.optimizer.state[weight].values()]
+    assert step.state.updates.optimizer is not None
+    found = [s for weight in step.state.weights.values() for s in step.state.updates.optimizer.state[weight].values()]
     return [x.detach().clone() for x in (*step.state.weights.values(), *found, torch.tensor(step.state.steps))]
 
 

@@ -176,7 +176,7 @@ def state(step: Step) -> list[tuple[str, Any, Any, Tensor]]:
         if entry["tensor"] in step.plan["tensors"]:
             weight, (name, ranges) = step.state.weights[entry["name"]], located(step.plan, entry)
             shape = step.plan["tensors"][entry["tensor"]]["shape"]
-            states = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
+            states = step.state.updates.optimizer.state.get(weight, {}) if step.state.updates.optimizer else {}
             found.append((name, shape, ranges, weight.detach().clone()))
             for key, value in states.items():
                 place = ((), []) if key == "step" else (shape, ranges)
@@ -591,8 +591,8 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
         else:
             train(step, "mixed", range(3))
             step.save(tmp_path)
-        assert step.state.scaler is not None
-        return step.state.scaler.state_dict()
+        assert step.state.updates.scaler is not None
+        return step.state.updates.scaler.state_dict()
 
     before, after = (run_ranks(2, partial(work, restored)) for restored in (False, True))
     assert before == after

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.runtime import optimizer
-from superscaler.runtime.executor import Pairs, Rank
+from superscaler.runtime.updates import Pairs, Updates
 from superscaler.verify.trained import InParts
 from tests.graphs import step_of
 
@@ -34,12 +34,12 @@ def fused_halves(patch: pytest.MonkeyPatch) -> None:
 
 def rounded_gradients(patch: pytest.MonkeyPatch) -> None:
     """A gradient in float32 has lost the digits that bfloat16 has not."""
-    apply = Rank.apply
+    apply = Updates.apply
 
-    def changed(self: Rank, pairs: Pairs) -> None:
+    def changed(self: Updates, pairs: Pairs) -> None:
         apply(self, [(name, g.bfloat16().float() if g.dtype == torch.float32 else g) for name, g in pairs])
 
-    patch.setattr(Rank, "apply", changed)
+    patch.setattr(Updates, "apply", changed)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:
