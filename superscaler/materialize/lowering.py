@@ -8,7 +8,8 @@ from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.grid import HOSTS
-from superscaler.ir.mask import Box, extents, intersect
+from superscaler.ir.layout import Provenance
+from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.model import width
 from superscaler.materialize.buckets import KINDS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
@@ -17,7 +18,7 @@ from superscaler.materialize.rvd.transitions import COLLECTIVES
 from superscaler.materialize.rvd.transitions import Step as PathStep
 from superscaler.materialize.steps import Collective, Context, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
 from superscaler.materialize.sums import by_server, finer, in_halves, reduction
-from superscaler.schedule.transfers import Transfer
+from superscaler.schedule.transfers import BACKWARD, Transfer
 
 # A preferred form may take this many times the seconds of the cheapest one.
 NEARLY = 1.01
@@ -63,6 +64,51 @@ def _started(steps: tuple[Step, ...], context: Context) -> dict[str, Groups]:
 PATH = "the cheapest path to another layout"
 # The reason for a copy between a device and its host.
 HOST = "placed on the host"
+
+
+def made_here(transfer: Transfer) -> Provenance:
+    """Return the note of a transfer that stays on its device."""
+    several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
+    why = "summed or joined where it is read" if several else "made where it is read"
+    return Provenance(transfer.tensor, transfer.kind == BACKWARD, why)
+
+
+class Lowering:
+    """The lowering of the transfers of a plan; those of equal layers and microbatches are lowered once."""
+
+    def __init__(self, transfers: Sequence[Transfer], context: Context) -> None:
+        self.transfers, self.context = transfers, context
+        self._by_number: dict[int, Lowered] = {}
+        # Those of the layers of a model are often equal.
+        self._by_form: dict[Hashable, Lowered] = {}
+        # With the corner of the boxes of the ends: those of the microbatches are elsewhere in their tensor.
+        self._by_ends: dict[Hashable, tuple[Lowered, Box]] = {}
+
+    def lowered(self, number: int) -> Lowered:
+        """Return the steps of a transfer."""
+        if number not in self._by_number:
+            transfer, context = self.transfers[number], self.context
+            wire = context.wire(transfer, "reduce_scatter", trained=True)
+            of = context.dtype(transfer, trained=True), wire, context.tensors[transfer.tensor].largest
+            alike = id(transfer.like), *of
+            if alike not in self._by_form:
+                self._by_form[alike] = self._moved(transfer, of)
+            self._by_number[number] = self._by_form[alike]
+        return self._by_number[number]
+
+    def _moved(self, transfer: Transfer, of: Hashable) -> Lowered:
+        """Return the steps of a transfer; those of an earlier one with equal ends elsewhere in its tensor are moved."""
+        if transfer.is_local:
+            return lower(transfer, self.context)
+        sides = transfer.pieces, transfer.readers
+        corner = tuple(map(min, zip(*(end.box for some in sides for end in some), strict=True)))
+        ends = (tuple((end.device, inside(end.box, corner)) for end in some) for some in sides)
+        classes = tuple(map(transfer.classes.index, transfer.classes))
+        key = (*ends, transfer.links, classes, transfer.is_to_updates, of)
+        if key not in self._by_ends:
+            self._by_ends[key] = lower(transfer, self.context), corner
+        found, at = self._by_ends[key]
+        return found.moved([lo - start for (lo, _), (start, _) in zip(corner, at, strict=True)])
 
 
 def lower(transfer: Transfer, context: Context) -> Lowered:

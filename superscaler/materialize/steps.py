@@ -6,9 +6,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from superscaler.ir.fields import CollectiveArg
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.grid import HOSTS
-from superscaler.ir.mask import Box, intersect
+from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.model import PTensor
 from superscaler.materialize.collectives import Match
 from superscaler.materialize.rvd.route import Route
@@ -138,6 +139,15 @@ class Collective:
         kind, group, take, give = self.how.kind, self.how.group, self.how.take, self.how.give
         along = (f" along {take}" if take >= 0 else "") + (f" to {give}" if give >= 0 else "")
         return f"{kind}{along} over {', '.join(map(str, group))}: {_sum(self.sources)} -> {_sum(self.outs)}"
+
+    def way(self, tensor: PTensor, source: Slot | None, out: Slot | None) -> CollectiveArg:
+        """Return the layout change of a device with these slots. One without source or result gets that of the
+        others.
+        """
+        given, got = source or self.sources[0], out or self.outs[0]
+        view, how = extents(given.box), self.how
+        local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
+        return CollectiveArg(view, how.take, how.give, local, shape, how.sizes)
 
 
 @dataclass(frozen=True, slots=True)

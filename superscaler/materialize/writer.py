@@ -6,14 +6,14 @@ from math import prod
 
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.layout import Provenance
-from superscaler.ir.mask import Box, extents, inside
-from superscaler.ir.model import width
+from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import PTensor, width
 from superscaler.ir.program import Collective, CollectiveArg, Copy, Recv, Send, Value
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
 from superscaler.materialize.local_tensors import Code
-from superscaler.materialize.lowering import PATH, lower
-from superscaler.materialize.steps import Context, Cut, Join, Lowered, Message, Slot, Step
+from superscaler.materialize.lowering import PATH, Lowering, made_here
+from superscaler.materialize.steps import Context, Cut, Join, Message, Slot, Step
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
@@ -33,13 +33,8 @@ class Writer:
         self.buckets = Buckets(context.overlaps)
         self.names: dict[tuple[int, int, int], Value] = {}
         self.works: dict[tuple[int, int, int], Value] = {}
-        self._lowered: dict[int, Lowered] = {}
-        # Lowered transfers by form: those of the layers of a model are often equal.
-        self._by_form: dict[Hashable, Lowered] = {}
-        # And by their ends, each with the corner of its boxes: those of the microbatches are elsewhere in their tensor.
-        self._by_ends: dict[Hashable, tuple[Lowered, Box]] = {}
-        # Reduce-scatters in flight, by group. Their inputs stay alive until the wait; `on_arrival(number)` is called
-        # then.
+        self.lowered = Lowering(transfers, context).lowered
+        # Reduce-scatters in flight, by group. Inputs stay alive until the wait; then `on_arrival(number)` is called.
         self.on_arrival: Callable[[int], None] = lambda number: None
         self._in_flight: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
         # The number of forwards and backwards so far, and the number at the start of a transfer with rounds left.
@@ -59,34 +54,6 @@ class Writer:
         # The number of transfers that stay on a device or take a path.
         self.notes: Counter[Provenance] = Counter()
 
-    def lowered(self, number: int) -> Lowered:
-        if number not in self._lowered:
-            transfer = self.transfers[number]
-            dtypes = (
-                self.context.dtype(transfer, trained=True),
-                self.context.wire(transfer, "reduce_scatter", trained=True),
-            )
-            of = *dtypes, self.context.tensors[transfer.tensor].largest
-            alike = id(transfer.like), *of
-            if alike not in self._by_form:
-                self._by_form[alike] = self._lower(transfer, of)
-            self._lowered[number] = self._by_form[alike]
-        return self._lowered[number]
-
-    def _lower(self, transfer: Transfer, of: Hashable) -> Lowered:
-        """Return the steps of a transfer; those of an earlier one with equal ends elsewhere in its tensor are moved."""
-        if transfer.is_local:
-            return lower(transfer, self.context)
-        sides = transfer.pieces, transfer.readers
-        corner = tuple(map(min, zip(*(end.box for some in sides for end in some), strict=True)))
-        ends = (tuple((end.device, inside(end.box, corner)) for end in some) for some in sides)
-        classes = tuple(map(transfer.classes.index, transfer.classes))
-        key = (*ends, transfer.links, classes, transfer.is_to_updates, of)
-        if key not in self._by_ends:
-            self._by_ends[key] = lower(transfer, self.context), corner
-        found, at = self._by_ends[key]
-        return found.moved([lo - start for (lo, _), (start, _) in zip(corner, at, strict=True)])
-
     def start(self, run: Sequence[Node]) -> None:
         """Start the communication that is ready at one point of the order."""
         self._point += 1
@@ -94,7 +61,7 @@ class Writer:
             number, transfer = node.number, self.transfers[node.number]
             if transfer.is_local:
                 if node.link < 1 and (copies := self._copies(transfer, (transfer.pieces[0].device,))):
-                    self.notes[_local(transfer)] += copies
+                    self.notes[made_here(transfer)] += copies
                 continue
             first, *left = self.lowered(number).rounds
             if node.link >= 0:
@@ -114,20 +81,18 @@ class Writer:
         is_joined = number not in self._left or self._is_joined(number)
         for step in some:
             if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
-                largest = self.context.tensors[transfer.tensor].largest
                 # What is rounded has sources of another dtype than what is a half.
                 dtype = self._sent(number, step, trained=True) + "." * self._rounds(number, step)
                 turn = self.context.turn(transfer)
-                self.buckets.add(self._entry(number, step), transfer, dtype, largest, turn, is_due)
+                self.buckets.add(self._entry(number, step), transfer, dtype, self._tensor(number).largest, turn, is_due)
             else:
                 self._write(number, step)
 
     def _is_joined(self, number: int) -> bool:
         """Return whether all rounds of a transfer may wait in buckets."""
-        if not self.transfers[number].is_to_updates:
-            return False
-        steps_of_all = (step for some in self.lowered(number).rounds for step in some)
-        return not any(isinstance(step, Message) and not step.is_copy for step in steps_of_all)
+        each = (step for some in self.lowered(number).rounds for step in some)
+        is_sent = any(isinstance(step, Message) and not step.is_copy for step in each)
+        return self.transfers[number].is_to_updates and not is_sent
 
     def _goes_on_to_hosts(self, number: int) -> bool:
         """Return whether only copies to hosts are left of a transfer."""
@@ -189,11 +154,8 @@ class Writer:
 
     def read(self, number: int, r: int) -> Value | None:
         """Return the value that a reader of a transfer gets; None for a gradient without a maker."""
-        transfer, reader, slots = (
-            self.transfers[number],
-            self.transfers[number].readers[r],
-            self.lowered(number).ends[r],
-        )
+        transfer, slots = self.transfers[number], self.lowered(number).ends[r]
+        reader = transfer.readers[r]
         if len(slots) == 1 and slots[0].box == reader.box and (key := (number, *slots[0][:2])) in self.names:
             return self.names[key]
         rank, parts, on_their_way = reader.device, list[tuple[Value, Box]](), list[tuple[Value, Slot]]()
@@ -276,7 +238,7 @@ class Writer:
 
     def _send(self, number: int, step: Message, name: Value) -> None:
         transfer, rank, to = self.transfers[number], step.source.device, step.out.device
-        shape = self.code.tensors[transfer.tensor].local_shape(extents(step.out.box))
+        shape = self._tensor(number).local_shape(extents(step.out.box))
         dtype = self.context.dtype(transfer)
         weight = prod(extents(step.out.box)) * width(dtype)
         self._started += 1
@@ -307,7 +269,7 @@ class Writer:
         wide, dtype = self.context.dtype(first), self._sent(bucket[0].number, bucket[0].step)
         is_rounded = self._rounds(bucket[0].number, bucket[0].step)
         options = how.root, wide * (wide != dtype and not is_rounded), wide * (wide != dtype and is_rounded)
-        largest = how.kind == "all_reduce" and self.code.tensors[self.transfers[bucket[0].number].tensor].largest
+        largest = how.kind == "all_reduce" and self._tensor(bucket[0].number).largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
@@ -315,7 +277,7 @@ class Writer:
             for entry, (source, out) in zip(bucket, pairs, strict=True):
                 sources.append(None if source is None else self._name(entry.number, source))
                 works.append(None if out is None else self._handle(entry.number, out))
-                ways.append(self._way(entry.number, entry.step, source, out))
+                ways.append(entry.step.way(self._tensor(entry.number), source, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             rank = next(slot.device for slot in pairs[0] if slot is not None)
             self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, *options))
@@ -355,24 +317,18 @@ class Writer:
         return number in self._left and not self._done[number] and self._is_joined(number) and is_started
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
-        elements = self._way(number, step, *step.slots[0]).elements
+        elements = step.way(self._tensor(number), *step.slots[0]).elements
         dtypes = (self._sent(number, step, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
+
+    def _tensor(self, number: int) -> PTensor:
+        return self.code.tensors[self.transfers[number].tensor]
 
     def _sent(self, number: int, step: steps.Collective, *, trained: bool = False) -> str:
         return self.context.sent(self.transfers[number], self.lowered(number), step, trained=trained)
 
     def _rounds(self, number: int, step: steps.Collective) -> bool:
         return self.context.rounds(self.transfers[number], self.lowered(number), step)
-
-    def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> CollectiveArg:
-        """Return the layout change of a device in a collective. A device without source or result gets that of the
-        others.
-        """
-        given, got = (slot or (step.sources, step.outs)[n][0] for n, slot in enumerate((source, out)))
-        tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(given.box), step.how
-        local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
-        return CollectiveArg(view, how.take, how.give, local, shape, how.sizes)
 
     def _note(self, transfer: Transfer, why: str) -> Provenance:
         return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
@@ -393,9 +349,3 @@ class Writer:
             if copies := self._copies(transfer, sorted(devices)):
                 path = found.described(self.context.dtype(transfer), transfer.kind == BACKWARD)
                 self.notes[Provenance(transfer.tensor, path.is_backward, PATH, path)] += copies
-
-
-def _local(transfer: Transfer) -> Provenance:
-    several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
-    why = "summed or joined where it is read" if several else "made where it is read"
-    return Provenance(transfer.tensor, transfer.kind == BACKWARD, why)
