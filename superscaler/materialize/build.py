@@ -4,12 +4,12 @@ Every value is named when it is made. Values are joined for a reader just before
 communication has the time in between.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
 
-from superscaler.ir.communication import Communication, batches
+from superscaler.ir.communication import Communication
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import extents
@@ -18,20 +18,16 @@ from superscaler.ir.program import (
     Backward,
     Device,
     Forward,
-    Free,
     Give,
     Instruction,
     Loss,
     Program,
-    Recv,
     Update,
     Value,
-    ended,
-    reads,
-    writes,
 )  # fmt: skip
 from superscaler.materialize.check_unrolled import rolled
 from superscaler.materialize.fold import fold_devices
+from superscaler.materialize.frees import with_frees
 from superscaler.materialize.functions import Functions
 from superscaler.materialize.local_tensors import Code, Residents, task
 from superscaler.materialize.offload import with_offload
@@ -131,30 +127,16 @@ class _Builder:
             turns = tuple(turn for *_, turn in parts) if self.model.iterations > 1 else ()
             code.append(Loss(tuple(name for name, *_ in parts), tuple(counted for _, counted, _ in parts), turns))
         weights = (tuple(own.values()) for own in self.residents.weights)
+        codes = with_frees(self.code.of, self.context)
         devices: Sequence[Device] = tuple(
             Device(rank, own, tuple(self._offloaded(rank, code)))
-            for rank, (own, code) in enumerate(zip(weights, self._freed(), strict=True))
+            for rank, (own, code) in enumerate(zip(weights, codes, strict=True))
         )
         if self.context.fold is not None:
             devices = fold_devices(devices, self.context.fold)
         mesh = self.schedule.edges.graph.mesh
         mesh = mesh if prod(mesh.values()) == len(devices) else {}
         return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
-
-    def _freed(self) -> list[list[Instruction]]:
-        """Return the code of each device, with a Free after the last use of each name."""
-        fold, found = self.context.fold, [_sends_first(code) for code in self.code.of]
-        key = None if self.context.steady else str
-        firsts = {d: fold.samples(fold.base(d))[0] for d in fold.sampled} if fold is not None else {}
-        done = {rank: _with_frees(code, key) for rank, code in enumerate(found) if firsts.get(rank, rank) == rank}
-        for rank, first in firsts.items():
-            if rank != first:
-                # The sampled devices of a base use the same names, or else they do not fold.
-                frees = [(n, i) for n, i in enumerate(done[first]) if isinstance(i, Free)]
-                done[rank] = found[rank]
-                for n, i in frees:
-                    done[rank].insert(n, i)
-        return [done[rank] for rank in range(len(found))]
 
     def _offloaded(self, rank: int, code: list[Instruction]) -> list[Instruction]:
         keep, weights = self.schedule.edges.graph.kept_tapes, {w.name for w in self.residents.weights[rank].values()}
@@ -330,34 +312,3 @@ def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]
 
 def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
-
-
-def _sends_first(code: Sequence[Instruction]) -> list[Instruction]:
-    """Return the code with sends before receives among messages that start together. Then neighbours run the same
-    program, whatever the order of their messages.
-    """
-    done = list(code)
-    for first, last in batches(code).items():
-        done[first : last + 1] = sorted(code[first : last + 1], key=lambda i: isinstance(i, Recv))
-    return done
-
-
-def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:
-    """Return the code with a Free after the last use of each name that still exists then. The runtime keeps weights and
-    inputs.
-    """
-    last: dict[Value, int] = {}
-    for at, instruction in enumerate(code):
-        last |= dict.fromkeys((*reads(instruction), *writes(instruction)), at)
-        for name in ended(instruction):
-            del last[name]
-    done: list[Instruction] = []
-    dying: dict[int, list[Value]] = {}
-    for name, at in last.items():
-        dying.setdefault(at, []).append(name)
-    for at, instruction in enumerate(code):
-        done.append(instruction)
-        names = tuple(sorted((n for n in dying.get(at, ()) if n != ONE), key=key))
-        if names and at < len(code) - 1:
-            done.append(Free(names))
-    return done
