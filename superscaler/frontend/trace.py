@@ -325,8 +325,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
 def _module(node: Node) -> str:
     """Return the path of the innermost module, without the suffix `@n` of repeated calls."""
     stack = node.meta.get("nn_module_stack") or {}
-    path: str = next(reversed(stack.values()))[0] if stack else ""
-    return path.split("@")[0]
+    return str(next(reversed(stack.values()))[0]).split("@")[0] if stack else ""
 
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -347,6 +346,5 @@ def innermost(frames: Sequence[tuple[str, Any]]) -> str:
 def shorten(path: str) -> str:
     """Return a path without the part that differs between machines: up to site-packages, or the working directory."""
     for root in ("site-packages" + os.sep, os.getcwd() + os.sep):
-        if root in path:
-            return path.split(root, 1)[1]
+        path = path.split(root, 1)[-1]
     return path

@@ -16,6 +16,7 @@ import superscaler as ss
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.frontend.rewrites import constants
+from superscaler.frontend.rewrites.simplify import kind_of_mask
 from superscaler.models import build
 from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
@@ -217,7 +218,7 @@ def test_a_constant_that_repeats_is_viewed_over_dims_that_do_and_do_not(
     ],
 )
 def test_kinds_of_masks(mask: Tensor, kind: str) -> None:
-    assert constants.kind_of_mask(mask) == kind
+    assert kind_of_mask(mask) == kind
 
 
 def _attended(x: Tensor, later: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.rewrites import decompositions
-from superscaler.frontend.rewrites.constants import simplify
+from superscaler.frontend.rewrites.simplify import simplify
 from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, place_of, reads, shape_of, target_of
 from superscaler.ops.row import aten
 
