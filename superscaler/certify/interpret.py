@@ -169,7 +169,8 @@ class Interpreter(Generic[V]):
 
     def _read(self, run: Run[V], i: p.Instruction) -> list[V | None]:
         found: list[V | None] = []
-        for name in _fields(i):
+        given = (getattr(i, name) for name in p.FIELDS[type(i), p.Role.READ])
+        for name in (name for some in given for name in ((some,) if isinstance(some, p.Value) else some)):
             if name is None or name == p.ONE:
                 found.append(None)
             elif name in run.values:
@@ -343,10 +344,3 @@ class Interpreter(Generic[V]):
 def _meeting(i: p.Collective) -> tuple[object, ...]:
     """Return the properties that all members of a collective must share."""
     return i.kind, len(i.ways), i.dtype, i.bytes, i.root
-
-
-def _fields(i: p.Instruction) -> Iterator[p.Value | None]:
-    """Yield the values that an instruction reads, with gaps as None."""
-    for field_ in p.FIELDS[type(i), p.Role.READ]:
-        value = getattr(i, field_)
-        yield from (value,) if isinstance(value, p.Value) else value
