@@ -24,7 +24,7 @@ from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.residents import check_copies, place_updates
 from superscaler.schedule.steady_state import SteadyState, first_microbatches, steady_states
 from superscaler.timing import timed, without_garbage_collection
-from superscaler.transform.place import check_cut_first
+from superscaler.transform.place import check_cut_first, place_twins
 from superscaler.transform.recompute import keep_slices, recompute_checkpoints
 
 SProgram = Callable[[Graph, Cluster], Any]
@@ -118,7 +118,7 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
 
 def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
-    planned.place_twins()
+    place_twins(planned)
     check_assigned(planned)
     check_cut_first(planned)
     place_updates(planned, len(cluster.devices))

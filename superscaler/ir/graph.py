@@ -14,10 +14,10 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.groups import group_by
-from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of, read_by
+from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of
 from superscaler.ir.model import Factor, Model, Op
 from superscaler.ir.names import first, later
-from superscaler.ir.orders import Group, Order, changed
+from superscaler.ir.orders import Group, Order
 from superscaler.ir.parts import Block, Parts, Rows, block_of, expand
 from superscaler.ir.variants import renamed, unrolled, with_rest
 from superscaler.specs.arguments import checked
@@ -253,42 +253,6 @@ class Graph:
         self._by_name = {op.name: op for op in model.ops}
         self._ops = tuple(op for op in model.ops if not op.origin)
         self._forward_ops = tuple(op for op in self._ops if op.is_forward)
-
-    def place_twins(self) -> None:
-        """Give untouched recomputed ops the grids of their ops and their place in orders, and copies the parts of their
-        first readers.
-        """
-        self._check_orders()
-        for twin in (twin for twins in self.model.twins.values() for twin in twins):
-            if not self.grids[twin.name].is_touched:
-                self.grids[twin.name] = self.grids[twin.origin]
-        copies = [op for op in self._forward_ops if op.is_copy and not self.grids[op.name].is_touched]
-        for op in reversed(copies):
-            reader, k = self.model.uses[op.outputs[0].tensor][0]
-            self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
-
-        first = {name: twins[0].name for name, twins in self.model.twins.items()}
-        mirrored = {name: twin.name for name, twin in self.twins.items() if twin.has_mirror}
-
-        def of_twins(group: Group) -> Group:
-            if group.kind == "F":
-                return group
-            names = first if group.kind == "R" else mirrored
-            members = tuple((names.get(name, name), paths) for name, paths in group.members)
-            return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
-
-        if self.twins:
-            self.orders = changed(self.orders, of_twins)
-
-    def _check_orders(self) -> None:
-        """Raise InputError for an order of an op that no longer exists."""
-        groups = ((group, order.where) for order in self.orders for group in (order.before, order.after))
-        for group, where in {id(group.members): (group, where) for group, where in groups}.values():
-            for name, _ in group.members:
-                try:
-                    self.op(name)
-                except InputError as error:
-                    raise InputError(f"op_order at {where}: {error}") from None
 
     @checked
     def parts(self, op: Op) -> Parts:

@@ -1,4 +1,4 @@
-"""Placement on a mesh: the position of each part along its named axes, by the names that algorithms gave the cuts."""
+"""Placement on a mesh, by the names that algorithms gave the cuts; and of recomputed ops and copies, by other ops."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +9,9 @@ import numpy as np
 from superscaler.cluster import Mesh
 from superscaler.errors import InputError, unknown
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Axis, Grid, Ints, covers
+from superscaler.ir.grid import Axis, Grid, Ints, covers, read_by
 from superscaler.ir.model import Op
+from superscaler.ir.orders import Group, changed
 from superscaler.ir.parts import Parts
 from superscaler.transform.algorithms import Replicate
 from superscaler.transform.cut import cut
@@ -105,3 +106,41 @@ def _along(grid: Grid, cells: Ints) -> Iterator[tuple[Axis, Ints]]:
     is_all = covers(cells, prod(shape))
     found = np.ogrid[tuple(map(slice, shape))] if is_all else np.unravel_index(cells, shape) if shape else ()
     return zip(grid.axes, found, strict=True)
+
+
+def place_twins(graph: Graph) -> None:
+    """Give untouched recomputed ops the grids of their ops and their place in orders, and copies the parts of their
+    first readers.
+    """
+    _check_orders(graph)
+    for twin in (twin for twins in graph.model.twins.values() for twin in twins):
+        if not graph.grids[twin.name].is_touched:
+            graph.grids[twin.name] = graph.grids[twin.origin]
+    copies = [op for op in graph.forward_ops if op.is_copy and not graph.grids[op.name].is_touched]
+    for op in reversed(copies):
+        reader, k = graph.model.uses[op.outputs[0].tensor][0]
+        graph.grids[op.name] = read_by(graph.grids[reader.name], reader.inputs[k].slots)
+
+    first = {name: twins[0].name for name, twins in graph.model.twins.items()}
+    mirrored = {name: twin.name for name, twin in graph.twins.items() if twin.has_mirror}
+
+    def of_twins(group: Group) -> Group:
+        if group.kind == "F":
+            return group
+        names = first if group.kind == "R" else mirrored
+        members = tuple((names.get(name, name), paths) for name, paths in group.members)
+        return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
+
+    if graph.twins:
+        graph.orders = changed(graph.orders, of_twins)
+
+
+def _check_orders(graph: Graph) -> None:
+    """Raise InputError for an order of an op that no longer exists."""
+    groups = ((group, order.where) for order in graph.orders for group in (order.before, order.after))
+    for group, where in {id(group.members): (group, where) for group, where in groups}.values():
+        for name, _ in group.members:
+            try:
+                graph.op(name)
+            except InputError as error:
+                raise InputError(f"op_order at {where}: {error}") from None

@@ -21,6 +21,7 @@ from superscaler.plans.lib.place_table import place_table
 from superscaler.plans.lib.stages import stages
 from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
+from superscaler.transform.place import place_twins
 from tests.ran import Around, captured, equal
 from tests.schedule.clock import run
 from tests.simulate.by_hand import chain, linear
@@ -44,7 +45,7 @@ def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], 
     for stage in halved:
         ss.op_trans(graph, [op for op in parts[stage] if op.has_mirror], ss.SplitBackward())
     ss.order(graph, table, parts)
-    graph.place_twins()
+    place_twins(graph)
     found = run(complete(graph), {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **seconds})
     devices = [found[d] for d in range(len(table))]
     last = max(device.end for device in devices)
@@ -86,7 +87,7 @@ def test_what_is_computed_again_early_fills_the_bubble(p: int, m: int) -> None:
     for when, idle in (("late", (p - 1) * (1 + 1 + 2)), ("early", (p - 1) * (1 + 2))):
         planned = graph.copy()
         resolve(f"pipeline_1f1b:microbatches={m},recompute={when}")(planned, ss.Cluster.local(p))
-        planned.place_twins()
+        place_twins(planned)
         found = run(complete(planned), {"F": 1.0, "B": 2.0})
         step = max(device.end for device in found.values())
         assert [device.busy for device in found.values()] == [4 * m] * p

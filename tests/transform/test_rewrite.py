@@ -13,6 +13,7 @@ from superscaler.ir.grid import HOSTS
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.variants import without_twins
+from superscaler.transform.place import place_twins
 from superscaler.verbs import Insert, Recompute, Split, op_assign, op_order, op_trans
 
 
@@ -46,7 +47,7 @@ def test_twins_have_the_parts_of_their_ops_unless_they_are_given_others() -> Non
     for op in graph.forward_ops[:2]:
         op_assign(graph, op_trans(graph, op, Split("batch", 2)), 0)
     op_assign(graph, graph.op("mul1.r"), 1)
-    graph.place_twins()
+    place_twins(graph)
     assert graph.grids["mul0.r"] is graph.grids["mul0"]
     assert graph.grids["mul1.r"].used() == {1}
 
@@ -74,7 +75,7 @@ def test_copies_have_the_parts_that_their_first_reader_reads() -> None:
     op_assign(graph, op_trans(graph, graph.op("mul1"), Split("batch", 2)), [0, 1])
     (other,) = op_trans(graph, graph.op("mul2"), Insert())
     op_assign(graph, other, 2)
-    graph.place_twins()
+    place_twins(graph)
     assert (len(graph.grids[copy.op.name]), graph.grids[copy.op.name].used()) == (2, {0, 1})
     assert (len(graph.grids[other.op.name]), graph.grids[other.op.name].used()) == (1, {2})
     assert graph.grids[copy.op.name].on_hosts().used() == {HOSTS, HOSTS + 1}
@@ -86,7 +87,7 @@ def test_orders_of_backwards_are_those_of_twins() -> None:
     op_order(graph, graph.select(ops=[second], kind="B"), graph.select(ops=[first], kind="B"))
     op_trans(graph, [first], Recompute())
     op_order(graph, graph.select(ops=[first], kind="R"), graph.select(ops=[second], kind="B"))
-    graph.place_twins()
+    place_twins(graph)
     members = [[(group.kind, group.members[0][0]) for group in (o.before, o.after)] for o in graph.orders]
     assert members == [[("B", "mul1"), ("B", "mul0.r")], [("F", "mul0.r"), ("B", "mul1")]]
     with pytest.raises(InputError, match="matches no op"):
