@@ -82,9 +82,8 @@ class Graph:
     def copy(self, model: Model | None = None) -> Graph:
         """Return a graph with its own parts, of the same model or of another one with the same ops."""
         twin = copy(self)
-        for name, asked in vars(self).items():
-            if isinstance(asked, dict | list | set):
-                setattr(twin, name, asked.copy())
+        for name, asked in ((n, x) for n, x in vars(self).items() if isinstance(x, dict | list | set)):
+            setattr(twin, name, asked.copy())
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
         twin.rewrite(model or self.model)
         return twin
@@ -257,8 +256,7 @@ class Graph:
     @checked
     def parts(self, op: Op) -> Parts:
         """Return the parts of an op that was not cut irregularly, as one grid."""
-        op = self.op(op.name)
-        grid = self.grids[op.name]
+        op, grid = self.op(op.name), self.grids[op.name]
         shape = [len(a.sizes) for a in grid.axes]
         return Parts(op, grid, (), np.arange(prod(shape)).reshape(shape), len(shape))
 
@@ -285,9 +283,8 @@ class Graph:
         """Cut an op that updates a weight, sets a buffer, or makes a copy, as the readers of that tensor are cut."""
         name = op.outputs[0].tensor if op.is_copy else op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
-        found = [
-            cuts_of(self._grid_of(reader), reader.inputs[k].slots) for t in read for reader, k in self.model.uses[t]
-        ]
+        uses = (use for tensor in read for use in self.model.uses[tensor])
+        found = [cuts_of(self._grid_of(reader), reader.inputs[k].slots) for reader, k in uses]
         kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
         kept = [a for a in kept if a.index is None or not op.is_whole]
         axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]

@@ -291,7 +291,7 @@ class _Builder:
             for number, output in enumerate(segment.outputs):
                 if output.tensor in self.losses:
                     keys = self.schedule.edges.rows[output.op.name].keys
-                    rows = self.schedule.edges.loss_rows(output.tensor)
+                    rows = self.schedule.edges.whole(output.op, output.slot)
                     found |= {Place(FORWARD, segment.number, keys[row], number) for row in rows}
         return found
 

@@ -5,7 +5,9 @@ Work is (kind, segment number, key), as in places.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from superscaler.schedule.dataflow import Dataflow, Key
+import numpy as np
+
+from superscaler.schedule.dataflow import Dataflow, Key, Port
 from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
@@ -28,7 +30,7 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
         for reader, k in (use for use in uses[tensor] if use[0].name in segment_of):
             ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
             if ends not in known:
-                known[ends] = edges.meetings((op, 0), (reader, k))
+                known[ends] = _meetings(edges, (op, 0), (reader, k))
             segment = segment_of[reader.name]
             for home, key in known[ends]:
                 yield (segment.last, segment.number, key), (UPDATE, number, home), "read before update"
@@ -48,3 +50,16 @@ def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> It
 def last_of(segments: Sequence[Segment], place: Place) -> Work:
     """Return the last work that uses the value read at a place: a forward keeps it for the backward."""
     return (place.kind if place.kind == UPDATE else segments[place.segment].last, *place[1:3])
+
+
+def _meetings(edges: Dataflow, one: Port, other: Port) -> list[tuple[Key, Key]]:
+    """Return the pairs of parts of two ops on one device whose inputs share elements."""
+    (alo, ahi), (blo, bhi) = (edges.face(op, op.inputs[k]) for op, k in (one, other))
+    keys, others = edges.rows[one[0].name].keys, edges.rows[other[0].name].keys
+    at: dict[int, list[int]] = {}
+    for row, key in enumerate(keys):
+        at.setdefault(key[0], []).append(row)
+    pairs = [(a, b) for b, key in enumerate(others) for a in at.get(key[0], ())]
+    a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    common = (np.maximum(alo[a], blo[b]) < np.minimum(ahi[a], bhi[b])).all(axis=1)
+    return [(keys[pairs[n][0]], others[pairs[n][1]]) for n in np.flatnonzero(common)]

@@ -36,10 +36,8 @@ class Dataflow:
     """
 
     def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Unit, int] | None = None) -> None:
-        self.graph = graph
-        self.fold = fold
+        self.graph, self.model, self.fold = graph, graph.model, fold
         self._turns = turns or {}
-        self.model = graph.model
         self._rows: dict[Hashable, Rows] = {}
         self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
         self._joins: dict[Hashable, list[list[int]]] = {}
@@ -68,30 +66,22 @@ class Dataflow:
                 self.makers[tensor] = [(op, 0)]
                 if op.is_rest:
                     continue
-                read = op.inputs[1].tensor if op.is_write else self.model.gradient(tensor)
-                self.readers.setdefault(read, []).append((self._update(op), 1))
+                if not op.is_write:
+                    # An optimizer op has its gradient as second input.
+                    gradient = Operand(self.model.gradient(tensor), op.inputs[0].slots)
+                    op = replace(op, inputs=(op.inputs[0], gradient))
+                self.readers.setdefault(op.inputs[1].tensor, []).append((op, 1))
         for tensor, uses in self.model.uses.items():
             if name := self.model.gradient(tensor):
                 self.extents[name] = self.extents[tensor]
-                made = [(self.mirrors[op.name], k) for op, k in uses if op.has_mirror]
-                self.makers[name] = self.makers.get(name, []) + made
+                self.makers.setdefault(name, []).extend((self.mirrors[op.name], k) for op, k in uses if op.has_mirror)
         for mirror in self.mirrors.values():
             for j, operand in enumerate(mirror.inputs):
                 if operand.tensor:
                     self.readers.setdefault(operand.tensor, []).append((mirror, j))
 
-    def _update(self, op: Op) -> Op:
-        """Return an optimizer op with its gradient as second input."""
-        weight = op.inputs[0]
-        return (
-            op
-            if op.is_write
-            else replace(op, inputs=(weight, Operand(self.model.gradient(weight.tensor), weight.slots)))
-        )
-
     def _expand(self, op: Op) -> Rows:
-        grid = self.graph.grids[op.name]
-        key = (grid.signature(), tuple((i.size, i.follows) for i in op.indices))
+        key = self.graph.grids[op.name].signature(), tuple((i.size, i.follows) for i in op.indices)
         if key not in self._rows:
             self._rows[key] = self.graph.rows(op)
         return self._rows[key]
@@ -117,12 +107,6 @@ class Dataflow:
     def unread(self) -> frozenset[str]:
         """Return the recomputed tensors whose values nobody needs."""
         return unread_twins(self.model)
-
-    @cached_property
-    def running(self) -> list[Op]:
-        """Return the forward ops that run: all but recomputed ones that have no backward and make values for nobody."""
-        unread, ops = self.unread, self.model.forward_ops
-        return [op for op in ops if op.has_mirror or any(o.tensor not in unread for o in op.outputs)]
 
     @cached_property
     def bases(self) -> dict[str, str]:
@@ -158,15 +142,6 @@ class Dataflow:
     def turns(self, op: Op) -> Sequence[float]:
         """Return the time at which each part of an op runs (infinite: never); empty if no times are known."""
         return [self._turns.get((op.name, key), float("inf")) for key in self.rows[op.name].keys] if self._turns else ()
-
-    def is_replicated(self, name: str) -> bool:
-        """Return whether some parts of an op repeat others."""
-        addends = self.rows[name].addends()
-        return len(set(addends)) < len(addends) or not self.rows[name].regular
-
-    def is_weight(self, tensor: str) -> bool:
-        """Return whether a tensor with a gradient is a weight, or made of weights alone (a cast of one)."""
-        return tensor not in self.producers or self.producers[tensor][0].from_weights
 
     def is_gathered_again(self, tensor: str) -> bool:
         """Return whether a tensor rests between steps, or is a copy of one that does, and is gathered again for ops
@@ -217,18 +192,6 @@ class Dataflow:
             self._here[key] = is_one and np.array_equal(device[[source for (source,) in joined]], here)
         return self._here[key]
 
-    def meetings(self, one: Port, other: Port) -> list[tuple[Key, Key]]:
-        """Return the pairs of parts of two ops on one device whose inputs share elements."""
-        (alo, ahi), (blo, bhi) = (self.face(op, op.inputs[k]) for op, k in (one, other))
-        keys, others = self.rows[one[0].name].keys, self.rows[other[0].name].keys
-        at: dict[int, list[int]] = {}
-        for row, key in enumerate(keys):
-            at.setdefault(key[0], []).append(row)
-        pairs = [(a, b) for b, key in enumerate(others) for a in at.get(key[0], ())]
-        a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        common = (np.maximum(alo[a], blo[b]) < np.minimum(ahi[a], bhi[b])).all(axis=1)
-        return [(keys[pairs[n][0]], others[pairs[n][1]]) for n in np.flatnonzero(common)]
-
     def _whole(self, made: Port, read: Port, is_timed: bool = False) -> list[list[int]]:
         """Return, for each part, the parts that it would take an input from if no part shared it out."""
         (maker, j), (reader, k) = made, read
@@ -246,15 +209,12 @@ class Dataflow:
         (maker, k), (reader, j) = made, read
         rows, labels = self.rows[maker.name], self.labels(maker, k)
         number = self.makers[maker.outputs[k].tensor].index(made)
-        at = list(
-            zip(*(self.rows[reader.name].device.tolist(), self.rows[reader.name].microbatch.tolist()), strict=True)
-        )
         found: list[list[int]] = []
-        for here, served in zip(at, self.served(reader), strict=True):
+        for key, served in zip(self.rows[reader.name].keys, self.served(reader), strict=True):
             chosen: dict[Hashable, int] = {}
             for row in self.in_order(rows):
                 label = labels[row]
-                if (j, number, label) in served and (label not in chosen or rows.keys[row][:2] == here):
+                if (j, number, label) in served and (label not in chosen or rows.keys[row][:2] == key[:2]):
                     chosen[label] = row
             found.append(list(chosen.values()))
         return found
@@ -299,7 +259,9 @@ class Dataflow:
             for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
                 seen: set[Hashable] = set()
                 labels, read = self.labels(user, k), self._whole((op, j), (self.graph.op(user.of), k))
-                for row in self._one_tiling(user, k):
+                held = self.held(user, k)
+                # One branch of misaligned replicas contributes.
+                for row in range(len(held)) if held.tree is None else branch(held.tree, held, -1, -1):
                     addend = (j, n, labels[row])
                     for source in read[row]:
                         served[source].add(addend)
@@ -312,10 +274,6 @@ class Dataflow:
             first = served
         found = self._served[mirror.name] = list(map(frozenset, first))
         return found
-
-    def loss_rows(self, loss: str) -> list[int]:
-        """Return the parts of a loss that add up to its value: one replica of each addend."""
-        return self.whole(*self.producers[loss])
 
     def whole(self, op: Op, j: int) -> list[int]:
         """Return parts of an op that make its whole output `j` together, each element once."""
@@ -333,11 +291,6 @@ class Dataflow:
         """
         ((mirror, _),) = self.readers[self.model.gradient(loss)]
         return not self.rows[mirror.name].routes or "loss" in self.served(mirror)[row]
-
-    def _one_tiling(self, mirror: Op, k: int) -> list[int]:
-        """Return the parts of a mirror that contribute to a gradient: one branch of misaligned replicas."""
-        held = self.held(mirror, k)
-        return list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
 
     def is_local(self, reader: Op, k: int) -> bool:
         """Return whether the edge into input `k` goes part to part on one device, and its mirrors do too."""

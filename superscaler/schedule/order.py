@@ -102,7 +102,8 @@ def _split(attempt: _Attempt) -> _Attempt | None:
 def _read_others(attempt: _Attempt) -> _Attempt | None:
     """Relax: read other replicas than the nearest. The other relaxations then start anew."""
     edges = attempt.edges
-    ops = frozenset(op.name for segment in attempt.stuck for op in segment.ops if edges.is_replicated(op.name))
+    names = {op.name: edges.rows[op.name] for segment in attempt.stuck for op in segment.ops}
+    ops = frozenset(n for n, rows in names.items() if not rows.regular or len(set(rows.addends())) < len(rows))
     if OTHERS in attempt.taken or not ops:
         return None
     return _Attempt(Dataflow(edges.graph, edges.fold, find_turns(edges)), {OTHERS: ops})

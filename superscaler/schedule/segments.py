@@ -170,7 +170,8 @@ def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[
         if joins and levels[source] == levels[reader]:
             parent[root(parent, reader)] = root(parent, source)
     members: dict[str, list[Op]] = {}
-    for op in edges.running:
+    # Recomputed ops without a backward that make values for nobody do not run.
+    for op in (op for op in ops if op.has_mirror or any(o.tensor not in edges.unread for o in op.outputs)):
         members.setdefault(root(parent, op.name), []).append(op)
     position = {op.name: at for at, op in enumerate(ops)}
     groups = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
@@ -298,7 +299,8 @@ def _aliases(edges: Dataflow, segment: Segment) -> tuple[Alias, ...]:
             tree = None if rows.regular else id(rows)
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
-            own = operand.tensor, (), lo, hi, labels, rows, at, shares, edges.is_weight(operand.tensor)
+            is_weight = operand.tensor not in edges.producers or edges.producers[operand.tensor][0].from_weights
+            own = operand.tensor, (), lo, hi, labels, rows, at, shares, is_weight
             # Another op may list the same parts in another order: rows and keys_at stay those of the first use.
             known = found.setdefault(status, Alias(*own))
             found[status] = replace(known, uses=(*known.uses, (op, k)))
