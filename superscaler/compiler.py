@@ -130,7 +130,10 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
         host = max(used)
         device = host if host < HOSTS else max(d % HOSTS for d in used)
         if device > last:
-            raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
+            entry = next((e for e in reversed(planned.journal) if e.op == op.name and e.verb == "op_assign"), None)
+            at = f"op_assign at {entry.where}: " if entry else ""
+            has = f"devices 0 to {last}" if last else "device 0 only"
+            raise InputError(f"{at}{op.name} is assigned to device {device}, but {cluster} has {has}.")
         if op.is_output and len(used) < len(planned.rows(op).device):
             raise InputError(
                 f"output {op.name} has {len(planned.rows(op).device)} parts on {len(used)} devices, but a device "

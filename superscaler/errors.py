@@ -47,6 +47,19 @@ def brief(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def named(value: object) -> str:
+    """Return a value in an error: its text, or its type and its own name where the text is long.
+
+    >>> named("linear"), named([1] * 99)
+    ("'linear'", 'a list')
+    """
+    text = repr(value)
+    if len(text) <= 60:
+        return text
+    name = getattr(value, "name", "")
+    return f"{a(type(value).__name__)}{f' ({name})' if isinstance(name, str) and name else ''}"
+
+
 def printable(text: str, but: str = "") -> str:
     """Return a text in which escapes replace unprintable characters, except those in `but`.
 
@@ -94,6 +107,6 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     """
     names = sorted(filter(None, known))
     lower = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.55)
     hint = f"; did you mean '{lower[near[0]]}'?" if near else "."
     return f"unknown {kind} '{name}'{hint} Known: {some(names, 20) or 'none'}."

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import numpy as np
 
 from superscaler.cluster import Cluster, Device, Mesh
-from superscaler.errors import InputError, TransformError, brief, unknown
+from superscaler.errors import InputError, TransformError, named, unknown
 from superscaler.ir.graph import Entry, Graph, caller
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, PTensor
@@ -88,7 +88,7 @@ def op_trans(graph: Graph, target: Target | Group | Regions, algorithm: Algorith
         regions = cast(Regions, target) if is_several and target else [cast(Target, target)]
         return rewrite(graph, [_ops(graph, one, where) for one in regions], algorithm, where)
     if not isinstance(algorithm, Algorithm):
-        raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {algorithm!r}.")
+        raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {named(algorithm)}.")
     if isinstance(target, Group):
         raise InputError(f"op_trans at {where}: {algorithm} takes ops or parts, not the group {target}.")
     if isinstance(target, Parts | Op):
@@ -229,10 +229,11 @@ def _update(graph: Graph, name: str, where: str) -> Op:
 def _items(target: Target, where: str) -> list[Op | Parts]:
     items: list[Any] = list(target) if isinstance(target, list | tuple | Flat) else [target]
     if not items:
-        raise InputError(f"{where}: a verb is given an empty list; give at least one op.")
+        raise InputError(f"{where}: a verb is given an empty list of ops; give at least one op.")
     for item in items:
         if not isinstance(item, Op | Parts):
-            raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {brief(repr(item))}.")
+            hint = "; graph.op(NAME) returns an op, and op.module is the module that it is in" * isinstance(item, str)
+            raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {named(item)}{hint}.")
     return items
 
 
@@ -248,7 +249,9 @@ def _device_id(where: str, device: Any) -> int:
     if isinstance(device, Device):
         return device.id + HOSTS * device.is_host
     if not isinstance(device, int | np.integer) or not 0 <= device < 2**31:
-        raise InputError(f"op_assign at {where} needs devices of the cluster or their numbers from 0, not {device!r}.")
+        raise InputError(
+            f"op_assign at {where} needs devices of the cluster or their numbers from 0, not {named(device)}."
+        )
     return int(device)
 
 

@@ -31,8 +31,9 @@ def _contents(found: Any) -> str:
     tensors, shards, trained = found["tensors"], found["shards"], found["training"] or {}
     optimizer = found["optimizer"]
     states = sorted({state for tensor in tensors.values() for state in tensor["states"]})
+    count = f"{len(shards)} shard{'s' * (len(shards) > 1)}"
     lines = [
-        f"{found['path']}: step {found['step']}, {len(tensors)} tensors in {len(shards)} shards of "
+        f"{found['path']}: step {found['step']}, {len(tensors)} tensors in {count} of "
         f"{sum(shard['bytes'] for shard in shards.values()):,} bytes, all as they were saved",
         f"model {trained.get('model') or 'not recorded'}; saved by {found['world'] or 'no'} devices",
         f"optimizer {optimizer['name']}, lr {', '.join(map(str, optimizer['lr']))}; {' '.join(states) or 'no state'}"
@@ -85,7 +86,7 @@ def _trained(checkpoint: Path) -> str:
 
     name = (open_checkpoint(checkpoint).head["training"] or {}).get("model")
     if not name or name.partition(":")[0].endswith(".py"):
-        known = f", as --model {name}, which was trained: its file is run only then" if name else ""
+        known = f" {name}; a file of yours is run only where you name it" if name else " MODEL"
         raise InputError(f"{checkpoint}: name the model to export with --model{known}.")
     return str(name)
 

@@ -83,6 +83,10 @@ class Progress:
             self._timer.daemon = True
             self._timer.start()
 
+    def say(self, text: str) -> None:
+        """Print a line that is no phase."""
+        _print(text)
+
     def _say(self, text: str) -> None:
         self._said = text
         self._say_first()

@@ -108,7 +108,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
         from superscaler.train import launch
-        from superscaler.train.resume import ending
+        from superscaler.train.resume import ending, interrupted
         from superscaler.train.warm import warm_python
 
     given = vars(training)
@@ -119,13 +119,20 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
         compiled, built = request.compile()
         if not compiled.trains:
             why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
-            raise InputError(f"{request.model} {why}, so there is nothing to train; compile it, and call its step.")
+            raise InputError(
+                f"{request.model} {why}, so there is nothing to train; return a scalar loss, or an "
+                "object with .loss, from forward. For inference compile the model and call its step."
+            )
         printer.show(compiled.memory())
         # The directory of --out, or one that is removed afterwards.
         with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
             compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
             known = {"named": request.model, **_work(compiled), **given}
-            result = launch.train(Path(folder), world=compiled.compiled.program.world, python=python, **known)
+            try:
+                result = launch.train(Path(folder), world=compiled.compiled.program.world, python=python, **known)
+            except KeyboardInterrupt:
+                printer.progress.say(interrupted(training.save, training.resume))
+                raise
     printer.show(
         _summary(result),
         *_more_memory(compiled, result["memory_bytes"]),

@@ -240,7 +240,9 @@ def named_optimizer(
     # Where torch may choose, a GPU updates by lists, which takes three times as long (runtime/optimizer.py).
     options: dict[str, Any] = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
     for text in given:
-        key, _, value = text.partition("=")
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise InputError(f"--set {text} has no value; write --set KEY=VALUE, as {text}=0.1.")
         if key not in known:
             raise InputError(f"--set {text}: {unknown(f'option of torch.optim.{kind.__name__}', key, known)}")
         options[key] = by_looks(f"[{value}]" if "," in value else value)

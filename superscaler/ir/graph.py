@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError, TransformError, unknown
+from superscaler.errors import InputError, TransformError, some, unknown
 from superscaler.groups import group_by
 from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of
 from superscaler.ir.model import Factor, Model, Op
@@ -117,6 +117,9 @@ class Graph:
             entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
             if entry is not None:
                 raise InputError(f"{name} was replaced by {entry.detail} at {entry.where}; use what op_trans returned.")
+            found = [op.name for op in self.forward_ops if op.module == name]
+            if found:
+                raise InputError(f"'{name}' is a module, not an op; its ops are {some(found, 8)}.")
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
 

@@ -99,6 +99,8 @@ def launch(
     except SignalException as error:
         _end_line()
         if error.sigval == signal.SIGINT:
+            # This process has its own handler again, which ends it as Ctrl-C elsewhere does.
+            signal.raise_signal(signal.SIGINT)
             raise KeyboardInterrupt from None
         raise RuntimeFailure(f"training was stopped by {error.sigval.name}; all {world} ranks have ended.") from None
 
@@ -175,7 +177,8 @@ def _agent_environment(threads: int) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in signals}
     os.environ["OMP_NUM_THREADS"], os.environ[LAUNCHER] = str(threads), str(os.getpid())
     try:
-        with quiet(logging.CRITICAL, "torch.distributed.elastic"):
+        # The agent's module has a logger with a level of its own.
+        with quiet(logging.CRITICAL, "torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
             yield
     finally:
         for name, value in variables.items():

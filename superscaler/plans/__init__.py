@@ -41,7 +41,8 @@ def resolve(spec: str, written: str = "") -> SProgram:
     if name.endswith(".py"):
         return from_file(spec, "plan", ("graph", "cluster"), "is_sprogram")
     if name not in names():
-        raise InputError(f"{unknown('plan', name, names())} Or give a file: path/to/file.py:function.")
+        text = unknown("plan", name, names())
+        raise InputError(f"{text} superscaler plans lists all. Or give a file: path/to/file.py:function.")
     if strange := [key for key in keys.split(",") if key.partition(":")[0].strip() in names()]:
         raise InputError(f"'{written or spec}': {strange[0]} is a plan, not a key; write ' x ' between two plans.")
     module, given = ("pipeline", {"schedule": name}) if name in RULES else (name, {})

@@ -122,7 +122,9 @@ def check_assigned(graph: Graph) -> None:
         if UNASSIGNED in grid.used():
             missing.append((op, int((graph.rows(op).device < 0).sum())))
     if missing:
-        lines = [f"  {op.name} ({op.module or op.target}): {count} parts" for op, count in missing[:8]]
+        lines = [
+            f"  {op.name} ({op.module or op.target}): {count} part{'s' * (count > 1)}" for op, count in missing[:8]
+        ]
         more = [f"  and {len(missing) - 8} more"] if len(missing) > 8 else []
         raise ScheduleError(
             f"{len(missing)} of {len(graph.model.ops)} ops have parts on no device; call op_assign for:\n"

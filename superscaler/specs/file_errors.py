@@ -1,5 +1,6 @@
 """Errors of reading and writing files, as one line: the file, the cause and the remedy."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +58,21 @@ def replace_own(file: Path, text: str, head: str, kind: str) -> None:
     """Write a text that begins with `head`. Raises InputError for a file that cannot be written, or is of another kind
     than `kind`.
     """
-    with writing(file, "name a file in a folder that exists"):
+    with writing(file, "name a file in a folder that exists and has space"):
         if file.is_file() and not file.read_bytes().startswith(head.encode()):
             raise InputError(f"{file} is there and is no {kind}; name a new file, or remove that one.")
-        file.write_text(text, encoding="utf-8")
+        if file.exists() and not file.is_file():
+            # A pipe or a device, as /dev/stdout.
+            file.write_text(text, encoding="utf-8")
+            return
+        # Aside first, so that an older file stays as it was if the disk is full.
+        target = file.resolve()
+        aside = target.with_name(f".{target.name[:80]}.{os.getpid()}")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def unwritable(file: object, error: BaseException) -> str:

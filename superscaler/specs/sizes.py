@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from superscaler.errors import InputError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+# A number without a unit below this is not meant in bytes.
+_LEAST = 10**6
 _SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -24,6 +26,8 @@ def read_bytes(name: str, text: str) -> int:
         size = 0.0
     if not (1 <= size < 2**63 and math.isfinite(size)):
         raise InputError(f"{name} is '{text}', but it must be bytes above 0, as 32GB, 16GiB or 32e9.")
+    if not unit and found and found[1].isdigit() and size < _LEAST:
+        raise InputError(f"{name} is '{text}', which is {size:.0f} bytes; give the unit too, as {text.strip()}GB.")
     return int(size)
 
 

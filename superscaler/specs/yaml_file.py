@@ -31,7 +31,16 @@ def parse(text: str, where: str) -> Any:
         raise InputError(f"{where}: lists or mappings are nested too deep.") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         # The last two: a value that is not of its tag, as `!!bool x`.
-        raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
+        raise InputError(f"{where} is not YAML: {_fault(error)}.") from None
+
+
+def _fault(error: Exception) -> str:
+    """Return the fault of a text that is not YAML, with its place in the text."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split()).rstrip(".")
+    parts = getattr(error, "context", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {', '.join(part for part in parts if part)}"
 
 
 def read(given: Any, where: str) -> Any:

@@ -16,7 +16,7 @@ from superscaler.errors import InputError, RuntimeFailure, some, unknown
 from superscaler.runtime.step import Step
 from superscaler.specs.file_errors import reading
 from superscaler.specs.options import Options
-from superscaler.store.checkpoint import POINTER_FILE
+from superscaler.store.checkpoint import POINTER_FILE, checkpoints
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
@@ -247,6 +247,15 @@ def report_times(times: list[float], launched: Path | None) -> None:
         if launched is not None:
             with suppress(OSError):
                 (launched / TIMES_FILE).write_text(json.dumps(times))
+
+
+def interrupted(save: Path | None, resume: Path | None) -> str:
+    """Return, in words, what is left of a run that Ctrl-C ended, and how to resume it."""
+    folder = saving_folder(save, resume)
+    kept = checkpoints(folder) if folder else []
+    if not kept:
+        return "nothing was saved; --save DIR --save-every N saves while training"
+    return f"Ctrl-C saves nothing; the last checkpoint is {kept[-1]}: go on with --resume {folder}"
 
 
 def ending(outcome: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.plan import Plan
 from superscaler.store.plan import plan_files
+from superscaler.train.resume import interrupted
 from tests.commands import run
 from tests.graphs import graph_of
 
@@ -185,3 +186,38 @@ def test_a_job_that_standard_output_cannot_hold_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     with pytest.raises(InputError, match=r"'\\xfc' of the plan's path or options is not in ascii"):
         launch._print(Printer(as_json=False), "torchrun rün.py")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["simulate", MODEL, "--plan", "single", "--cluster", "a100:1x1", "--memory", "40"],
+         "--memory is '40', which is 40 bytes; give the unit too, as 40GB."),
+        (["capture", MODEL, "--set", "weight_decay"],
+         "--set weight_decay has no value; write --set KEY=VALUE, as weight_decay=0.1."),
+        (["compile", MODEL, "--cluster", "local:1", "--plan", "none"], "superscaler plans lists all. Or give a file"),
+        (["checkpoint", "export", "kept", "--out", "new"], "kept does not exist"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_told_with_the_right_one(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*given) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert told in error
+    assert "did you mean 'swin'" not in error
+
+
+def test_the_name_of_a_module_is_answered_with_its_ops() -> None:
+    with pytest.raises(InputError, match=r"^'transformer.h.0.mlp.c_fc' is a module, not an op; its ops are \w+"):
+        graph_of("gpt2:size=tiny").op("transformer.h.0.mlp.c_fc")
+
+
+def test_what_an_interrupted_run_leaves_is_told(tmp_path: Path) -> None:
+    assert interrupted(None, None) == "nothing was saved; --save DIR --save-every N saves while training"
+    assert interrupted(tmp_path, None).startswith("nothing was saved")
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "step-00000005" / "manifest.json").touch()
+    last = f"the last checkpoint is {tmp_path}/step-00000005: go on with --resume {tmp_path}"
+    assert interrupted(tmp_path, None) == f"Ctrl-C saves nothing; {last}"

@@ -139,8 +139,16 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "assign too far": (lambda c: assign(c, 10**30), "needs devices of the cluster"),
     "assign to a number": (lambda c: ss.op_assign(c.graph.copy(), 1, 2), "a verb takes ops, parts"),
     "assign tuples of ops": (
-        lambda c: ss.op_assign(c.graph.copy(), [c.graph.ops], 0), r"list of them, not \(Op\(.*\.\.\.\.$"
+        lambda c: ss.op_assign(c.graph.copy(), [c.graph.ops], 0), r"list of them, not a tuple\.$"
     ),
+    "assign by name": (lambda c: ss.op_assign(c.graph.copy(), "linear", 0), r"not 'linear'; graph.op\(NAME\) returns"),
+    "assign swapped": (lambda c: ss.op_assign(c.graph.copy(), 0, c.graph.ops), r"from 0, not an Op \(\w+\)\.$"),
+    "trans swapped": (
+        lambda c: ss.op_trans(c.graph.copy(), ss.Split("batch", 2), c.graph.ops), r"such as Split.*, not a tuple\.$"  # type: ignore[call-overload]
+    ),
+    "assign beyond": (
+        lambda c: ss.compile(c.graph, lambda graph, cluster: ss.op_assign(graph, graph.ops, 7), "local:2"),
+        r"^op_assign at .*test_calls.py:\d+: \w+ is assigned to device 7, but local:2 has devices 0 to 1\.$"),
     "a copy of a number": (
         lambda c: ss.op_trans(c.graph.copy(), c.graph.forward_ops, ss.Insert(5)), r"Insert\(5\) names no tensor"  # type: ignore[arg-type]
     ),

@@ -172,6 +172,7 @@ def test_interrupting_ends_all_ranks(code: str, plan: Path) -> None:
         killer.cancel()
     assert time.monotonic() - started < 30
     assert "KeyboardInterrupt" in text
+    assert "death signal" not in text
     pids = [int(file.read_text()) for file in plan.glob("pid*")]
     assert len(pids) == 2
     assert not any(map(is_alive, pids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 from pathlib import Path
@@ -131,3 +132,21 @@ def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.C
         assert message in err
         assert len(err.splitlines()) == 1
     assert not (tmp_path / "a.svg").exists()
+
+
+def test_a_full_disk_leaves_the_older_picture(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.save(tmp_path / "plan")
+    plan.draw(tmp_path / "a.svg")
+    before = (tmp_path / "a.svg").read_bytes()
+
+    def full(file: Path, text: str, **_: object) -> None:
+        file.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run("explain", str(tmp_path / "plan"), "--svg", str(tmp_path / "a.svg")) == 2
+    assert "a.svg cannot be written: No space left on device; name a file" in capsys.readouterr().err
+    assert (tmp_path / "a.svg").read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.svg", "plan"]

@@ -23,7 +23,8 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: [", "here is not YAML: while parsing"),
+        ("a: [", "here is not YAML: line 1, column 5: while parsing a flow node, expected the node content"),
+        ("a: 1\n\tb: 2", "here is not YAML: line 2, column 1: while scanning for the next token"),
         ("a: 1\na: 2", "the key 'a' is given twice, at line 1 and below"),
         ("a: !!bool x", "here is not YAML: 'x'"),
         ("a: !!timestamp x", "here is not YAML: "),
