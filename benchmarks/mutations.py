@@ -83,7 +83,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "simulate/test_rates"),
     ("a fitted speed is below zero", "if min(factors) >= 0:", "if factors:", "cluster/test_seconds"),
     # Rules of operators.
-    ("a mean is not divided", """reduction="sum") / {x.full_size(0)}'""", """reduction="sum")'""", "ops/test_rules"),
+    ("a mean is not divided", """reduction="sum") / {x.full_size()}'""", """reduction="sum")'""", "ops/test_rules"),
     ("distances are summed in parts", '"b.. m k^, b.. n k -> b.. m n"', '"b.. m k+, b.. n k -> b.. m n"',
      "ops/test_rules"),
     ("largest elements are summed",

@@ -172,7 +172,7 @@ class Plan:
 
 
 def compile_to(
-    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int = 0
+    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int
 ) -> tuple[str, dict[str, int], dict[str, float], bool]:
     """Compile a plan, certify it, and write it into a directory. If the directory holds the same plan already, it
     stays, and only the sProgram runs.

@@ -77,7 +77,7 @@ def names_of(form: str) -> list[str]:
     return found
 
 
-def form_and_tensors(output: Any, name: str, loss: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
+def form_and_tensors(output: Any, name: str, loss: Tensor | None) -> tuple[Any, dict[str, Tensor]]:
     """Return the form of a result and its tensors, without the loss. Raises CaptureError for other objects."""
     tensors: dict[str, Tensor] = {}
 

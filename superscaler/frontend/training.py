@@ -148,9 +148,7 @@ def _now(options: Mapping[str, Any]) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.item, kept)
 
 
-def read_optimizers(
-    module: nn.Module, optimizer: Optimizers | None, scaler: torch.amp.GradScaler | None = None
-) -> Training:
+def read_optimizers(module: nn.Module, optimizer: Optimizers | None, scaler: torch.amp.GradScaler | None) -> Training:
     """Return the training half of a captured optimizer, or of several, as one with the parameter groups of all.
 
     Raises CaptureError as `read_optimizer`, and for optimizers that share a parameter.

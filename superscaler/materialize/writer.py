@@ -242,13 +242,12 @@ class Writer:
         dtype = self.context.dtype(transfer)
         weight = prod(extents(step.out.box)) * width(dtype)
         self._started += 1
-        notes = (self._note(transfer, step.why),)
+        notes, work = (self._note(transfer, step.why),), self._handle(number, step.out)
         if step.is_copy:
-            self.code.write(rank, Copy(self._handle(number, step.out), name, rank < to, weight, notes))
+            self.code.write(rank, Copy(work, name, rank < to, weight, notes))
             return
         message, point = self._message(transfer, rank, to)
         self.code.write(rank, Send(name, to, message, weight, point, notes))
-        work = self._handle(number, step.out)
         self.code.write(to, Recv(work, rank, message, shape, dtype, point))
 
     def _message(self, transfer: Transfer, rank: int, to: int) -> tuple[int, int]:

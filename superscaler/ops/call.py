@@ -130,7 +130,7 @@ class Local:
         """Return the dtype of the result if a sum over the whole operand may overflow it, else ''."""
         return self.dtype if f"torch.{self.tensors[self.op.outputs[0].tensor].wide_dtype}" != self.dtype else ""
 
-    def full_size(self, operand: int, dims: Sequence[int] | None = None) -> int:
-        """Return the number of elements of the unsplit operand that are reduced."""
-        shape = self.tensors[self.op.inputs[operand].tensor].shape
+    def full_size(self, dims: Sequence[int] | None = None) -> int:
+        """Return the number of elements of the unsplit first operand that are reduced."""
+        shape = self.tensors[self.op.inputs[0].tensor].shape
         return prod(shape if not dims else [shape[d] for d in dims])

@@ -27,8 +27,8 @@ def _mean(x: Local) -> str:
     if not x.is_summed_in_parts:
         return f"torch.mean({x.names[0]}{where})"
     if half := x.half:
-        return f"(torch.sum({x.names[0]}{where}, dtype=torch.float32) / {x.full_size(0, dims)}).to({half})"
-    return f"torch.sum({x.names[0]}{where}) / {x.full_size(0, dims)}"
+        return f"(torch.sum({x.names[0]}{where}, dtype=torch.float32) / {x.full_size(dims)}).to({half})"
+    return f"torch.sum({x.names[0]}{where}) / {x.full_size(dims)}"
 
 
 def _softmax(site: Site) -> str:
@@ -47,8 +47,8 @@ def _mse_loss(x: Local) -> str:
     if not x.is_summed_in_parts or reduction != "mean":
         return f'F.mse_loss({a}, {b}, reduction="{reduction}")'
     if half := x.half:
-        return f'(F.mse_loss({a}.float(), {b}.float(), reduction="sum") / {x.full_size(0)}).to({half})'
-    return f'F.mse_loss({a}, {b}, reduction="sum") / {x.full_size(0)}'
+        return f'(F.mse_loss({a}.float(), {b}.float(), reduction="sum") / {x.full_size()}).to({half})'
+    return f'F.mse_loss({a}, {b}, reduction="sum") / {x.full_size()}'
 
 
 def _cross_entropy(site: Site) -> str | None:

@@ -37,7 +37,7 @@ class Side(NamedTuple):
         return [(Place(kind, -1, (*at, -1), start + n),) for n, at in enumerate(self.boxes.at)]
 
 
-def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
+def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool) -> list[Transfer]:
     """Return all transfers of activations, weights and gradients of a step, in the order of the tensors.
 
     With `joins`, replicas for other devices are one transfer, which waits for all of them.

@@ -144,7 +144,7 @@ class Segment:
         return common_module(op.module for op in self.ops)
 
 
-def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[Segment]:
+def find_segments(edges: Dataflow, alone: frozenset[str]) -> list[Segment]:
     """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
     ops = edges.model.forward_ops
     marks, stretches = _signatures(edges.graph), _stretches(edges)

@@ -160,7 +160,7 @@ def check_divisible(sizes: Mapping[str, int], whole: str, label: str = "", /, **
         )
 
 
-def for_function(spec: str, text: str, function: Callable[..., Any], skip: int = 0) -> dict[str, Any]:
+def for_function(spec: str, text: str, function: Callable[..., Any], skip: int) -> dict[str, Any]:
     """Return the keyword arguments of a function after its first `skip`, typed by its annotations and defaults."""
     parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -175,7 +175,7 @@ def _turns(step: Step, start: int, steps: int) -> range:
     return range(start, steps, step.iterations)
 
 
-def check_options(steps: int, clip: float | None, ema: float | None = None) -> None:
+def check_options(steps: int, clip: float | None, ema: float | None) -> None:
     """Raise InputError for an impossible number of steps, norm or decay."""
     if ema is not None and not 0 <= ema < 1:
         raise InputError(f"--ema is {ema}, but a decay is a number from 0 to below 1, as 0.999.")

@@ -103,10 +103,7 @@ class Regather:
         if wrong is not None:
             state = "recomputed" if wrong.region else "split" if wrong.split else "regathered"
             raise TransformError(f"Regather of {wrong.name}, which is {state} already; leave it out of one of them.")
-        if not any(op.has_mirror for op in chosen):
-            raise NoneOfThese("Regather needs ops that have a backward; none of these do.")
-        marked = {op.name: replace(op, regather=chosen[0].name) for op in chosen}
-        return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
+        return _marked(model, chosen, "Regather", "regather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +121,7 @@ class SplitBackward:
         check_once("SplitBackward", [op for op in ops if op.split or op.regather])
         names = {op.name for op in ops if op.is_forward}
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
-        if not any(op.has_mirror for op in chosen):
-            raise NoneOfThese("SplitBackward needs ops that have a backward; none of these do.")
-        marked = {op.name: replace(op, split=chosen[0].name) for op in chosen}
-        return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
+        return _marked(model, chosen, "SplitBackward", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +185,14 @@ def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
     read, made = (Operand(name, tuple(range(len(indices)))) for name in (tensor, copied.name))
     op = Op(copied.name, "ss.identity", (Ref(0),), (), (read,), (made,), indices, module=maker.module)
     return replace(op, from_data=maker.from_data, from_weights=maker.from_weights, iteration=maker.iteration)
+
+
+def _marked(model: Model, chosen: Sequence[Op], algorithm: str, field: str) -> Model:
+    """Return the model with the name of the first op in a field of all chosen ones."""
+    if not any(op.has_mirror for op in chosen):
+        raise NoneOfThese(f"{algorithm} needs ops that have a backward; none of these do.")
+    marked = {op.name: replace(op, **{field: chosen[0].name}) for op in chosen}  # type: ignore[arg-type]
+    return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
 
 
 def check_once(algorithm: str, taken: Sequence[Op]) -> None:

@@ -29,7 +29,7 @@ from superscaler.verify.oracles import retype_model
 _SHOWN, _BEFORE = 80, 20
 
 
-def compare_directory(graph: Graph, directory: Path, batch: Values | None = None) -> dict[str, Any]:
+def compare_directory(graph: Graph, directory: Path, batch: Values | None) -> dict[str, Any]:
     """Compare the model and the weights of a readable plan directory with those of a fresh capture.
 
     Returns `equal`; `first_difference` (text, empty when equal); `operators` and `weights` (their numbers);

@@ -63,7 +63,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
 
 
-def simulate_directory(directory: Path, capacity: int | None = None, cluster: str = "") -> Prediction:
+def simulate_directory(directory: Path, capacity: int | None, cluster: str) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one. Raises
     InputError for a directory that cannot be read, or a cluster of another size.
     """

@@ -44,7 +44,7 @@ class Small:
     shrunk: Mapping[str, tuple[int, int]]
 
 
-def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Small:
+def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None) -> Small:
     """Return a plan at a small shape, and a batch of first elements. Raises InputError if an op forbids it."""
     whole = compiled.graph
     graph = whole.copy() if compiled.full_fold is None else restrict(whole, compiled.full_fold, PLACES)

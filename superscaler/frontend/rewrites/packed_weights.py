@@ -23,7 +23,7 @@ _PRODUCTS = {"aten.linear.default": 0, "aten.mm.default": 1, "aten.matmul.defaul
 _ELEMENTWISE = ("aten.add.Tensor", "aten.mul.Tensor", "aten._to_copy.default")
 
 
-def cut_segments(trace: Trace, kept: Container[str] = ()) -> Segments:
+def cut_segments(trace: Trace, kept: Container[str]) -> Segments:
     """Cut every packed weight, but for those that are `kept`, into its segments, in place. Returns the pieces."""
     pieces: Segments = {}
     while chains := _find(trace, kept):
