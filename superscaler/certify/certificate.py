@@ -68,7 +68,9 @@ def _check_twins(model: Model) -> None:
             found = replace(found, outputs=plain(first.outputs))
         plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs), region="")
         if found != plainly or (op.has_mirror and op.origin in seen):
-            raise ScheduleError(f"{op.name} does not recompute {op.origin}, or that op has two mirrors.")
+            raise ScheduleError(
+                f"{op.name} does not recompute {op.origin}, or another op that recomputes it has a backward too."
+            )
         seen |= {op.origin} if op.has_mirror else set()
 
 

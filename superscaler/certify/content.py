@@ -74,7 +74,7 @@ class Content:
         return lengths_of(self.box)
 
     def but(self, box: Ints, addends: Addends | None) -> Content:
-        """Return a content with another box and other addends, in the same memory."""
+        """Return a copy of this content with another box and other addends; the memory is the same."""
         return Content(self.tensor, self.is_gradient, box, addends, self.dtype, self.memory, self.shape)
 
     @property

@@ -207,7 +207,7 @@ class Passes:
         return self._gradients(tape, given) if plain is None else plain
 
     def _made(self, tape: Tape, i: Backward, addends: Mapping[int, Addends]) -> Sequence[Content]:
-        """Return the gradients made by a backward, or by half of one."""
+        """Return the gradients that a whole backward makes, or its half for activations or weights."""
         function = tape.function.function
         wanted = function.grads
         if {len(i.outputs), len(i.sums) or len(wanted)} != {len(wanted)}:

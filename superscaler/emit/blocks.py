@@ -153,7 +153,7 @@ class Blocks:
                 self.after.setdefault(there.start, []).append(value)
 
     def _last(self, repeat: Repeat, row: int) -> int:
-        """Return the last row of the repetition of a row."""
+        """Return the last row of the repetition that has this row."""
         return row + repeat.length - 1 - (row - repeat.start) % repeat.length
 
     # What is written does the same.
@@ -184,7 +184,7 @@ class Blocks:
         return next((self._blamed(v, None) for v in self.results if holds.get(self.place(v)) != v), None)
 
     def _is_uneven(self, repeat: Repeat) -> bool:
-        """Return whether the inputs of blocks are at uneven distances."""
+        """Return whether the numbers of an input grow unevenly from block to block; a loop needs equal steps."""
         for at in range(repeat.length):
             for some in zip(*(self.lines[n].slots for n in repeat.times(at)), strict=True):
                 numbers = [_number(v) for v in some if v in self.own]

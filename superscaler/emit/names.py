@@ -237,7 +237,7 @@ class Spelling:
         return self.item(self.lists.items([value])[0] or value)
 
     def read(self, values: Iterable[Value | None], is_popped: bool = False) -> list[str]:
-        """Return the sources of values in order. All values of a dict, in its order, become one."""
+        """Return the expressions that read values, in order. All values of a dict, in its order, are `*d.values()`."""
         found = []
         for of, some in groupby(self.lists.items(values), self._group):
             own = list(some)

@@ -61,7 +61,9 @@ def returned(
     loss = loss_of(output, name, keys) if is_trained else None
     form, tensors = form_and_tensors(output, name, loss) if is_kept else (None, {})
     if loss is None and not tensors:
-        raise CaptureError(f"{name} returns no tensor, so neither a loss nor anything else to compute.")
+        raise CaptureError(
+            f"{name} returns no tensor, so a step of it computes nothing; return a scalar loss from forward."
+        )
     last = () if loss is None else (loss,)
     return (*tensors.values(), *last), json.dumps(form) if is_kept else ""
 

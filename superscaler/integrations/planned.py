@@ -59,7 +59,7 @@ class Planned:
         self.notes = {} if notes is None else notes
 
     def __call__(self, batch: Any, clip: float | None = None) -> Tensor:
-        """Train on a global batch and return its loss. A batch of other shapes is filled, or has a plan of its own."""
+        """Train on a global batch and return its loss. A batch of other shapes is padded, or gets its own plan."""
         tensors, spec = _named(batch)
         if self.step is not None:
             tensors = self.step.padding.filled(tensors, self.step.inputs)

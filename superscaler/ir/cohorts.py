@@ -157,7 +157,7 @@ def cohorts(program: Program) -> list[Cohort]:
 
 
 def _check_alike(samples: Sequence[Device]) -> None:
-    """Raise ScheduleError unless the compiled places of a fold have equal instructions, apart from their data."""
+    """Raise ScheduleError unless the compiled devices of a fold have the same weights and kinds of instructions."""
     first, *others = (([w.name for w in d.weights], list(kinds_of(d.instructions))) for d in samples)
     for device, other in zip(samples[1:], others, strict=True):
         if other != first:

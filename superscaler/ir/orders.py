@@ -39,7 +39,9 @@ class Action:
     def parse(text: str) -> Action:
         found = _TEXT.match(text)
         if found is None:
-            raise InputError(f"'{text}' is no piece of work; write stage, kind (F, R, B, I or W), microbatch, as 2F0.")
+            raise InputError(
+                f"'{text}' is not an action; write stage, kind (F, R, B, I or W) and microbatch without spaces, as 2F0."
+            )
         return Action(int(found[1]), found[2], int(found[3]))
 
 

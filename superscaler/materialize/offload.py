@@ -13,7 +13,9 @@ from superscaler.ir.program import Backward, Fetch, Forward, Free, Function, Ins
 def with_offload(
     code: Sequence[Instruction], functions: Sequence[Function], weights: Container[Value], most: int
 ) -> list[Instruction]:
-    """Return the code of a device that keeps at most so many tapes, if no work needs more."""
+    """Return the code of a device with transfers to and from its host, so that it holds `most` tapes, or as many as one
+    work needs.
+    """
     taped = {i.task for i in code if isinstance(i, Forward) and _is_kept(functions[i.function])}
     each = ((at, i) for at, i in enumerate(code) if isinstance(i, Forward | Backward) and i.task in taped)
     # The second half of a split backward reads no tape.

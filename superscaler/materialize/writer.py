@@ -251,7 +251,7 @@ class Writer:
         self.code.write(to, Recv(work, rank, message, shape, dtype, point))
 
     def _message(self, transfer: Transfer, rank: int, to: int) -> tuple[int, int]:
-        """Return the number of a message and of its starting point. Both move with the microbatch in a loop."""
+        """Return the number of a message and that of its starting point. In a loop both depend on the microbatch."""
         self._messages += 1
         if self.context.steady is None:
             return self._messages, self._point
@@ -333,7 +333,7 @@ class Writer:
         return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
     def _copies(self, transfer: Transfer, devices: Sequence[int]) -> int:
-        """Return the number of runs for which a transfer counts, 0 if another place of the fold counts it."""
+        """Return how many transfers this compiled one stands for; 0 if another place of the fold counts it."""
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
         if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:

@@ -101,7 +101,8 @@ def _swin(name: str, options: Options) -> Values:
     if side % multiple:
         raise InputError(
             f"{name}: image={options['image']} with patch={options['patch']} makes {side} patches a side, but windows "
-            f"of {options['window']} in {len(words)} stages, each half as wide, need a multiple of {multiple}."
+            f"of {options['window']} in {len(words)} stages need a multiple of {multiple}, since each stage after the "
+            "first halves the side."
         )
     heads = [options["heads"] << stage for stage in range(len(words))]
     return {"depths": list(map(int, words)), "num_heads": heads}

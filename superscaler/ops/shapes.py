@@ -110,7 +110,7 @@ def _repeat_text(x: Local) -> str:
 
 
 def _select(site: Site) -> str:
-    """Return the notation for one place of a dim, or (unbind) for each of them."""
+    """Return the notation of select, which takes one place of a dim, or of unbind, which takes all one by one."""
     dim, names = site.dims(1, "dim", 0)[0], site.letters
     return site.alike(whole(names, [dim]), " ".join(names[:dim] + names[dim + 1 :]))
 

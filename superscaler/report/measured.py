@@ -91,7 +91,7 @@ def _read(file: Path) -> dict[str, Any]:
     with reading(file, _REMEDY, kind="profile of a rank"):
         found: dict[str, Any] = json.loads(file.read_text())
         if found["version"] != VERSION or not found["events"]:
-            raise ValueError("another version")
+            raise ValueError("it is of another version of superscaler, or has no events")
         return found
 
 

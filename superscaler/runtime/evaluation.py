@@ -92,7 +92,7 @@ def _lacking(plan: Mapping[str, Any], trained: Mapping[str, Any], rank: int) -> 
 
 @contextmanager
 def uncounted(step: Step) -> Iterator[None]:
-    """Do not count the bytes that the block moves as bytes of the training plan."""
+    """Leave the bytes that the block sends out of the communicator's count, which is of the training plan."""
     communicator = step.state.communicator
     moved = communicator.moved
     try:

@@ -282,7 +282,7 @@ def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
 
 
 def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
-    """Return the position of each id in the box of a dim (any position if it is outside), and whether it is outside."""
+    """Return the position of each id in the box of a dim, and whether the id is outside (then at any)."""
     here = _linear_index(box, extents, ids.device).reshape(-1)
     places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)
     return places, here[places] != ids

@@ -135,7 +135,7 @@ class DependencyGraph:
         self._link(self._add(before), self._add(after), reason)
 
     def _at(self, work: Work) -> int:
-        """Return the number of work; that of known work is found without making its node."""
+        """Return the number of the node of some work, which is added if it is new."""
         number = self.number.get((*work, -1))  # type: ignore[call-overload]
         return self._add(Node(*work)) if number is None else number
 

@@ -46,7 +46,10 @@ def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) ->
     with _replaced(out) as folder:
         more = load_weights(module, path, ema)
         if more:
-            raise InputError(f"{path} has {len(more)} tensors that this model lacks, {more[0]} first; name its model.")
+            raise InputError(
+                f"{path} has {len(more)} tensors that this model lacks, {more[0]} first; give "
+                "--model the model that was trained."
+            )
         own: Callable[..., Any] | None = getattr(module, "save_pretrained", None)
         if own is not None:
             own(folder)
@@ -90,12 +93,12 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
         is_theirs = (source / DISTRIBUTED_FILE).is_file()
     if is_theirs:
         if not trust:
-            raise InputError(f"{source} is of torch.distributed.checkpoint: {_TRUST}.")
+            raise InputError(f"{source} is a torch.distributed.checkpoint: {_TRUST}.")
         tensors, states = _read_distributed(source)
     else:
         stored = open_stored(source)
         if stored.whole is not None:
-            raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
+            raise InputError(f"{source} is a checkpoint of superscaler already; give it to --resume or --weights.")
         tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
         states = {}
     if not tensors:

@@ -176,7 +176,7 @@ class Whole:
                 self._compare(name, {"bytes": stream.tell(), "sha256": found})
 
     def check_tensors(self, name: str, tensors: Iterable[str]) -> None:
-        """Raise InputError unless the header of a file of tensors, and these tensors, are unchanged."""
+        """Raise InputError if the header of a file, or one of these tensors in it, differs from its recorded hash."""
         header, found = tensor_hashes(self._file(name), self.types.REMEDY, tensors)
         kept = self.stamps[name]["tensors"] if name in self.stamps else {}
         self._compare(name, {"header": header, "tensors": {**kept, **found}})

@@ -172,7 +172,9 @@ def _plain(directory: Path, files: Iterable[str], index: Mapping[str, str] | Non
             here = kinds(stored)
         for name in sorted(here) if index is None else sorted(name for name in index if index[name] == file):
             if not name or not name.isprintable():
-                raise InputError(f"{directory / file} has a tensor with the name {name!r}, which is none.")
+                raise InputError(
+                    f"{directory / file} has a tensor named {name!r}, but a name has 1 or more printable characters."
+                )
             if name not in here:
                 raise InputError(f"{directory / file} has no {name}, though {INDEX_FILE} says so.")
             (shape, dtype), piece = here[name], Piece(shard=file, key=name, ranges=whole(here[name][0]))

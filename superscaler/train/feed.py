@@ -164,8 +164,8 @@ class Stream:
 def fitting(
     given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Padding
 ) -> Iterator[Batch]:
-    """Yield the inputs of each batch in the plan's dtypes, but for those of other shapes that `padding` does not
-    fill.
+    """Yield the inputs of each batch, in the dtypes of the plan. A batch of other shapes is filled by `padding`; if
+    that cannot be, it is left out, and `say` gets a line.
     """
     left_out: dict[str, int] = {}
     count = 0

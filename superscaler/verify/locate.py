@@ -223,7 +223,7 @@ class _Search:
         return take(whole, slots_of(self.model, tensor), box)
 
     def _error(self, kind: str, tensor: str, box: Box, have: Tensor) -> float:
-        """Return the largest difference, relative to the tensor's largest element; 0 if nothing reads the tensor."""
+        """Return the largest difference from the reference, relative to its largest element; 0 if nothing reads it."""
         if kind == "F" and tensor in self.unread:
             return 0.0
         whole = (self.whole if kind == "F" else self.gradients)[self.model.origin(tensor)]

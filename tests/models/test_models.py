@@ -191,7 +191,7 @@ def test_dropout_is_the_familys_own_and_zero_for_tiny(spec: str, rate: float) ->
         ("mixtral:size=tiny,heads=16", "mixtral: hidden=48 with heads=16 makes heads of 3 channels"),
         ("swin:size=tiny,depths=2-x", "depths is '2-x', but it must be the layers of each stage, as 2-2-6-2"),
         ("swin:size=tiny,drop_path=1", "drop_path is 1.0, but it must be at least 0 and below 1"),
-        ("swin:size=tiny,window=5", "makes 12 patches a side, but windows of 5 in 2 stages, each half as wide"),
+        ("swin:size=tiny,window=5", "makes 12 patches a side, but windows of 5 in 2 stages need a multiple of 10"),
         ("vit:size=tiny,image=21", "image=21 is not divisible by patch=4"),
     ],
 )

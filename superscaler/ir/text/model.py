@@ -90,7 +90,7 @@ def parse_model(text: str) -> Model:
             elif line.startswith("op "):
                 ops.append(parse_op(line))
             elif line.strip():
-                raise ValueError("a line starts with model, tensor or op")
+                raise ValueError("it starts with none of the words model, tensor and op")
         except (ValueError, KeyError, SyntaxError) as error:
             raise InputError(f"line {number} of the model cannot be read ({error}): {line[:120]}") from None
     if not head:

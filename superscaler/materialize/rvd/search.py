@@ -187,7 +187,7 @@ class _Side:
         return self.prices[key]
 
     def steps(self, state: State) -> list[Step]:
-        """Return the steps between this end and a state, in order of time."""
+        """Return the steps of the path between this end and a state, the earliest first."""
         found: list[Step] = []
         while (move := self.came.get(state)) is not None:
             (groups, seconds), after = self._priced(move), self.frame.layout(move.after)

@@ -38,7 +38,7 @@ def pieces_of(graph: Graph, updates: Sequence[Op], urgency: int, size: int, made
 
 
 def made(graph: Graph) -> dict[str, float]:
-    """Return, by tensor, the share of the first iteration's backward (by FLOPs) that ends with its gradient."""
+    """Return, for each tensor, when its gradient is complete: the share of FLOPs of the first iteration's backward."""
     found, run = dict[str, int](), 0
     for op in graph.forward_ops:
         if not op.iteration and (op.has_mirror or op.name in graph.twins):

@@ -77,7 +77,10 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     """
     whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]
     if whole:
-        raise InputError(f"'{spec}': {whole[0]} says where everything is; only plans along one axis have a product.")
+        raise InputError(
+            f"'{spec}': {whole[0]} places all ops itself, so it cannot be multiplied; only plans along one axis can, "
+            "as data_parallel and tensor_parallel."
+        )
     if terms.keys() >= _SLICING:
         raise InputError(
             f"'{spec}': {' and '.join(sorted(_SLICING))} both cut the weights over their devices; choose one: fsdp has "

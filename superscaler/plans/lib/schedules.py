@@ -269,7 +269,7 @@ def _forward_first(work: Action) -> tuple[object, ...]:
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            raise InputError(f"a schedule of {count} {name}; choose at least 1.")
+            raise InputError(f"a schedule needs 1 or more {name}, but {count} were given.")
     if (works := prod(counts.values())) > MOST_WORKS:
         shown = " x ".join(f"{count} {name}" for name, count in counts.items())
         raise InputError(f"a schedule of {shown} has {works} forwards; choose at most {MOST_WORKS}.")

@@ -1,4 +1,4 @@
-"""The table of works of a pipeline: the order of each device, which people can edit, and seconds of works."""
+"""The table of the work of a pipeline: the actions of each device in order, for people to edit, and their seconds."""
 
 from __future__ import annotations
 
