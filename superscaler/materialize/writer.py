@@ -333,7 +333,7 @@ class Writer:
         return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
     def _copies(self, transfer: Transfer, devices: Sequence[int]) -> int:
-        """Return how many transfers this compiled one stands for; 0 if another place of the fold counts it."""
+        """Return the number of transfers that a compiled one stands for; 0 if another place of the fold counts it."""
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
         if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:
