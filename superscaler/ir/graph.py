@@ -236,7 +236,7 @@ class Graph:
         """Return the op whose parts hold a weight at rest: its update or, for a frozen one, an op made on the first
         call. None if the name is of no parameter.
         """
-        found = {op.inputs[0].tensor: op for op in self.model.ops if op.is_update or op.is_rest}
+        found = self.model.holders
         if weight not in found and weight in {tensor.name for tensor in self.model.parameters()}:
             self.rewrite(with_rest(self.model, weight))
             return self.model.ops[-1]

@@ -163,6 +163,11 @@ class Model:
         return found
 
     @cached_property
+    def holders(self) -> Mapping[str, Op]:
+        """Return, for each parameter, the op whose parts hold it at rest, if it has one."""
+        return {op.inputs[0].tensor: op for op in self.ops if op.is_update or op.is_rest}
+
+    @cached_property
     def from_weights(self) -> frozenset[str]:
         """Return the updated weights, and the tensors made of weights alone, such as casts."""
         return frozenset(o.tensor for op in self.ops if op.from_weights for o in op.outputs)
@@ -214,8 +219,8 @@ class Model:
         """
         return f"d({self.origin(tensor)})" if tensor and self.tensors[tensor].requires_grad else ""
 
-    @property
-    def versions(self) -> dict[str, str]:
+    @cached_property
+    def versions(self) -> Mapping[str, str]:
         """Return the older versions of weights, each with its weight, the younger ones first."""
         return {t.name: t.origin for t in self.tensors.values() if t.kind == "buffer" and t.origin}
 

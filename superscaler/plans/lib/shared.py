@@ -46,9 +46,9 @@ def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
 def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[Op]:
     """Return ops, and those `among` others whose results only these ops read, directly or through each other."""
     uses, inside = graph.model.uses, {op.name for op in core}
-    for op in reversed(graph.forward_ops):
+    for op in (op for op in reversed(graph.forward_ops) if op.name in among):
         readers = [reader.name for o in op.outputs for reader, _ in uses[o.tensor]]
-        if readers and inside.issuperset(readers) and not op.from_data and op.name in among:
+        if readers and inside.issuperset(readers) and not op.from_data:
             inside.add(op.name)
     return [op for op in graph.forward_ops if op.name in inside]
 
@@ -204,13 +204,11 @@ def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
 
 
 def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
-    """Return the splits of the ops of each block. A model without blocks counts as one block."""
+    """Return the splits of the ops of each block, then of those outside of all, which count as one block."""
     splits: dict[str, list[Split]] = {}
-    weights, scopes = _weights_of(graph), _scopes(graph)
-    for ops in scopes:
-        ops = tuple(op for op in ops if op.name not in splits)
-        if ops is scopes[-1] and splits:
-            break
+    weights = _weights_of(graph)
+    for scope in _scopes(graph):
+        ops = tuple(op for op in scope if op.name not in splits)
         for chain in _chains(ops, _candidates(weights, ops), parts):
             names = {f for s in chain for f in s.factors}
             for op in ops:
@@ -280,13 +278,17 @@ def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:
     carried = {ops[-1].indices[i].factor for i in last.slots if i is not None}
     held = [i for op in ops for i in op.indices]
     whole = {i.factor for i in held if i.mark == "frozen"}
-    count = {f: sum(any(i.factor == f for i in op.indices) for op in ops) for f in found}
+    count = Counter(f for op in ops for f in {i.factor for i in op.indices})
     return sorted((f for f in found if f not in carried | whole), key=lambda f: (-count[f], f))
 
 
 def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list[Split]]:
     """Return splits that make `parts` parts together; factors of one op are cut one inside the other."""
-    where = {f: {op.name for op in ops if op.find(f) is not None} for f in candidates}
+    where: dict[str, set[str]] = {f: set() for f in candidates}
+    for op in ops:
+        for f in where.keys() & {i.factor for i in op.indices}:
+            if op.find(f) is not None:
+                where[f].add(op.name)
     size = {i.factor: i.size for op in ops for i in op.indices}
     chains: list[tuple[list[Split], set[str], int]] = []
     for f in candidates:
