@@ -14,7 +14,7 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, some, unknown
 from superscaler.groups import group_by
-from superscaler.ir.grid import UNASSIGNED, Grid, cuts_of
+from superscaler.ir.grid import UNASSIGNED, Axis, Grid, cuts_of
 from superscaler.ir.model import Factor, Model, Op
 from superscaler.ir.names import first, later
 from superscaler.ir.orders import Group, Order
@@ -117,8 +117,7 @@ class Graph:
             entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
             if entry is not None:
                 raise InputError(f"{name} was replaced by {entry.detail} at {entry.where}; use what op_trans returned.")
-            found = [op.name for op in self.forward_ops if op.module == name]
-            if found:
+            if found := [op.name for op in self.forward_ops if op.module == name]:
                 raise InputError(f"'{name}' is a module, not an op; its ops are {some(found, 8)}.")
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
@@ -128,8 +127,7 @@ class Graph:
         """Rename factor `old` to `new`. Raises InputError for an unknown or a taken name."""
         if old not in self.model.factors:
             raise InputError(unknown("factor", old, self.model.factors))
-        if new in self.model.factors or not re.fullmatch(r"[\w.]+", new):
-            is_taken = new in self.model.factors
+        if (is_taken := new in self.model.factors) or not re.fullmatch(r"[\w.]+", new):
             why = "is the name of another factor" if is_taken else "is no name (letters, digits, _ and .)"
             raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
         self.rewrite(renamed(self.model, old, new))
@@ -286,18 +284,17 @@ class Graph:
         """Cut an op that updates a weight, sets a buffer, or makes a copy, as the readers of that tensor are cut."""
         name = op.outputs[0].tensor if op.is_copy else op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
-        uses = (use for tensor in read for use in self.model.uses[tensor])
-        found = [cuts_of(self._grid_of(reader), reader.inputs[k].slots) for reader, k in uses]
+        found = list[tuple[Axis, ...]]()
+        for reader, k in (use for tensor in read for use in self.model.uses[tensor]):
+            grid = self.grids[reader.name]
+            # An untouched recomputed op gets the grid of its op in the end.
+            grid = grid if grid.is_touched else self.grids.get(reader.origin, grid)
+            found.append(cuts_of(grid, reader.inputs[k].slots))
         kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
         kept = [a for a in kept if a.index is None or not op.is_whole]
         axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
         self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
         return self.parts(op)
-
-    def _grid_of(self, op: Op) -> Grid:
-        """Return the grid of an op; of an untouched recomputed one that which it gets in the end."""
-        grid = self.grids[op.name]
-        return grid if grid.is_touched or op.origin not in self.grids else self.grids[op.origin]
 
     @checked
     def rows(self, op: Op) -> Rows:
