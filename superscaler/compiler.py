@@ -105,7 +105,9 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
     try:
         inspect.signature(sprogram).bind(graph, cluster)
     except TypeError as error:
-        raise InputError(f"{name} is called as {name}(graph, cluster): {error}.") from None
+        raise InputError(
+            f"{name} is called as {name}(graph, cluster): {error}; write def {name}(graph, cluster)."
+        ) from None
     except ValueError:
         # The signature of a function in C is unknown.
         pass

@@ -1,5 +1,6 @@
 """`superscaler checkpoint`: the contents of a checkpoint, and its import and export."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +64,7 @@ def export(
     if form not in FORMATS:
         raise InputError(unknown("format", form, FORMATS))
     from superscaler.store.convert import export_distributed, export_model
+    from superscaler.store.tensors import WHOLE_FILE
 
     if form == "distributed":
         if ema:
@@ -74,8 +76,16 @@ def export(
         # Weights need memory, also if they were captured without.
         spec = (model or _trained(checkpoint)).replace("device=meta", "device=cpu")
         files = export_model(checkpoint, build(spec).module, out, ema)
-    printer.show(f"{out}: {', '.join(files)}")
+    printer.show(f"{out}: {', '.join(files)}", *(_tied(checkpoint) if files == [WHOLE_FILE] else ()))
     printer.result = {"out": str(out), "files": files}
+
+
+def _tied(checkpoint: Path) -> Iterator[str]:
+    """Yield a line for each tied weight, which an exported file has under one of its names only."""
+    from superscaler.store.tensors import open_checkpoint
+
+    for alias, kept in open_checkpoint(checkpoint).head["aliases"].items():
+        yield f"{alias} is left out, as it is {kept}: load it with module.load_state_dict(..., strict=False)"
 
 
 def _trained(checkpoint: Path) -> str:

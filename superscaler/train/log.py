@@ -199,7 +199,7 @@ class Reporter:
         words = [
             f"step {number + 1}/{self._steps}", f"loss {loss:.4f}", "lr " + " ".join(f"{rate:.2e}" for rate in rates),
             f"{amount[0] / seconds:,.0f} {amount[1]}/s", f"{flops / 1e12:.3g} TFLOPS" if flops else "",
-            f"MFU {flops / peak:.0%}" if flops and peak else "", f"{memory / 1e9:.2f} GB",
+            f"MFU {flops / peak:.0%}" if flops and peak else "", f"memory {memory / 1e9:.2f} GB",
             f"norm {norm:.3f}" if norm is not None else "",
         ]  # fmt: skip
         if self._is_finite and not math.isfinite(loss):

@@ -132,7 +132,8 @@ class Split(ShortRepr):
             count = extent if extent == index.size else f"{extent} of {index.size}"
             raise TransformError(
                 f"{self._call} does not divide: {where} has {count} elements of {index.factor} there, and "
-                f"{self.parts} does not divide {extent}. Choose {divisors(extent)}, or give sizes=(...)."
+                f"{self.parts} does not divide {extent}. Choose {divisors(extent)} parts, give sizes=(...), or "
+                f"change the size of {index.factor} in the model or its inputs."
             )
         return (extent // self.parts,) * self.parts
 

@@ -221,3 +221,10 @@ def test_what_an_interrupted_run_leaves_is_told(tmp_path: Path) -> None:
     (tmp_path / "step-00000005" / "manifest.json").touch()
     last = f"the last checkpoint is {tmp_path}/step-00000005: go on with --resume {tmp_path}"
     assert interrupted(tmp_path, None) == f"Ctrl-C saves nothing; {last}"
+
+
+def test_the_end_of_several_factors_is_answered_with_a_pattern() -> None:
+    graph = graph_of("gpt2:size=tiny").copy()
+    with pytest.raises(InputError, match=r"unknown factor 'mlp'.* Write '\*\.mlp' for all that end so\. A dim"):
+        ss.op_trans(graph, graph.forward_ops, ss.Split("mlp", 2))
+    assert ss.op_trans(graph, graph.forward_ops, ss.Split("*.mlp", 2))

@@ -89,12 +89,32 @@ def test_what_was_stopped_goes_on_bit_for_bit(stopped: Path, tmp_path: Path, cap
     assert (stopped / "latest").read_text() == f"{name}.1\n"
 
 
+# The same model, of a library that has no save_pretrained.
+OWN = """
+from superscaler.models import build as library
+from torch import nn
+class Own(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.transformer, self.lm_head = module.transformer, module.lm_head
+def build():
+    built = library("SPEC")
+    return Own(built.module), ()
+"""
+
+
 def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("checkpoint", "inspect", str(stopped), "--json") == 0
     found = json.loads(capfd.readouterr().out)
     assert found["tensors"]["transformer.h.0.attn.c_attn.weight"]["shape"] == [16, 48]
     assert found["training"]["model"] == MODEL
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "hf")) == 0
+    assert "strict" not in capfd.readouterr().out
+    own = tmp_path / "own.py"
+    own.write_text(OWN.replace("SPEC", MODEL))
+    assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "own"), "--model", f"{own}:build") == 0
+    told = "lm_head.weight is left out, as it is transformer.wte.weight: load it with module.load_state_dict("
+    assert told in capfd.readouterr().out
     assert (tmp_path / "hf" / "config.json").is_file()
     assert run("checkpoint", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")) == 0
     both = [open_checkpoint(path) for path in (stopped, tmp_path / "again")]

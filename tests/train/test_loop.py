@@ -59,7 +59,9 @@ def test_a_rank_trains_and_writes_metrics(tmp_path: Path, capsys: pytest.Capture
     assert [entry["tokens"] for entry in entries] == [16, 16, 16]
     assert [entry["gradient_norm"] for entry in entries] == [1.0, 1.0, 1.0]
     assert 1e7 < entries[-1]["memory_bytes"] < 1e12
-    assert "step 3/3  loss 3.0000" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "step 3/3  loss 3.0000" in told
+    assert re.search(r"  memory \d+\.\d\d GB", told)
     assert step.is_closed
 
 
