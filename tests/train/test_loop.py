@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import resource
 from collections.abc import Mapping
 from pathlib import Path
