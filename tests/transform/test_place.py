@@ -88,7 +88,7 @@ def test_some_parts_and_the_update_of_a_weight_are_placed_on_a_mesh() -> None:
     [
         ((Split("batch", 4, axis="dp"),), "mul0 is cut into 4 along dp, but the mesh is dp=2,tp=3; make the two"),
         ((BATCH, Split("batch", 2, axis="dp")), "mul0 is cut into 4 along dp, but the mesh is dp=2,tp=3"),
-        ((Replicate(2, axis="tq"),), "mul0 is cut along tq, but unknown axis of the mesh 'tq'; did you mean 'tp'"),
+        ((Replicate(2, axis="tpp"),), "mul0 is cut along tpp, but unknown axis of the mesh 'tpp'; did you mean 'tp'"),
         ((Stage(2, "dp"),), "mul0 is at place 2 of dp, but the mesh is dp=2,tp=3; choose 0 to 1"),
     ],
 )
