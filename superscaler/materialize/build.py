@@ -202,15 +202,16 @@ class _Builder:
     def _backward(self, segment: Segment, node: Node) -> None:
         """Write a backward, or half of one. If one half makes all gradients, it is written whole."""
         kind, key = node.kind, node.key
-        own, halves = segment.given, set(segment.given.values())
+        own, halves = segment.given, self._halves(segment, key)
         if kind not in halves:
             return
-        gradients = self._gradients(segment, key) if kind == segment.taking else ()
+        taking = min(halves)
+        gradients = self._gradients(segment, key) if kind == taking else ()
         mine = [n for n, half in own.items() if half == kind]
         totals = {n: total for n in mine if (total := self._total(segment, key, n)) is not None}
         made = {n: self._gradient(segment, key, n) for n in mine if n not in totals}
         outputs, sums = tuple(map(made.get, own)), tuple(map(totals.get, own)) if totals else ()
-        half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
+        half = "" if len(halves) == 1 else "input" if kind == taking else "weight"
         regathered = [self.values.value(place) for place in self._regathered(segment, key)]
         weights = tuple(name for name in regathered if name is not None)
         run = Backward(task(segment.number, key), gradients, outputs, half, weights, sums)
@@ -220,6 +221,13 @@ class _Builder:
             if output is not None:
                 box = None if at is None else segment.aliases[number].box(at)
                 self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device, box)
+
+    def _halves(self, segment: Segment, key: Key) -> set[str]:
+        """Return the kinds of work that make a segment's gradients; the first half only where a reader needs one."""
+        first, own = segment.taking, segment.given
+        places = (Place(BACKWARD, segment.number, key, n) for n, half in own.items() if half == first)
+        others = {half for half in own.values() if half != first}
+        return {first, *others} if not others or any(place in self.values.pieces_of for place in places) else others
 
     def _gradients(self, segment: Segment, key: Key) -> tuple[Value | None, ...]:
         """Return the gradients of a segment's outputs."""

@@ -133,6 +133,27 @@ def test_the_order_of_halves_is_checked() -> None:
             ss.compile(graph, on_top(plan, rewrite), "local:1")
 
 
+def test_a_first_half_that_no_reader_needs_is_not_written() -> None:
+    """Device 1 keeps copies whose gradients of activations device 0 makes, too; the copies alone make none."""
+
+    def make() -> tuple[nn.Module, Tensor]:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        net = Around(lambda m, x: (x + torch.tanh(m.second(m.first(x).relu()))).sum(), first=first, second=second)
+        return net, torch.randn(4, 4)
+
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_trans(graph, list(graph.forward_ops), ss.SplitBackward())
+        ss.op_assign(graph, graph.forward_ops, 0)
+        for op in (op for op in graph.forward_ops if op.module == "second" or op.name == "tanh"):
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Replicate(2)), [0, 1])
+
+    ran = equal(captured(make), plan)
+    for device in ran.program.devices:
+        for i in device.instructions:
+            assert not isinstance(i, Backward) or i.half != "input" or any((*i.outputs, *i.sums)), i
+    assert ss.compile(captured(make), plan, "a100:1x2").simulate().step_seconds > 0
+
+
 def test_halves_that_do_not_belong_together_are_refused() -> None:
     program = ss.compile(graph_of("gpt2:size=tiny", "SGD"), halved("single"), "local:1").compiled.program
     device = program.devices[0]
