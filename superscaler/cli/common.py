@@ -60,7 +60,9 @@ class ModelRequest:
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="NAME[:key=value,...] (gpt2, swin, ...) or FILE.py:FUNCTION[:key=value,...]"
+            metavar="MODEL",
+            help="NAME[:key=value,...] of `superscaler models`, or FILE.py:FUNCTION[:key=value,...], which returns "
+            "(module, args) or (module, args, kwargs)",
         ),
     ]
     optimizer: Annotated[
@@ -188,7 +190,7 @@ class PlanRequest(ModelRequest):
         str,
         option(
             "--plan",
-            "NAME[:key=value,...] of the library, FILE.py:FUNCTION[:key=value,...], or 'NAME:2 x NAME'",
+            "NAME[:key=value,...] of `superscaler plans`, FILE.py:FUNCTION[:key=value,...], or 'NAME:2 x NAME'",
             "PLAN",
             _plans,
         ),

@@ -150,7 +150,12 @@ def test_what_there_is_has_a_line_each(capsys: pytest.CaptureFixture[str]) -> No
         assert all(name in err for name in names)
         assert all(len(about["keys"]) + len(about.get("about", "")) > 1 for about in found.values())
     assert run("train", "-h") == 0
-    groups = [line.strip("╭─╮ ") for line in capsys.readouterr().out.splitlines() if line.startswith("╭")]
+    told = capsys.readouterr().out
+    # Where the names of plans and models are listed.
+    plain = " ".join(told.replace("│", " ").split())
+    assert "`superscaler plans`" in plain
+    assert "`superscaler models`" in plain
+    groups = [line.strip("╭─╮ ") for line in told.splitlines() if line.startswith("╭")]
     own = ["Learning rate and gradients", "Data and evaluation", "Checkpoints"]
     assert groups == ["Arguments", "Options", "Model and plan", *own, "Output"], groups
     assert run("plans", "zero") == 0
