@@ -107,12 +107,17 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
     check(request, training.data, training.eval, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
+        from superscaler.specs.user_file import from_file
         from superscaler.train import launch
         from superscaler.train.resume import ending, interrupted
         from superscaler.train.warm import warm_python
 
     given = vars(training)
     launch.check(launch.options_of(**given))
+    # A function that is not there is an error here, not in the ranks after a compilation.
+    for kind, spec in (("data", training.data), ("evaluation", training.eval)):
+        if spec is not None and ".py:" in str(spec):
+            from_file(str(spec), kind, may_yield=True, is_new=False)
     if training.run is not None:
         save_options(training.run, printer.options)
     with warm_python() as python:

@@ -228,3 +228,13 @@ def test_the_end_of_several_factors_is_answered_with_a_pattern() -> None:
     with pytest.raises(InputError, match=r"unknown factor 'mlp'.* Write '\*\.mlp' for all that end so\. A dim"):
         ss.op_trans(graph, graph.forward_ops, ss.Split("mlp", 2))
     assert ss.op_trans(graph, graph.forward_ops, ss.Split("*.mlp", 2))
+
+
+@pytest.mark.parametrize("option", ["--data", "--eval"])
+def test_a_missing_function_of_data_is_told_before_the_model_is_built(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def rows():\n    return []\n\n\ndef build():\n    raise ValueError('built')\n")
+    model = f"{tmp_path}/mine.py:build"
+    assert run("train", model, *ONE, option, f"{tmp_path}/mine.py:row") == 2
+    assert "unknown function 'row'; did you mean 'rows'?" in capsys.readouterr().err
