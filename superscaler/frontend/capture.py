@@ -217,6 +217,7 @@ class _Request:
         model, values, names, checked = kept
         model = replace(model, optimizer=self.training.optimizer)
         _warn_of_underflow(model)
+        _warn_of_repeated(model)
         modes = tuple(m.training for m in self.module.modules())
         losses = self.training.losses, self.training.of_pieces(model.segments).loss_of
         given = tuple(self.args), dict(self.kwargs)
@@ -308,6 +309,20 @@ def _device(module: nn.Module) -> torch.device:
         )
     device = next(iter(first), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def _warn_of_repeated(model: Model) -> None:
+    makers = {o.tensor: op for op in model.forward_ops for o in op.outputs}
+    writes = ((op.inputs[0].tensor, makers.get(op.inputs[1].tensor)) for op in model.ops if op.is_write)
+    found = [(name, maker.source) for name, maker in writes if maker is not None and maker.checkpoint]
+    if found and model.loss:
+        name, source = found[0]
+        warnings.warn(
+            f"{source} changes {name} inside torch.utils.checkpoint ({len(found)} buffers in all). torch runs that "
+            "line again in the backward, and so changes it twice a step; a plan changes it once, as without "
+            "checkpoint.",
+            stacklevel=6,
+        )
 
 
 def _warn_of_underflow(model: Model) -> None:
