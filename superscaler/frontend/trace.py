@@ -291,7 +291,7 @@ def _refuse_unknown(node: Node) -> None:
     if not all(isinstance(v, Tensor) for v in values):
         raise CaptureError(
             f"{where} {runs}, which takes a Python number out of a tensor; keep it a tensor (without .item(), "
-            ".tolist() or float()), or take it out of the model."
+            ".tolist() or float(), and with table[k[None]] in place of table[k]), or take it out of the model."
         )
     if any(isinstance(size, torch.SymInt) for v in values for size in v.shape):
         raise CaptureError(

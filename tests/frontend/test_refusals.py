@@ -53,6 +53,7 @@ LINES = {
     "y = y if x.sum() > 0 else -y":
         r"takes a Python value out of a tensor, and what runs depends on it; select with torch\.where",
     "y = y * x[0, 0].item()": r"runs aten\.item\.default, which takes a Python number out of a tensor",
+    "y = y * x[0][x.argmax()]": r"out of a tensor; keep it a tensor .*table\[k\[None\]\] in place of table\[k\]",
     "y = y + torch.zeros(int(extra.max())).sum()":
         r"a tensor as a size or an index; keep a fixed shape|takes a Python value out of a tensor",
     "y = y[x > 0]":
