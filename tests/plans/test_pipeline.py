@@ -174,7 +174,7 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
         ("gpipe:blocks=2+1", r"blocks=2\+1 is 2 stages of 3 blocks, but there are 2 and 4"),
         ("gpipe:blocks=two", "blocks=two"),
         ("gpipe:slices=2", "slices=2: this schedule has no choice of slices"),
-        ("terapipe:slices=0", "0 slices"),
+        ("terapipe:slices=0", "1 or more slices, but 0"),
         ("terapipe:slices=5", "5 slices cuts the tokens that transformer.h.0 gives, which are along sequence of 32"),
         ("gpipe:stages=3", "stages=3 on 2 devices"),
         ("gpipe:microbatches=0", "microbatches=0 of a batch of"),

@@ -231,8 +231,8 @@ def test_tables_can_run_print_and_parse_back(rule: Callable[[int, int], Table]) 
         (schedules.dualpipe_v, 4, 6, "choose at least 8"),
         (schedules.chimera, 4, 5, "even numbers"),
         (schedules.chimera, 3, 6, "even numbers"),
-        (schedules.gpipe, 4, 0, "0 microbatches"),
-        (partial(schedules.terapipe, slices=0), 4, 2, "0 slices"),
+        (schedules.gpipe, 4, 0, "1 or more microbatches, but 0"),
+        (partial(schedules.terapipe, slices=0), 4, 2, "1 or more slices, but 0"),
     ],
 )
 def test_counts_that_a_rule_cannot_take_are_refused(
