@@ -109,6 +109,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
     with phase("import"):
         from superscaler.specs.user_file import from_file
         from superscaler.train import launch
+        from superscaler.train.feed import is_function
         from superscaler.train.resume import ending, interrupted
         from superscaler.train.warm import warm_python
 
@@ -116,7 +117,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
     launch.check(launch.options_of(**given))
     # A function that is not there is an error here, not in the ranks after a compilation.
     for kind, spec in (("data", training.data), ("evaluation", training.eval)):
-        if spec is not None and ".py:" in str(spec):
+        if is_function(spec):
             from_file(str(spec), kind, may_yield=True, is_new=False)
     if training.run is not None:
         save_options(training.run, printer.options)

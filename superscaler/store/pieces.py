@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superscaler.ir.mask import Box, intersect
+
 # Per dim of a tensor, the runs [start, end) of a piece of it, ascending.
 Ranges = Sequence[Sequence[Sequence[int]]]
-# Per slot of a tensor, the range of a weight in it.
-Box = tuple[tuple[int, int], ...]
 
 
 def runs(sizes: Sequence[int], box: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -52,11 +52,13 @@ def owners(plan: Mapping[str, Any]) -> list[list[tuple[Mapping[str, Any], Box]]]
         found.append([])
         for entry in device["weights"]:
             box = tuple((low, high) for low, high in entry["box"])
-            others = seen.setdefault(entry["tensor"], [])
-            new = beyond(box, others) if not entry["trained"] else [box] if entry["counted"] else []
+            if entry["trained"]:
+                new = [box] if entry["counted"] else []
+            else:
+                new = beyond(box, seen.setdefault(entry["tensor"], []))
+                seen[entry["tensor"]] += new
             if entry["tensor"] in plan["tensors"]:
                 found[-1] += [(entry, part) for part in new]
-            others.append(box)
     return found
 
 
@@ -73,8 +75,8 @@ def beyond(box: Box, others: Iterable[Box]) -> list[Box]:
 
 
 def _less(box: Box, other: Box) -> list[Box]:
-    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)]
-    if any(low >= high for low, high in common):
+    common = intersect(box, other)
+    if common is None:
         return [box]
     found: list[Box] = []
     for dim, (low, high) in enumerate(common):

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.ir.mask import Box
 from superscaler.specs.options import CHOSEN
 from superscaler.store import checkpoint
 from superscaler.store.checkpoint import CheckpointHead, commit, discard, lock, new_folder, prune, reason, write_shard
 from superscaler.store.folder import Draft, hash_without
-from superscaler.store.pieces import Box, Ranges, located, owners, part_of, whole
+from superscaler.store.pieces import Ranges, located, owners, part_of, whole
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
