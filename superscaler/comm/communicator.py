@@ -67,7 +67,7 @@ class Communicator(ABC):
 
     def sum_of_all(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, which is no part of the plan."""
-        return self.all_reduce(x, tuple(range(self.world)), planned=False).wait()
+        return x if self.world == 1 else self.all_reduce(x, tuple(range(self.world)), planned=False).wait()
 
     def first_text(self, text: str) -> str:
         """Return, on all ranks, the text of the first rank with one; '' if no rank has any."""

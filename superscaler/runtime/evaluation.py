@@ -48,15 +48,15 @@ class Filler:
         lacking = [_lacking(evaluation.plan, step.plan, rank) for rank in range(step.world)]
         needed = {located(evaluation.plan, entry)[0] for entries in lacking for entry in entries}
         self._own = lacking[step.rank]
-        every = ((rank, entry, box) for rank, found in enumerate(owners(step.plan)) for entry, box in found)
-        # In one order on all ranks: the owner of a piece, its weight there, and its box of it.
-        self._pieces = [piece for piece in every if located(step.plan, piece[1])[0] in needed]
+        owned = ((rank, entry, box) for rank, found in enumerate(owners(step.plan)) for entry, box in found)
+        every = ((*piece, *located(step.plan, {**piece[1], "box": piece[2]})) for piece in owned)
+        # In one order on all ranks: the owner of a piece, its weight there, its box of it, its tensor and ranges.
+        self._pieces = [piece for piece in every if piece[3] in needed]
 
     def fill(self) -> None:
         """Send each piece to all ranks; all of them call this."""
         state, plan = self._step.state, self._step.plan
-        for source, entry, box in self._pieces:
-            name, ranges = located(plan, {**entry, "box": box})
+        for source, entry, box, name, ranges in self._pieces:
             shape, dtype = sizes(ranges), getattr(torch, plan["tensors"][entry["tensor"]]["dtype"])
             sent = None
             if source == self._step.rank:
