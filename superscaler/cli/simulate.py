@@ -69,6 +69,7 @@ def simulate(
         return only.fits
     request.check_plan()
     _, cluster = request.read()
+    _check_speeds(cluster)
     specs = list(dict.fromkeys([request.plan, *(compare or ())]))
     for spec in specs:
         replace(request, plan=spec).read()
@@ -84,6 +85,16 @@ def simulate(
     _show(printer, found, "What would help" if others else "")
     warn_of_servers(printer, request.plan, cluster)
     return any(found[spec].fits for spec in specs)
+
+
+def _check_speeds(cluster: Cluster) -> None:
+    """Raise InputError, before the model is built, for devices of unknown speed."""
+    if cluster.device_kind is None or cluster.device_kind.speeds is None:
+        raise InputError(
+            f"--cluster {cluster}: nothing is known about the speed of {cluster}; measure this machine with "
+            "superscaler doctor --measure --out machine.yaml and give --cluster machine.yaml, or name a preset, as "
+            "a100:1x8."
+        )
 
 
 def _without_memory(model: str) -> str:

@@ -25,7 +25,7 @@ from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.model_builder import build
 from superscaler.frontend.precision import Narrowed, narrowed
-from superscaler.frontend.refusals import refuse_scripted, refuse_set_weights
+from superscaler.frontend.refusals import refuse_averages, refuse_scripted, refuse_set_weights
 from superscaler.frontend.results import names_of
 from superscaler.frontend.rewrites.constants import fold, part_numbers
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
@@ -127,6 +127,7 @@ def capture(
         )
     refuse_scripted(module)
     refuse_set_weights(module)
+    refuse_averages(module)
     device = _device(module)
     cast = read_autocast(autocast, device.type)
     training = read_optimizers(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})

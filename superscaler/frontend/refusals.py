@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.trace import FRAME, innermost
@@ -31,6 +32,16 @@ FIXED_SHAPE = "keep a fixed shape: weigh by a mask, or use torch.where, instead 
 # An error of torch.export -> the fault of the user's line, and its replacement.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     (r"specialized integer|converted to an index", "uses a value of a tensor as a size or an index", FIXED_SHAPE),
+    (
+        r"in gaussian_nll_loss\)",
+        "calls gaussian_nll_loss, which looks at the values of its variances",
+        "write its formula: (0.5 * (var.log() + (input - target) ** 2 / var)).mean()",
+    ),
+    (
+        r"DataDependentOutput.*aten\.equal",
+        "compares the values of tensors, as torch.equal, torch.cov and torch.corrcoef do, and what runs depends on it",
+        "select with torch.where; a covariance of rows is x @ x.T / (n - 1) of x - x.mean(1, keepdim=True)",
+    ),
     (
         r"Could not guard|DataDependentOutput",
         "takes a Python value out of a tensor, and what runs depends on it",
@@ -87,8 +98,9 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
             f"{name} is given an input of type {found[1]}; give tensors (torch.as_tensor makes one of an array), "
             "numbers or text, or lists, tuples and dicts of them."
         )
+    cause = "".join(re.findall("Caused by: .*", text))
     for pattern, what, remedy in _KNOWN:
-        if re.search(pattern, message):
+        if re.search(pattern, message + cause):
             short = message.split(" (unhinted")[0].split(". ")[0]
             return CaptureError(f"{where or forward_line(module)} {what}; {remedy}. (torch.export: {short})")
     if not where and (twins := _twin_buffers(module)):
@@ -126,6 +138,18 @@ def refuse_set_weights(module: nn.Module) -> None:
                     "every call, outside of the captured step; use a parametrization: torch.nn.utils.parametrizations "
                     "has weight_norm, spectral_norm and orthogonal, and torch.nn.utils.parametrize takes your own."
                 )
+
+
+def refuse_averages(module: nn.Module) -> None:
+    """Raise CaptureError for a BatchNorm in training that weighs a batch by the number of batches before it."""
+    for path, part in module.named_modules():
+        is_average = isinstance(part, _BatchNorm) and part.momentum is None
+        if is_average and part.training and part.track_running_stats:
+            kind = type(part).__name__
+            raise CaptureError(
+                f"{path or 'the module'} is a {kind} with momentum=None, whose running statistics are averages over "
+                f"all steps, which a captured step cannot count; give it a momentum, as {kind}(..., momentum=0.1)."
+            )
 
 
 def _twin_buffers(module: nn.Module) -> tuple[str, str] | None:

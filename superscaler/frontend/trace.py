@@ -252,8 +252,10 @@ def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str
         if not isinstance(node.meta.get("val"), Tensor):
             continue
         if name in known and is_input:
+            where = "".join(f"{source_of(reader)} reads " for reader in list(node.users)[:1])
             raise CaptureError(
-                f"the input {name} has the name of {a(known[name].meta['kind'])} of the model; rename one of them."
+                f"{where}the input {name}, which has the name of {a(known[name].meta['kind'])} of the model; "
+                "rename one of them."
             )
         if name in known:
             trace.replace(node, known[name])

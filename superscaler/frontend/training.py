@@ -167,7 +167,7 @@ def read_optimizers(module: nn.Module, optimizer: Optimizers | None, scaler: tor
         found = read_optimizer(module, own, scaler)
         for name in (name for name in found.groups if name in groups):
             both = f", of the losses {loss_of[name].removeprefix(RESULT)[1:]!r} and {key!r}" if losses else ""
-            raise CaptureError(f"{name} is a parameter of two optimizers{both}.")
+            raise CaptureError(f"{name} is a parameter of two optimizers{both}; leave it out of one of them.")
         groups |= {name: len(options) + number for name, number in found.groups.items()}
         loss_of |= dict.fromkeys(found.groups, f"{RESULT}.{key}") if losses else {}
         options += found.optimizer.groups

@@ -51,12 +51,14 @@ def resolve(spec: str, written: str = "") -> SProgram:
 
 
 def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:
-    """Raise InputError for options of a plan that no model of these sizes has on a cluster. Only plans of the
-    library with one of `sizes.CHECKS` are checked; it needs no model.
+    """Raise InputError for options of a plan that no model of these sizes has on a cluster; it needs no model. Of a
+    product the devices are counted; of other plans only those of the library with one of `sizes.CHECKS` are checked.
     """
     from superscaler.plans.lib.sizes import CHECKS
 
     plan = resolve(spec)
+    if sizes_of_axes := getattr(plan, "sizes", None):
+        cluster.mesh(**sizes_of_axes)
     function = getattr(plan, "func", plan)
     if function.__module__.startswith(__name__) and function.__name__ in CHECKS:
         CHECKS[function.__name__](sizes, cluster, **getattr(plan, "keywords", {}))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.schedules import RULES, table_of
+from superscaler.plans.lib.sizes import check_stages
 from superscaler.plans.lib.stages import stages as balanced
 from superscaler.verbs import Graph, InputError
 
@@ -36,8 +37,7 @@ def pipeline(
     recompute: str = "",
     offload: int = 0,
 ) -> None:
-    if stages not in (None, n):
-        raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
+    check_stages(n, stages)
     microbatches = count_microbatches(graph, n, microbatches) if schedule in RULES else microbatches
     if offload < 0:
         raise InputError(f"offload={offload}: a device keeps 1 tape or more; choose 1, 2, ..., or 0 to keep all.")

@@ -52,6 +52,10 @@ class Rounded(torch.autograd.Function):
 LINES = {
     "y = y if x.sum() > 0 else -y":
         r"takes a Python value out of a tensor, and what runs depends on it; select with torch\.where",
+    "y = torch.cov(y)": r"compares the values of tensors, as .* torch\.cov .*; .* a covariance of rows is x @ x\.T /",
+    "y = torch.corrcoef(y)": r"compares the values of tensors, as .* torch\.corrcoef do",
+    "y = torch.nn.functional.gaussian_nll_loss(y, y * 0.5, y.exp())":
+        r"calls gaussian_nll_loss, which looks at the values of its variances; write its formula: \(0\.5 \* \(var",
     "y = y * x[0, 0].item()": r"runs aten\.item\.default, which takes a Python number out of a tensor",
     "y = y * x[0][x.argmax()]": r"out of a tensor; keep it a tensor .*table\[k\[None\]\] in place of table\[k\]",
     "y = y + torch.zeros(int(extra.max())).sum()":
@@ -122,6 +126,13 @@ def test_a_weight_that_a_hook_sets_is_refused_with_the_parametrization(change: C
     module = nn.Sequential(change(nn.Linear(4, 4), name="weight"), nn.Flatten(0))
     with pytest.raises(CaptureError, match=r"^0 has torch\.nn\.utils\..* sets weight in every .* a parametrization:"):
         capture(module, (torch.rand(3, 4),))
+
+
+def test_a_batch_norm_without_a_momentum_is_refused_in_training_only() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Flatten(0))
+    with pytest.raises(CaptureError, match=r"^1 is a BatchNorm1d with momentum=None, .* as BatchNorm1d\(\.\.\., mome"):
+        capture(module, (torch.rand(3, 4),), is_trained=False, is_kept=True)
+    capture(module.eval(), (torch.rand(3, 4),), is_trained=False, is_kept=True)
 
 
 class Squared(torch.autograd.Function):

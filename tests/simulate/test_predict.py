@@ -166,6 +166,12 @@ REFUSED = [
     ("batch=3", "data_parallel", "batch=3 is not divisible by devices=4; give batch=4, or choose"),
     ("batch=8", "hybrid:dp=4,microbatches=0", "microbatches=0 of a batch of 8; choose 1 to 8"),
     ("batch=8", "fsdp:microbatches=0", "microbatches=0 of a batch of 8"),
+    (
+        "batch=8",
+        "tensor_parallel:4 x data_parallel:2",
+        "mesh tensor_parallel=4,data_parallel=2 needs 8 devices",
+    ),
+    ("batch=8", "pipeline_1f1b:stages=8", "pipeline:stages=8 on 4 devices; give chunks"),
     ("batch=8", "fsdp:microbatches=4", "batch=8 is not divisible by devices=4 x microbatches=4; give batch=16"),
 ]
 
@@ -180,6 +186,14 @@ def test_sizes_that_no_plan_shares_are_refused_before_the_model_is_built(
     assert (out, len(err.splitlines())) == ("", 1)
     assert err.startswith("error: ")
     assert why in err
+
+
+def test_devices_of_unknown_speed_are_refused_before_the_model_is_built(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("superscaler.models.build")
+    assert run("simulate", GPT, "--plan", "data_parallel", "--cluster", "local:2") == 2
+    assert "--cluster local:2: nothing is known about the speed of local:2; measure" in capfd.readouterr().err
 
 
 def test_a_plan_that_does_not_fit_comes_with_what_would_help(

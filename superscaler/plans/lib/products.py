@@ -99,7 +99,7 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
         mesh = cluster.mesh(**sizes)
         _multiply(graph, mesh, {name: plan for name, (_, plan) in terms.items()})
 
-    run.__name__ = spec
+    vars(run).update(__name__=spec, sizes=sizes)
     return run
 
 

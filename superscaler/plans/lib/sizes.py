@@ -63,10 +63,22 @@ def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int
     check_rows(sizes, microbatches, devices=n)
 
 
+def check_pipeline(sizes: Mapping[str, int], cluster: Cluster, stages: int | None = None, **_: Any) -> None:
+    """Raise InputError for another number of stages than a cluster has devices."""
+    check_stages(len(cluster.devices), stages)
+
+
+def check_stages(n: int, stages: int | None) -> None:
+    """Raise InputError for another number of stages than n devices."""
+    if stages not in (None, n):
+        raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
+
+
 # By the name of a plan of the library.
 CHECKS: Mapping[str, Callable[..., object]] = {
     "data_parallel": check_batch,
     "fsdp": check_zero,
     "hybrid": check_hybrid,
+    "pipeline": check_pipeline,
     "zero": check_zero,
 }
