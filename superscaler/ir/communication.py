@@ -45,7 +45,7 @@ def meetings(devices: Iterable[p.Device], world: int) -> list[list[Batch]]:
     found, everyone = [], frozenset(range(world))
     for device in devices:
         mine: list[Batch] = []
-        count: dict[tuple[int, ...], int] = defaultdict(int)
+        count: dict[Meeting, int] = defaultdict(int)
         numbers = set[tuple[int, int]]()
         code = device.instructions
         code = list(code.changed(_communication) if isinstance(code, Rolled) else code)
@@ -57,7 +57,10 @@ def meetings(devices: Iterable[p.Device], world: int) -> list[list[Batch]]:
                 count[i.group] += 1
             elif isinstance(i, p.Send | p.Recv):
                 pair = (device.rank, i.peer) if isinstance(i, p.Send) else (i.peer, device.rank)
-                meeting, members = ("message", *pair, i.message), frozenset(pair)
+                # Messages that start together arrive in their order, too: NCCL knows no tags.
+                way = "message", *pair
+                meeting, members = (*way, count[way], i.message), frozenset(pair)
+                count[way] += 1
             elif isinstance(i, p.Update) and not i.is_early:
                 meeting, members = ("update",), everyone
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from small_plans import PLANS, exact
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
-from superscaler.ir.program import Accumulate, Backward, Collective, Forward, Program, Recv
+from superscaler.ir.communication import check_rendezvous
+from superscaler.ir.program import Accumulate, Backward, Collective, Forward, Program, Recv, Send
 from superscaler.models import build
 
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
@@ -45,6 +46,21 @@ def test_numbers_show_what_no_check_is_asked_about() -> None:
 @pytest.mark.parametrize("name", ["data", "pipeline"])
 def test_some_mutants_of_every_class_are_refused_or_equal(name: str) -> None:
     _check(name, "one device", most=6, numbers=2)
+
+
+def test_messages_that_start_together_in_another_order_at_one_end_are_refused() -> None:
+    """NCCL knows no tags: the second message of a group would be read as the first."""
+    program, found = exact("tied").program, 0
+    for device in program.devices:
+        for n, (a, b) in enumerate(pairwise(device.instructions)):
+            if isinstance(a, Send | Recv) and type(a) is type(b) and a.peer == b.peer:
+                code = (*device.instructions[:n], b, a, *device.instructions[n + 2 :])
+                changed = replace(device, instructions=code)
+                devices = tuple(changed if d.rank == device.rank else d for d in program.devices)
+                with pytest.raises(ScheduleError, match="deadlocks"):
+                    check_rendezvous(replace(program, devices=devices))
+                found += 1
+    assert found
 
 
 @pytest.mark.slow
