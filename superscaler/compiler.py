@@ -15,6 +15,7 @@ from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, place_name
 from superscaler.ir.loops import Rolled, weighted
+from superscaler.ir.model import Op
 from superscaler.ir.program import Free, Program
 from superscaler.materialize.build import materialize
 from superscaler.materialize.loops import Aperiodic
@@ -132,22 +133,28 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
         host = max(used)
         device = host if host < HOSTS else max(d % HOSTS for d in used)
         if device > last:
-            entry = next((e for e in reversed(planned.journal) if e.op == op.name and e.verb == "op_assign"), None)
-            at = f"op_assign at {entry.where}: " if entry else ""
             has = f"devices 0 to {last}" if last else "device 0 only"
-            raise InputError(f"{at}{op.name} is assigned to device {device}, but {cluster} has {has}.")
+            raise InputError(
+                f"{_assigned(planned, op)}{op.name} is assigned to device {device}, but {cluster} has {has}."
+            )
         if op.is_output and len(used) < len(planned.rows(op).device):
             raise InputError(
-                f"output {op.name} has {len(planned.rows(op).device)} parts on {len(used)} devices, but a device "
-                "returns one part of it; assign each part to a device of its own."
+                f"{_assigned(planned, op)}output {op.name} has {len(planned.rows(op).device)} parts on {len(used)} "
+                "devices, but a device returns one part of it; assign each part to a device of its own."
             )
         if host >= HOSTS and ((op.is_forward and not op.is_copy) or op.is_output):
             raise InputError(
-                f"{op.name} is assigned to {place_name(host)}, but only copies (Insert) and updates can be there; "
-                "assign it to the device, and a copy of its inputs or outputs to the host."
+                f"{_assigned(planned, op)}{op.name} is assigned to {place_name(host)}, but only copies (Insert) and "
+                "updates can be there; assign it to the device, and a copy of its inputs or outputs to the host."
             )
     check_copies(planned)
     return planned
+
+
+def _assigned(planned: Graph, op: Op) -> str:
+    """Return the line of the last op_assign of an op, as the start of an error."""
+    entry = next((e for e in reversed(planned.journal) if e.op == op.name and e.verb == "op_assign"), None)
+    return f"op_assign at {entry.where}: " if entry else ""
 
 
 def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:
