@@ -1,12 +1,12 @@
 """Errors of reading and writing files, as one line: the file, the cause and the remedy."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from superscaler.errors import InputError, PlanError, brief
+from superscaler.specs.whole_file import write_file
 
 # Python's errors for data of another form than expected.
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -65,14 +65,7 @@ def replace_own(file: Path, text: str, head: str, kind: str) -> None:
             # A pipe or a device, as /dev/stdout.
             file.write_text(text, encoding="utf-8")
             return
-        # Aside first, so that an older file stays as it was if the disk is full.
-        target = file.resolve()
-        aside = target.with_name(f".{target.name[:80]}.{os.getpid()}")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, target)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_file(file.resolve(), text)
 
 
 def unwritable(file: object, error: BaseException) -> str:

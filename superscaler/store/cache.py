@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from superscaler.store.folder import ASIDE, write_file
+from superscaler.specs.whole_file import ASIDE, write_file
 
 BYTES, ENTRIES = 2 * 10**9, 64
 _HOUR = 3600

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from superscaler.errors import InputError, brief
 from superscaler.specs.file_errors import reading, refuse, unwritable, writing
-from superscaler.store.folder import ASIDE, Checked, Count, Draft, Hash, Head, hash_without, sync, write_file
+from superscaler.specs.whole_file import ASIDE, sync, write_file
+from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without
 from superscaler.store.pieces import covers
 from superscaler.store.tensor_file import DTYPES
 

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from superscaler.errors import InputError, a, printable
 from superscaler.specs.file_errors import reading, refuse, require_file
+from superscaler.specs.whole_file import sync, write_file
 from superscaler.store.tensor_file import tensor_hashes, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# The suffix of a file that is not whole yet.
-ASIDE = ".tmp"
 
 
 def named_path(verb: str, name: object) -> Path:
@@ -241,31 +237,17 @@ def _lines(value: Any) -> str:
 
 @contextmanager
 def written(folder: Path) -> Iterator[Path]:
-    """Make a new folder, which is removed after an error."""
-    folder.mkdir(parents=True)
+    """Make a new folder, which is removed after an error, and with it the empty folders that were made around it."""
+    around = [parent for parent in folder.parents if not parent.exists()]
     try:
-        yield folder
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for parent in around:
+                parent.rmdir()
         raise
-
-
-def write_file(file: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all, and sync it: aside first, then in the place of an older one."""
-    aside = file.with_name(f".{file.name[:80]}.{uuid4().hex}{ASIDE}")
-    try:
-        aside.write_bytes(data.encode() if isinstance(data, str) else data)
-        sync(aside)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(file.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until all writes to a file, or into a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

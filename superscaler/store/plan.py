@@ -23,6 +23,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import reading, refuse
 from superscaler.specs.options import OPTIMIZERS, kind_of
+from superscaler.specs.whole_file import sync
 from superscaler.store import folder as disk
 from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without, is_inside
 from superscaler.store.tensor_file import kinds, opened
@@ -332,7 +333,7 @@ def _move(folder: Path, directory: Path) -> None:
             with suppress(OSError):
                 (directory / parent).rmdir()
     for place in {(directory / name).parent for name in names}:
-        disk.sync(place)
+        sync(place)
     # Last: this file shows that the plan is whole.
     os.replace(folder / PLAN_FILE, directory / PLAN_FILE)
-    disk.sync(directory)
+    sync(directory)

@@ -141,11 +141,11 @@ def test_a_full_disk_leaves_the_older_picture(
     plan.draw(tmp_path / "a.svg")
     before = (tmp_path / "a.svg").read_bytes()
 
-    def full(file: Path, text: str, **_: object) -> None:
-        file.write_bytes(text.encode()[:10])
+    def full(file: Path, data: bytes) -> None:
+        file.write_text(data.decode()[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert run("explain", str(tmp_path / "plan"), "--svg", str(tmp_path / "a.svg")) == 2
     assert "a.svg cannot be written: No space left on device; name a file" in capsys.readouterr().err
     assert (tmp_path / "a.svg").read_bytes() == before

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
+from superscaler.specs.whole_file import write_file
 from superscaler.store import folder as store
-from superscaler.store.folder import is_inside, write_file
+from superscaler.store.folder import is_inside
 from superscaler.store.plan import NEW, read_plan
 from superscaler.store.tensor_file import NAMES, write_tensors
 
@@ -119,6 +120,9 @@ def test_a_full_disk_leaves_the_older_plan(
         plans[1].save(tmp_path / "plan")
     assert contents(tmp_path) == before
     read_plan(tmp_path / "plan").check()
+    with pytest.raises(InputError, match="No space left"):
+        plans[1].save(tmp_path / "new" / "plan")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan"]
 
 
 def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
