@@ -129,17 +129,17 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
     for op in planned.model.ops:
         if op.name in planned.hosted:
             planned.grids[op.name] = planned.grids[op.name].on_hosts()
-        used = planned.grids[op.name].used()
-        host = max(used)
-        device = host if host < HOSTS else max(d % HOSTS for d in used)
+        grid = planned.grids[op.name]
+        _, host = grid.ends()
+        device = host if host < HOSTS else max(d % HOSTS for d in grid.used())
         if device > last:
             has = f"devices 0 to {last}" if last else "device 0 only"
             raise InputError(
                 f"{_assigned(planned, op)}{op.name} is assigned to device {device}, but {cluster} has {has}."
             )
-        if op.is_output and len(used) < len(planned.rows(op).device):
+        if op.is_output and (count := len(grid.used())) < len(planned.rows(op).device):
             raise InputError(
-                f"{_assigned(planned, op)}output {op.name} has {len(planned.rows(op).device)} parts on {len(used)} "
+                f"{_assigned(planned, op)}output {op.name} has {len(planned.rows(op).device)} parts on {count} "
                 "devices, but a device returns one part of it; assign each part to a device of its own."
             )
         if host >= HOSTS and ((op.is_forward and not op.is_copy) or op.is_output):

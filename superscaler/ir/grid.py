@@ -128,6 +128,13 @@ class Grid:
         children = {cell: child.on_hosts() for cell, child in self.children.items()}
         return Grid(self.axes, np.broadcast_to(self.once | HOSTS, self.devices.shape), children, self.replaced_at)
 
+    def ends(self) -> tuple[int, int]:
+        """Return the least and the largest number of a part's device."""
+        if not self.children:
+            return int(self.once.min()), int(self.once.max())
+        used = self.used()
+        return min(used), max(used)
+
     def used(self) -> set[int]:
         """Return the devices of all parts, UNASSIGNED among them if some have none."""
         if not self.children:

@@ -115,7 +115,12 @@ class _Builder:
         return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
 
     def program(self) -> Program:
-        for rank, code in enumerate(self.code.of):
+        fold, world = self.context.fold, len(self.code.of)
+        # A fold needs its sampled devices, and one without any part.
+        idle = () if fold is None else [rank for rank in range(world) if rank not in fold.places][:1]
+        ranks = range(world) if fold is None else sorted((*fold.sampled, *idle))
+        for rank in ranks:
+            code = self.code.of[rank]
             # Global norms are sums over all devices: each takes part in a last update, after all that others wait for.
             last = next((i for i in reversed(code) if isinstance(i, Communication)), None)
             if not isinstance(last, Update):
@@ -126,14 +131,11 @@ class _Builder:
             parts = self.loss_parts[rank]
             turns = tuple(turn for *_, turn in parts) if self.model.iterations > 1 else ()
             code.append(Loss(tuple(name for name, *_ in parts), tuple(counted for _, counted, _ in parts), turns))
-        weights = (tuple(own.values()) for own in self.residents.weights)
-        codes = with_frees(self.code.of, self.context)
-        devices: Sequence[Device] = tuple(
-            Device(rank, own, tuple(self._offloaded(rank, code)))
-            for rank, (own, code) in enumerate(zip(weights, codes, strict=True))
-        )
-        if self.context.fold is not None:
-            devices = fold_devices(devices, self.context.fold)
+        made = {
+            rank: Device(rank, tuple(self.residents.weights[rank].values()), tuple(self._offloaded(rank, code)))
+            for rank, code in with_frees({rank: self.code.of[rank] for rank in ranks}, self.context).items()
+        }
+        devices = tuple(made.values()) if fold is None else fold_devices(made, fold, world)
         mesh = self.schedule.edges.graph.mesh
         mesh = mesh if prod(mesh.values()) == len(devices) else {}
         return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)

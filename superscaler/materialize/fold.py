@@ -1,14 +1,14 @@
 """Folded devices: the compiled samples, checked to determine the code of all other devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 
 from superscaler.ir.fold import Fold, Folded, Unfoldable
 from superscaler.ir.program import FIELDS, KINDS, Collective, Device, Instruction, Recv, Role, Send
 
 
-def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
-    """Return all devices of a plan from its sampled ones.
+def fold_devices(devices: Mapping[int, Device], fold: Fold, world: int) -> Folded:
+    """Return all `world` devices of a plan from its sampled ones, and from one without any part if it has such.
 
     Raises Unfoldable if the samples of a base run different programs, or a message leaves its place.
     """
@@ -21,8 +21,8 @@ def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
                 raise Unfoldable(axis)
             compiled[other.rank] = other
         compiled[first.rank] = first
-    idle = next((d for d in devices if d.rank not in fold.places), compiled[fold.samples(0)[0]])
-    return Folded(fold, compiled, idle, len(devices))
+    idle = next((d for d in devices.values() if d.rank not in fold.places), compiled[fold.samples(0)[0]])
+    return Folded(fold, compiled, idle, world)
 
 
 def _check_peers(device: Device, fold: Fold) -> None:

@@ -1,18 +1,18 @@
 """The end of names: a Free after the last use of each, the same on devices that run one program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from superscaler.ir.communication import batches
 from superscaler.ir.program import ONE, Free, Instruction, Recv, Value, ended, reads, writes
 from superscaler.materialize.steps import Context
 
 
-def with_frees(codes: Sequence[Sequence[Instruction]], context: Context) -> list[list[Instruction]]:
-    """Return the code of each device, with a Free after the last use of each name."""
-    fold, found = context.fold, [_sends_first(code) for code in codes]
+def with_frees(codes: Mapping[int, Sequence[Instruction]], context: Context) -> dict[int, list[Instruction]]:
+    """Return the code of devices, with a Free after the last use of each name."""
+    fold, found = context.fold, {rank: _sends_first(code) for rank, code in codes.items()}
     key = None if context.steady else str
     firsts = {d: fold.samples(fold.base(d))[0] for d in fold.sampled} if fold is not None else {}
-    done = {rank: _freed(code, key) for rank, code in enumerate(found) if firsts.get(rank, rank) == rank}
+    done = {rank: _freed(code, key) for rank, code in found.items() if firsts.get(rank, rank) == rank}
     for rank, first in firsts.items():
         if rank != first:
             # The sampled devices of a base use the same names, or else they do not fold.
@@ -20,7 +20,7 @@ def with_frees(codes: Sequence[Sequence[Instruction]], context: Context) -> list
             done[rank] = found[rank]
             for n, i in frees:
                 done[rank].insert(n, i)
-    return [done[rank] for rank in range(len(found))]
+    return {rank: done[rank] for rank in codes}
 
 
 def _sends_first(code: Sequence[Instruction]) -> list[Instruction]:

@@ -119,7 +119,7 @@ def check_assigned(graph: Graph) -> None:
         grid = graph.grids[op.name]
         if not op.is_forward and not grid.axes and not grid.children and int(grid.devices) < 0:
             continue
-        if UNASSIGNED in grid.used():
+        if grid.ends()[0] == UNASSIGNED:
             missing.append((op, int((graph.rows(op).device < 0).sum())))
     if missing:
         lines = [

@@ -1,6 +1,9 @@
 """Resident weights: a weight lives with its optimizer op, which by default follows the weight's readers."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +29,6 @@ def place_updates(graph: Graph, world: int) -> None:
     for version, weight in graph.model.versions.items():
         uses[version] = uses[version] or uses[weight]
     homes = {op.inputs[0].tensor: op for op in graph.model.ops if not op.is_forward}
-    places: dict[Hashable, frozenset[Located]] = {}
     grids: dict[Hashable, Grid] = {}
     for op in graph.model.ops:
         grid = graph.grids[op.name]
@@ -44,20 +46,27 @@ def place_updates(graph: Graph, world: int) -> None:
             # The buffer is set, but never read.
             maker, j = producers[op.inputs[-1].tensor]
             ends = [(maker, maker.outputs[j])]
-        found = frozenset[Located]().union(*(_places(graph, reader, operand, places) for reader, operand in ends))
-        key = found, tensor.extents, op.outputs[0].slots
+        portions = {p.key: p for p in (_Portions.of(graph, reader, operand) for reader, operand in ends)}
+        key = frozenset(portions), op.is_whole, op.outputs[0].slots
         if key not in grids:
-            grids[key] = follow(op, tensor, found)
+            grids[key] = follow(op, tensor, set[Located]().union(*(p.located() for p in portions.values())))
         graph.grids[op.name] = grids[key].copy()
 
 
 def check_copies(graph: Graph) -> None:
     """Raise ScheduleError for a copy of `Insert` on the devices of all its readers: it changes nothing."""
-    known: dict[Hashable, frozenset[Located]] = {}
+    known: dict[Hashable, set[Located]] = {}
+
+    def located(op: Op, operand: Operand) -> set[Located]:
+        portions = _Portions.of(graph, op, operand)
+        if portions.key not in known:
+            known[portions.key] = portions.located()
+        return known[portions.key]
+
     for op in (op for op in graph.forward_ops if op.is_copy):
         readers = graph.model.uses[op.outputs[0].tensor]
-        read = frozenset[Located]().union(*(_places(graph, r, r.inputs[k], known) for r, k in readers))
-        names = {reader.name for reader, _ in readers} if read == _places(graph, op, op.outputs[0], known) else set()
+        read = set[Located]().union(*(located(reader, reader.inputs[k]) for reader, k in readers))
+        names = {reader.name for reader, _ in readers} if read == located(op, op.outputs[0]) else set()
         if entry := next((e for e in graph.journal if e.op in names and e.detail.startswith("Insert(")), None):
             raise ScheduleError(
                 f"op_trans at {entry.where}: the copy {op.name} is where {entry.op} reads it, so it changes nothing; "
@@ -86,20 +95,36 @@ def _parts(graph: Graph, op: Op) -> tuple[object, ...]:
     return rows.keys, rows.boxes
 
 
-def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Located]]) -> frozenset[Located]:
-    """Return (device, box) of an operand's parts; grid axes that change neither are left out."""
-    grid, whole = graph.grids[op.name], graph.model.tensors[operand.tensor].extents
-    if not grid.children:
-        kept = [k for k, a in enumerate(grid.axes) if grid.devices.strides[k] or a.index in operand.slots]
-        once = tuple(slice(None) if k in kept else 0 for k in range(len(grid.axes)))
-        grid = Grid(tuple(grid.axes[k] for k in kept), grid.devices[once])
-    key = grid.signature(), tuple(i.size for i in op.indices), operand.slots, whole
-    if key not in known:
-        rows = expand(op, grid)
-        ends = np.stack(project(rows, operand, whole), axis=-1).tolist()
-        boxes = (tuple((lo, hi) for lo, hi in box) for box in ends)
-        known[key] = frozenset(zip(rows.device.tolist(), boxes, strict=True))
-    return known[key]
+@dataclass(frozen=True, slots=True)
+class _Portions:
+    """The portions of a tensor that the parts of an op read or make, as an operand of the op."""
+
+    op: Op
+    operand: Operand
+    whole: tuple[int, ...]
+    grid: Grid
+
+    @staticmethod
+    def of(graph: Graph, op: Op, operand: Operand) -> _Portions:
+        """Return the portions of an operand; grid axes that change neither a device nor a portion are left out."""
+        grid = graph.grids[op.name]
+        if not grid.children:
+            kept = [k for k, a in enumerate(grid.axes) if grid.devices.strides[k] or a.index in operand.slots]
+            once = tuple(slice(None) if k in kept else 0 for k in range(len(grid.axes)))
+            grid = Grid(tuple(grid.axes[k] for k in kept), grid.devices[once])
+        return _Portions(op, operand, graph.model.tensors[operand.tensor].extents, grid)
+
+    @property
+    def key(self) -> Hashable:
+        """Return a value that is equal only for portions that are equal and lie on equal devices."""
+        return self.grid.signature(), tuple(i.size for i in self.op.indices), self.operand.slots, self.whole
+
+    def located(self) -> set[Located]:
+        """Return the device and the box of each portion."""
+        rows = expand(self.op, self.grid)
+        ends = np.stack(project(rows, self.operand, self.whole), axis=-1).tolist()
+        boxes = (tuple((low, high) for low, high in box) for box in ends)
+        return set(zip(rows.device.tolist(), boxes, strict=True))
 
 
 def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:

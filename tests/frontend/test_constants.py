@@ -112,8 +112,34 @@ def test_a_mask_of_a_model_without_data_is_one_row_for_the_whole_batch(
     values = capture(model.module.to(dtype), model.args, model.kwargs, check=False).values
     assert any(x.shape == (1, 1, 16, 16) for x in values.values())
     assert not any(x.shape[:1] == (64,) for x in values.values())
-    # Nor is the whole one made on the way, only numbers of tokens.
-    assert made.most == 64 * 17
+    # Nor is more made on the way.
+    assert made.most == 16 * 16
+
+
+ATEN, ROW, COLUMN = torch.ops.aten, torch.randn(5), torch.arange(6).reshape(6, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "most"),
+    [
+        (ATEN.cumsum.default, (ROW.expand(6, 5), 1), 5),
+        (ATEN.cumsum.default, (ROW.expand(6, 5), -2), 30),
+        (ATEN.cumsum.default, (torch.tensor(1.0).expand(6, 5), 0), 6),
+        (ATEN.diff.default, (ROW.expand(6, 5), 1, -1, torch.ones(()).expand(6, 1)), 5),
+        (ATEN.diff.default, (ROW.expand(6, 5), 1, -1, torch.randn(6, 1)), 30),
+        (ATEN.index.Tensor, (ROW.expand(6, 5), [COLUMN, torch.tensor([[1, 4, 0, 0]])]), 4),
+        (ATEN.index.Tensor, (torch.randn(6, 1).expand(6, 5), [COLUMN[:3], torch.tensor([[1, 4, 0, 0]])]), 3),
+        (ATEN.index.Tensor, (ROW.expand(2, 6, 5), [None, COLUMN[:, 0], torch.tensor(3)]), 1),
+        (ATEN.index.Tensor, (ROW.expand(6, 5), [torch.eye(6, 5).bool()]), 5),
+        (ATEN.add.Tensor, (ROW.expand(6, 5), torch.ones(()).expand(6, 1)), 5),
+    ],
+)
+def test_elements_that_repeat_are_computed_once(function: Any, args: Any, most: int) -> None:
+    whole = function(*args)
+    (found, kwargs) = constants._once(function, args, {})
+    once = function(*found, **kwargs)
+    assert once.numel() == most
+    assert torch.equal(once.expand(whole.shape), whole)
 
 
 class Rows(nn.Linear):

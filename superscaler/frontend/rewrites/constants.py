@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
 
 from superscaler.bits import bytes_of
 from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
@@ -28,6 +29,8 @@ _COMPARED: Mapping[str, bool] = {**aten(True, "le.Tensor"), **aten(False, "ge.Te
 _PASS_ON = aten(True, "__and__.Tensor bitwise_and.Tensor logical_and expand")
 # Operators by element that torch does not tag, beside those that are named after Python's.
 _BY_ELEMENT = aten(True, "where.self where.ScalarOther where.ScalarSelf _to_copy clone")
+# Operators along one dim, and which argument it is.
+_ALONG = {**aten(1, "cumsum cumprod"), **aten(2, "diff")}
 
 _ATEN = torch.ops.aten
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -159,19 +162,37 @@ def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
         number = _FILLS[name]
         fill: Any = node.args[-1] if number is None else number
         return [torch.full((), fill, dtype=dtype_of(node), device=device).expand(shape_of(node))]
-    # Elements that repeat are computed once.
-    is_pointwise = _is_pointwise(function)
 
     def value(node: Node) -> Tensor:
         if _is_known(node):
-            return compact(node.meta["value"]) if is_pointwise else node.meta["value"]
+            return node.meta["value"]
         return torch.zeros((), dtype=dtype_of(node), device=device).expand(shape_of(node))
 
     args, kwargs = map_arg((node.args, node.kwargs), value)
     with torch.no_grad(), device:
+        args, kwargs = _once(function, args, kwargs)
         result = function(*args, **{k: device if isinstance(v, torch.device) else v for k, v in kwargs.items()})
     results = [result] if isinstance(result, Tensor) else result
     return [_repeated(t).expand(shape_of(x)) for t, x in zip(results, outputs(node), strict=True)]
+
+
+def _once(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the arguments of an operator without elements that repeat, where these only repeat its results."""
+    name, kept = str(function), compact
+    if name == "aten.index.Tensor" and all(p is None or p.dtype == torch.int64 for p in args[1]):
+        # In a dim along which x repeats, all places are the first one.
+        x, places = args
+        args = (x, [p if p is None or x.stride(d) else p.new_zeros(()).expand(p.shape) for d, p in enumerate(places)])
+    elif name in _ALONG:
+        dim = args[_ALONG[name]] if len(args) > _ALONG[name] else -1
+        of = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        repeated = [d for d in range(args[0].dim()) if d != dim % args[0].dim() and not any(x.stride(d) for x in of)]
+
+        def kept(x: Tensor) -> Tensor:
+            return x[tuple(slice(1) if d in repeated else slice(None) for d in range(x.dim()))]
+    elif not _is_pointwise(function):
+        return args, kwargs
+    return tree_map_only(Tensor, kept, (args, kwargs))
 
 
 def _is_pointwise(function: Any) -> bool:
