@@ -42,8 +42,11 @@ class Collectives:
             sizes.append(way.elements)
             if content is None:
                 continue
-            if i.kind == "broadcast" and cohort.devices[0] != cohort.data(at, "group")[0, 0]:
-                raise Refusal("is given a value by a device that only receives.")
+            if i.kind == "broadcast":
+                if cohort.devices[0] != cohort.data(at, "group")[0, 0]:
+                    raise Refusal("is given a value by a device that only receives.")
+                # Its source waits for nothing, so that no later check has this shape.
+                check_shape(self.model, content, way.shape)
             check_view(content, way.view)
             check_shape(self.model, content, way.local)
             if content.dtype != (i.given or i.wide or i.dtype):

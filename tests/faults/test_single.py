@@ -15,7 +15,7 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
-from superscaler.ir.program import Accumulate, Backward, Collective, Forward, Program, Recv, Send
+from superscaler.ir.program import Accumulate, Backward, Collective, Device, Forward, Program, Recv, Send
 from superscaler.models import build
 
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
@@ -61,6 +61,23 @@ def test_messages_that_start_together_in_another_order_at_one_end_are_refused() 
                     check_rendezvous(replace(program, devices=devices))
                 found += 1
     assert found
+
+
+def test_the_source_of_a_broadcast_gives_the_shape_that_it_says() -> None:
+    program = exact("broadcasts").program
+    rank, at = next((d.rank, n) for d in program.devices for n, i in enumerate(d.instructions)
+                    if isinstance(i, Collective) and i.kind == "broadcast" and any(i.sources))  # fmt: skip
+
+    def changed(device: Device) -> Device:
+        i = device.instructions[at]
+        assert isinstance(i, Collective)
+        ways = tuple(replace(way, shape=(way.shape[0] - 1, *way.shape[1:])) for way in i.ways)
+        code = (*device.instructions[:at], replace(i, ways=ways), *device.instructions[at + 1 :])
+        return replace(device, instructions=code)
+
+    devices = tuple(changed(d) if d.rank == rank else d for d in program.devices)
+    with pytest.raises(ScheduleError, match=rf"device {rank}, instruction {at}: broadcast of"):
+        check_program(replace(program, devices=devices))
 
 
 @pytest.mark.slow
