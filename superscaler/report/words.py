@@ -14,6 +14,8 @@ from superscaler.specs.sizes import duration, size
 from superscaler.store.plan import EXPLAIN_FILE, read_plan
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
+# A communication that takes more than so many times its seconds at full bandwidth is as long with fewer bytes.
+_LATENCY = 1000
 # Keys of the manifest of plan.json.
 _HASHES = ("model", "plan", "cluster", "operators", "weights", "sources", "code", "data")
 _VERSIONS = ("superscaler", "torch", "python")
@@ -109,12 +111,20 @@ def _communication(block: Block, *more: str) -> dict[tuple[str, ...], list[Sent]
 
 def _links(rows: Sequence[Sent]) -> str:
     seconds, bound = (sum(getattr(row, what) for row in rows) for what in ("seconds", "bound"))
-    least = (
-        f" ({seconds / bound:,.{0 if seconds > 10 * bound else 2}f} x {duration(bound)} at full bandwidth)"
-        if bound
-        else ""
-    )
-    return f"{size(sum(row.moved for row in rows))} on links, about {duration(seconds)}{least}"
+    return f"{size(sum(row.moved for row in rows))} on links, about {duration(seconds)}{_beside(seconds, bound)}"
+
+
+def _beside(seconds: float, bound: float) -> str:
+    """Return how many times the seconds at full bandwidth a communication takes, or that its latency is all.
+
+    >>> _beside(0.003, 0.001), _beside(0.0003, 1.33e-9), _beside(0.0, 0.0)
+    (' (3.00 x 1 ms at full bandwidth)', ' (all of it latency)', '')
+    """
+    if not bound:
+        return ""
+    if seconds > _LATENCY * bound:
+        return " (all of it latency)"
+    return f" ({seconds / bound:.{0 if seconds > 10 * bound else 2}f} x {duration(bound)} at full bandwidth)"
 
 
 def _title(block: Block) -> str:
