@@ -19,13 +19,12 @@ from typing import Any, Literal
 from superscaler.ir.names import later
 from superscaler.ir.op import Op as Op
 from superscaler.ir.op import Operand as Operand
-from superscaler.specs.options import kind_of
+from superscaler.specs.options import HALVES, kind_of
 
 TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output", "next"]
 
 _BITS = re.compile(r"\d+")
-_HALVES = ("float16", "bfloat16")
-_CAST = "aten._to_copy.default"
+CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class PTensor:
     @property
     def wide_dtype(self) -> str:
         """Return the dtype in which many values of this tensor are added: float32 for halves."""
-        return "float32" if self.dtype in _HALVES else self.dtype
+        return "float32" if self.dtype in HALVES.values() else self.dtype
 
 
 # optimizer -> its states of a weight, two where it is not named; and the options that each add one
@@ -108,7 +107,7 @@ class Optimizer:
 
     def has_copy(self, dtype: str) -> bool:
         """Return whether a weight of a dtype has a float32 copy, which is updated instead."""
-        return bool(self.precision) and dtype in _HALVES
+        return bool(self.precision) and dtype in HALVES.values()
 
     def state_bytes(self, dtype: str) -> int:
         """Return the most bytes of state for each element of a weight of a dtype, its copy included.
@@ -192,8 +191,9 @@ class Model:
         """Return the results of a tensor's readers if each of these casts it to a half, else none."""
         readers = [op for op, _ in self.uses[tensor]]
         made = [self.tensors[op.outputs[0].tensor] for op in readers]
-        are_casts = all(op.target == _CAST and [name for name, _ in op.kwargs] == ["dtype"] for op in readers)
-        are_halves = self.tensors[tensor].trained.dtype not in _HALVES and all(t.trained.dtype in _HALVES for t in made)
+        are_casts = all(op.target == CAST and [name for name, _ in op.kwargs] == ["dtype"] for op in readers)
+        halves = HALVES.values()
+        are_halves = self.tensors[tensor].trained.dtype not in halves and all(t.trained.dtype in halves for t in made)
         return made if are_casts and are_halves else []
 
     @cached_property

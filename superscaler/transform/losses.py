@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from superscaler.errors import TransformError
-from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.model import CAST, Model, Op, Operand
+from superscaler.specs.options import HALVES
 from superscaler.transform.decompose import Steps, in_place
-
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +83,11 @@ def _nll_loss(steps: _Loss) -> None:
 def _log_softmax(steps: _Loss) -> None:
     """Widen halves first: their gradient is a difference of two numbers, which must not be rounded before."""
     scores, made = steps.op.inputs[0], steps.op.outputs[0]
-    if steps.scores.dtype in _HALVES:
+    if steps.scores.dtype in HALVES.values():
         wide = replace(steps.scores, name=f"{steps.op.name}.wide", dtype=steps.wide, kind="activation", origin="")
         steps.tensors.append(wide)
         narrow, scores = scores, replace(scores, tensor=wide.name)
-        steps.step("aten._to_copy.default", [narrow], [scores], dtype=f"torch.{steps.wide}")
+        steps.step(CAST, [narrow], [scores], dtype=f"torch.{steps.wide}")
     largest, total = steps.largest(scores), steps.row("total")
     steps.step("ss.exp_sum", [scores, largest], [total], dim=steps.dim)
     steps.step("ss.normalized", [scores, largest, total], [made], dim=steps.dim)

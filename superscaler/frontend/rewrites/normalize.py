@@ -14,6 +14,7 @@ from superscaler.errors import CaptureError
 from superscaler.frontend.rewrites import decompositions
 from superscaler.frontend.rewrites.simplify import simplify
 from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, place_of, reads, shape_of, target_of
+from superscaler.ir.model import CAST
 from superscaler.ops.row import aten
 
 _ATEN = torch.ops.aten
@@ -63,7 +64,7 @@ def _decompose(trace: Trace) -> None:
 def _keep_loss(trace: Trace) -> None:
     """Keep a decomposed loss in the dtype of its sum; casts of the model itself stay."""
     loss = trace.loss
-    if loss is not None and "op" in loss.meta and target_of(loss) == "aten._to_copy.default":
+    if loss is not None and "op" in loss.meta and target_of(loss) == CAST:
         trace.replace(loss, *reads(loss))
 
 

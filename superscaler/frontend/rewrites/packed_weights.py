@@ -11,6 +11,7 @@ from math import prod
 from torch.fx import Node
 
 from superscaler.frontend.trace import Trace, argument, outputs, reads, shape_of, target_of
+from superscaler.ir.model import CAST
 from superscaler.ir.names import unique
 
 # The cut of a tensor: its dim, and the bounds of its segments, from 0 on.
@@ -20,7 +21,7 @@ Segments = dict[str, tuple[str, int, int, int]]
 
 # Products with a weight -> the dim of the weight that becomes the last one of the result.
 _PRODUCTS = {"aten.linear.default": 0, "aten.mm.default": 1, "aten.matmul.default": 1}
-_ELEMENTWISE = ("aten.add.Tensor", "aten.mul.Tensor", "aten._to_copy.default")
+_ELEMENTWISE = ("aten.add.Tensor", "aten.mul.Tensor", CAST)
 
 
 def cut_segments(trace: Trace, kept: Container[str]) -> Segments:
