@@ -132,6 +132,8 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
         printer.show(compiled.memory())
         # The directory of --out, or one that is removed afterwards.
         with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
+            if training.eval:
+                printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
             compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
             known = {"named": request.model, **_work(compiled), **given}
             try:

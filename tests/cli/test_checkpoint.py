@@ -159,13 +159,20 @@ def test_a_full_disk_ends_training_where_that_is_asked_for(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("made", "why"), [("None", "returned a NoneType as batches"), ("[{}]", "no 'x', but")])
 def test_an_evaluation_that_fails_at_the_end_loses_no_training(
-    made: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    made: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("superscaler.cli.printing._PATIENCE", 0.0)
     (tmp_path / "held_out.py").write_text(f"def batches():\n    return {made}\n")
     given = "--plan", "single", "--cluster", "local:1", "--steps", "2", "--save", tmp_path / "kept"
     assert run("train", "mlp:layers=1,hidden=4", *given, "--eval", f"{tmp_path}/held_out.py:batches") == 2
-    assert why in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert why in told
     assert steps(tmp_path / "kept") == 2
+    # The second capture is said to be another one.
+    first, second = told.split(
+        "evaluate mlp:layers=1,hidden=4 under single on local:1: capture in eval mode, and compile"
+    )
+    assert all("exporting the model by torch.export" in part for part in (first, second))
 
 
 def test_wrong_input_is_said_before_anything_is_built(
