@@ -26,9 +26,9 @@ def program_of(plan: Whole, damage: InputError | None = None) -> Program:
 
 @contextmanager
 def naming(what: object, damage: InputError | None) -> Iterator[None]:
-    """Name the file in a PlanError. With `damage`, any other error is one of a damaged file."""
+    """Name the file and the remedy in a PlanError. With `damage`, any other error is one of a damaged file."""
     with reading(what, REWRITE, (Exception,) if damage is not None else ()):
         try:
             yield
         except PlanError as error:
-            raise type(error)(f"{what}: {error}") from error
+            raise type(error)(f"{what}: {error} {REWRITE.capitalize()}.") from error

@@ -9,6 +9,7 @@ from small_plans import PLANS, exact
 
 from superscaler.certify.certificate import check_program
 from superscaler.emit.device import emit
+from superscaler.errors import InputError
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.text.program import parse_program, print_program
 
@@ -31,3 +32,20 @@ def test_a_program_prints_as_before_and_parses_back(name: str, request: pytest.F
     assert emitted.files == compiled.emitted.files
     assert list(emitted.tables) == list(compiled.emitted.tables)
     check_program(again)
+
+
+def test_a_part_of_a_program_is_refused_with_its_line_and_the_reason() -> None:
+    program = exact("pipeline").program
+    lines = print_program(program).splitlines()
+    half = len(lines) // 2
+    for kept, told in (
+        (
+            lines[half:],
+            r"line 1 of the program, '  .*', cannot be read: the first line is 'program of N devices'; lines",
+        ),
+        ([""] * half + lines[half:], r"line 1 of the program, '', cannot be read: the first line is 'program of N"),
+        ([*lines[:2], "", *lines[2:]], "line 3 of the program, '', cannot be read: a line starts with program, mesh,"),
+        (lines[:half], r"the text of the program is incomplete \(it has 1 of 2 devices\)"),
+    ):
+        with pytest.raises(InputError, match=told):
+            parse_program("\n".join(kept), program.model)

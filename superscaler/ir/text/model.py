@@ -92,7 +92,7 @@ def parse_model(text: str) -> Model:
             elif line.strip():
                 raise ValueError("it starts with none of the words model, tensor and op")
         except (ValueError, KeyError, SyntaxError) as error:
-            raise InputError(f"line {number} of the model cannot be read ({error}): {line[:120]}") from None
+            raise InputError(f"line {number} of the model, {line[:120]!r}, cannot be read: {error}.") from None
     if not head:
         raise InputError("the text of a model starts with a line 'model {...}'.")
     name, groups, scaler = head["optimizer"]

@@ -135,7 +135,7 @@ def parse_program(text: str, model: Model) -> p.Program:
             reader.read(line)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, SyntaxError, AssertionError) as error:
             raise InputError(
-                f"line {number} of the program cannot be read ({error or 'what?'}): {line[:120]}"
+                f"line {number} of the program, {line[:120]!r}, cannot be read: {error or type(error).__name__}."
             ) from None
     try:
         return reader.program()
@@ -156,6 +156,8 @@ class _Reader:
 
     def read(self, line: str) -> None:
         word, _, rest = line.partition(" ")
+        if not self.world and word != "program":
+            raise ValueError("the first line is 'program of N devices'; lines are missing before this one")
         match word:
             case "program":
                 self.world = int(rest.split()[1])
@@ -183,7 +185,10 @@ class _Reader:
             case "" if self.functions:
                 self._op(self.functions[-1], line)
             case _:
-                raise ValueError("a line starts with program, mesh, fold, function, gradients, devices, or two spaces")
+                raise ValueError(
+                    "a line starts with program, mesh, fold, function or devices; after function also with gradients, "
+                    "and after function or devices with two spaces"
+                )
 
     def _op(self, function: dict[str, Any], line: str) -> None:
         name, _, rest = line.strip().partition(" (")
