@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +35,7 @@ class Trainer(transformers.Trainer):
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. The loss is that of
     `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
     Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
-    rank. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of an epoch or of
+    rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of an epoch or of
     the training; at other events after `put_weights`. Raises InputError for gradient accumulation and fp16.
     """
 
@@ -42,6 +44,9 @@ class Trainer(transformers.Trainer):
         self._plan, self._cluster = plan, cluster
         self._planned: Planned | None = None
         self.callback_handler.callbacks.insert(0, _First(self))
+        # All ranks have the same batches, so that no count, loss or prediction of another rank is missing.
+        self.args.average_tokens_across_devices = False
+        self.accelerator.gather = lambda tensors: tensors
         if self.args.gradient_accumulation_steps != 1:
             raise InputError(
                 "gradient_accumulation_steps must be 1 under a plan: give a larger batch, and the plan "
@@ -58,7 +63,8 @@ class Trainer(transformers.Trainer):
         batch = dict(self._prepare_inputs(dict(inputs)))
         if num_items_in_batch is not None:
             batch[_COUNT] = torch.as_tensor(num_items_in_batch)
-        return self._planned(batch, self.args.max_grad_norm or None)
+        # The log has the norm of the gradients also where they are not clipped.
+        return self._planned(batch, self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf)
 
     def _new(self) -> Planned:
         def compute(module: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -68,20 +74,22 @@ class Trainer(transformers.Trainer):
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         return Planned(
             self.model, optimizer, compute, self._plan, self._cluster,
-            Path(self.args.output_dir) / _FOLDER, "bf16" if self.args.bf16 else None, self.args.seed,
-            self.state.global_step,
+            Path(self.args.output_dir) / _FOLDER, seed=self.args.seed, steps=self.state.global_step,
         )  # fmt: skip
 
-    def get_tp_size(self) -> int:
-        """Return the number of processes that see each batch."""
-        return self.args.world_size
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Return the rows of a batch, which is the same on all ranks."""
+        return self._train_batch_size * args.gradient_accumulation_steps
 
-    def _get_dataloader(self, *args: Any, is_training: bool = False, **options: Any) -> Any:
-        """Return a loader that gives each rank the same batches while it trains."""
-        if not is_training:
-            return super()._get_dataloader(*args, **options)
+    def store_flos(self) -> None:
+        """Count the operations of this rank, which sees all rows."""
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0
+
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        """Return a loader that gives each rank the same batches."""
         with patch.object(self.accelerator, "prepare_data_loader", self._whole):
-            return super()._get_dataloader(*args, is_training=True, **options)
+            return super()._get_dataloader(*args, **options)
 
     def _whole(self, loader: Any, **_: Any) -> Any:
         accelerator = self.accelerator
@@ -92,9 +100,10 @@ class Trainer(transformers.Trainer):
         )  # fmt: skip
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
-        """Prepare a new plan, and no DistributedDataParallel."""
+        """Prepare a new plan, and autocast in the model's forward, but no DistributedDataParallel."""
         self._planned = None
-        with patch.object(self.accelerator, "prepare_model", lambda model, **_: model):
+        prepare = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        with patch.object(self.accelerator, "prepare_model", lambda model, **_: prepare(model)):
             return super()._prepare_for_training(*args, **options)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
