@@ -35,8 +35,9 @@ class Trainer(transformers.Trainer):
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. The loss is that of
     `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
     Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
-    rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of an epoch or of
-    the training; at other events after `put_weights`. Raises InputError for gradient accumulation and fp16.
+    rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of
+    an epoch or of the training; at other events after `put_weights`. Raises InputError for gradient accumulation and
+    fp16.
     """
 
     def __init__(self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
@@ -75,6 +76,7 @@ class Trainer(transformers.Trainer):
         return Planned(
             self.model, optimizer, compute, self._plan, self._cluster,
             Path(self.args.output_dir) / _FOLDER, seed=self.args.seed, steps=self.state.global_step,
+            torch_compile=self.args.torch_compile,
         )  # fmt: skip
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:

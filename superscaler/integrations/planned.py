@@ -41,17 +41,18 @@ class Planned:
 
     All ranks pass equal global batches. `cluster`: default, the processes of this machine. `directory`: of the plan,
     read by all ranks. `steps`: the earlier steps of the module and the optimizer. `notes`: what `compute` notes during
-    the capture on rank 0; all ranks get it.
+    the capture on rank 0; all ranks get it. `torch_compile`: as of `ss.load`.
     """
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
         cluster: str | None, directory: Path, autocast: str | None = None, seed: int = 0, steps: int = 0,
-        notes: dict[str, Any] | None = None,
+        notes: dict[str, Any] | None = None, torch_compile: bool = False,
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
         self._plan, self._cluster, self._directory = plan, cluster, directory
         self._autocast, self._seed, self._steps = autocast, seed, steps
+        self._torch_compile = torch_compile
         self._is_stale = False
         # By what each was compiled for; of several, one has the present state.
         self._made: dict[tuple[str, Form], Step] = {}
@@ -130,7 +131,7 @@ class Planned:
                 "all ranks: seed them alike, and do not share samples out."
             )
         self.notes.update(notes)
-        return load(self._folder)
+        return load(self._folder, torch_compile=self._torch_compile)
 
     @property
     def _folder(self) -> Path:
