@@ -40,6 +40,8 @@ class Trainer(transformers.Trainer):
     fp16.
     """
 
+    current_flos: float
+
     def __init__(self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._plan, self._cluster = plan, cluster
