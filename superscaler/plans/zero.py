@@ -36,7 +36,7 @@ def zero(
 ) -> None:  # fmt: skip
     shard = shard or n
     check_stage(stage, shard, microbatches, keep, secondary)
-    check_shards({"batch": batch_of(graph)}, n, shard, microbatches)
+    check_shards({"batch": batch_of(graph)}, n, shard, microbatches, gather_halves)
     if halves:
         graph.send_halves()
     if gather_halves:

@@ -249,6 +249,10 @@ def test_the_certificate_refuses_other_roundings() -> None:
 def test_options_without_an_effect_are_refused_in_one_line() -> None:
     for plan, text in (
         ("fsdp:gather_halves=true", "gather_halves: no weight is read by casts to bf16 or fp16 alone"),
+        (
+            "zero:shard=1,gather_halves=true",
+            "shard=1: each of 2 devices has whole weights, so none is gathered; choose",
+        ),
         ("fsdp:gather_halves=maybe", "gather_halves=maybe"),
     ):
         with pytest.raises(InputError, match=text) as found:

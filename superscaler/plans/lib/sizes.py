@@ -50,14 +50,22 @@ def check_rows(sizes: Mapping[str, int], microbatches: int = 1, **devices: int) 
         check_divisible(sizes, "batch", **devices, microbatches=microbatches)
 
 
-def check_zero(sizes: Mapping[str, int], cluster: Cluster, shard: int = 0, microbatches: int = 1, **_: Any) -> None:
+def check_zero(
+    sizes: Mapping[str, int], cluster: Cluster, shard: int = 0, microbatches: int = 1, gather_halves: bool = False,
+    **_: Any,
+) -> None:  # fmt: skip
     """Raise InputError for options that no model of these sizes has on a cluster."""
     n = len(cluster.devices)
-    check_shards(sizes, n, shard or n, microbatches)
+    check_shards(sizes, n, shard or n, microbatches, gather_halves)
 
 
-def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int) -> None:
+def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int, gather_halves: bool = False) -> None:
     """Raise InputError for slices over n devices that they cannot have, or a batch that they do not divide."""
+    if gather_halves and shard == 1 < n:
+        raise InputError(
+            f"zero:gather_halves=true,shard=1: each of {n} devices has whole weights, so none is gathered; choose a "
+            "larger shard, or leave gather_halves out."
+        )
     if shard < 1 or n % shard:
         raise InputError(f"zero: devices={n} is not divisible by shard={shard}; choose shard from {divisors(n)}.")
     check_rows(sizes, microbatches, devices=n)
