@@ -50,7 +50,8 @@ def quick_python(folder: Path) -> Path:
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen(64)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(server.fileno()), str(os.getpid())]
     process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
     atexit.register(lambda: (process.kill(), process.wait()))
@@ -63,7 +64,7 @@ def quick_python(folder: Path) -> Path:
 def serve(server: socket.socket, parent: int) -> NoReturn:
     """Fork for whoever asks, until the process that started this one has ended."""
     _warm()
-    base = [p for p in sys.path if p not in (str(ROOT), str(Path(__file__).parent))]
+    base = [p for p in sys.path if p not in (*_python_path(), str(Path(__file__).parent))]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     server.settimeout(1.0)
@@ -179,8 +180,8 @@ def _run(arguments: list[str], base: list[str]) -> None:
     how = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""
     what = arguments[0]
     sys.argv = ["-c" if how == "-c" else what, *arguments[1:]]
-    more = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    sys.path[:] = ["" if how == "-c" else os.getcwd() if how else str(Path(what).resolve().parent), *more, *base]
+    first = "" if how == "-c" else os.getcwd() if how else str(Path(what).resolve().parent)
+    sys.path[:] = [first, *_python_path(), *base]
     if how == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     elif how == "-c":
@@ -188,6 +189,10 @@ def _run(arguments: list[str], base: list[str]) -> None:
         exec(compile(what, "<string>", "exec"), main.__dict__)
     else:
         runpy.run_path(what, run_name="__main__")
+
+
+def _python_path() -> list[str]:
+    return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
 
 
 def _end(work: Any) -> int:

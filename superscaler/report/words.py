@@ -115,7 +115,7 @@ def _links(rows: Sequence[Sent]) -> str:
 
 
 def _beside(seconds: float, bound: float) -> str:
-    """Return how many times the seconds at full bandwidth a communication takes, or that its latency is all.
+    """Return in words the seconds of a communication beside those at full bandwidth, or that all of it is latency.
 
     >>> _beside(0.003, 0.001), _beside(0.0003, 1.33e-9), _beside(0.0, 0.0)
     (' (3.00 x 1 ms at full bandwidth)', ' (all of it latency)', '')

@@ -7,6 +7,7 @@ An HTML comment above a block says what is done with it: `slow` runs it with `-m
 from __future__ import annotations
 
 import doctest
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import superscaler as ss
 from superscaler import models, plans
+from superscaler.emit.statements import Statements
 from tests.commands import run
 from tests.graphs import graph_of
 
@@ -102,6 +104,14 @@ EMITTED = re.findall(r"<!-- emitted (\S+) (\S+) -->\n```python\n(.*?)```", PAGES
 def test_the_code_of_the_page_is_emitted(model: str, plan: str, shown: str) -> None:
     files = ss.compile(graph_of(model), plan, "local:2").compiled.emitted.files
     assert files["program_0.py"] == shown
+
+
+def test_the_page_has_every_word_of_a_collective() -> None:
+    """A word follows the name of a collective in the text of an f-string, as `, rounded="`."""
+    code = inspect.getsource(Statements._collective)
+    words = set(re.findall(r", (\w+)=(?=\"|\{|True)", code))
+    assert words == {"largest", "ways", "wire", "rounded"}
+    assert all(f"| `{word}=" in PAGES["emitted.md"] for word in words)
 
 
 def anchors(page: str) -> set[str]:

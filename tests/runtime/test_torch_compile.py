@@ -15,6 +15,7 @@ import superscaler as ss
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime.load import CompiledSegments, modules
 from superscaler.runtime.step import Step
+from tests.commands import run
 from tests.graphs import graph_of, step_of
 from tests.ran import as_in, exact, on_ranks
 
@@ -103,6 +104,13 @@ def test_split_backwards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ss.compile(graph, "zb_h1:2,microbatches=2", "local:2").save(tmp_path / "plan")
     with pytest.raises(InputError, match=r"runs backwards in two halves, which torch\.compile makes one; leave"):
         ss.load(tmp_path / "plan", torch_compile=True)
+
+
+@pytest.mark.dist
+def test_the_option_of_training_reaches_the_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    given = "mlp:layers=1,hidden=4", "--plan", "zb_h1:2,microbatches=2", "--cluster", "local:2", "--steps", "1"
+    assert run("train", *given, "--torch-compile") == 2
+    assert "runs backwards in two halves, which torch.compile makes one" in capfd.readouterr().err
 
 
 def test_what_torch_cannot_compile_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
