@@ -19,8 +19,9 @@ from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.oracle import reference_step
+from superscaler.ir.graph import Graph
 from superscaler.models import BuiltModel, build
-from superscaler.plan import Graph, Plan, capture, compile
+from superscaler.plan import Plan, capture, compile
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step
 from superscaler.verbs import Microbatch, op_assign, op_trans

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
-from superscaler.plan import Graph, capture, compile
+from superscaler.ir.graph import Graph
+from superscaler.plan import capture, compile
 from superscaler.runtime.step import Step
 from tests.ran import Around, equal, on_ranks
 

@@ -14,8 +14,9 @@ from random_sprograms import Author
 from torch import Tensor, nn
 
 from superscaler.cluster import Cluster
+from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
-from superscaler.plan import Graph, compile
+from superscaler.plan import compile
 from superscaler.verbs import Replicate, Split, op_assign, op_trans
 from tests.ran import Around, captured, equal, trained
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from superscaler.cluster import Cluster
 from superscaler.errors import TransformError
+from superscaler.ir.graph import Graph
 from superscaler.ir.program import Collective
-from superscaler.plan import Graph
 from superscaler.verbs import Split, ValueSplit, op_assign, op_trans
 from tests.ran import Around, captured, equal
 

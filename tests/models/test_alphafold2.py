@@ -13,10 +13,11 @@ from torch.nn import functional as F
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.frontend.oracle import reference_step
+from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
 from superscaler.models import build
 from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMean, TriangleMultiplication
-from superscaler.plan import Graph, Plan, compile
+from superscaler.plan import Plan, compile
 from tests.graphs import assert_equal, graph_of
 from tests.ran import on_ranks
 from tests.sweeps import few, slow

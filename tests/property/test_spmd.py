@@ -22,7 +22,7 @@ import superscaler as ss
 from superscaler import compiler
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, compile_graph
-from superscaler.emit.device import Tables
+from superscaler.emit.tables import Tables
 from superscaler.errors import PlanError
 from superscaler.ir import program as p
 from superscaler.ir.communication import bytes_moved

@@ -16,9 +16,10 @@ from superscaler.artifact import describe, initial_values
 from superscaler.comm.communicator import Communicator
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
+from superscaler.ir.graph import Graph
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.models import build
-from superscaler.plan import Graph, capture, compile
+from superscaler.plan import capture, compile
 from superscaler.runtime.load import modules
 from superscaler.runtime.optimizer import Scaler, scale
 from superscaler.runtime.step import Step, build_step
