@@ -16,6 +16,9 @@ from superscaler.runtime.functions.attention_blocks import attention_block as at
 from superscaler.runtime.functions.attention_blocks import attention_gradient as attention_gradient
 from superscaler.runtime.functions.attention_blocks import attention_merge as attention_merge
 from superscaler.runtime.functions.attention_blocks import seen_by as seen_by
+from superscaler.runtime.functions.draws import BLOCK as BLOCK
+from superscaler.runtime.functions.draws import draw as draw
+from superscaler.runtime.functions.draws import linear_index
 from superscaler.runtime.functions.losses import count_labels as count_labels
 from superscaler.runtime.functions.losses import cross_entropy as cross_entropy
 from superscaler.runtime.functions.losses import exp_sum
@@ -23,14 +26,6 @@ from superscaler.runtime.functions.losses import largest as largest
 from superscaler.runtime.functions.losses import nll_loss as nll_loss
 from superscaler.runtime.functions.losses import normalized as normalized
 from superscaler.runtime.functions.losses import row_losses as row_losses
-
-# The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-_GAMMA = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
-_WORD = 1 << 64
-# Elements that a core mixes at a time, so that the words stay in its cache.
-BLOCK = 1 << 17
 
 _ATEN = torch.ops.aten
 # Kernels whose backward needs at most their inputs. Others run: copies, which a product may save, among them.
@@ -118,25 +113,6 @@ def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
 
 
-def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.device | str, block: int = 0) -> Tensor:
-    """Return float32 numbers in [0, 1) of the box's shape, multiples of 2**-24.
-
-    An element depends on (seed, step, op) and its linear index in a tensor of `extents` only: every box over the same
-    element has the same number, on every device. `block`: the elements that are mixed at a time; 0: BLOCK on a CPU, all
-    on other devices.
-    """
-    shape = [high - low for low, high in box]
-    assert all(0 <= low <= high <= size for (low, high), size in zip(box, extents, strict=True)), (box, extents)
-    words = _linear_index(box, extents, device).reshape(-1)
-    key = _signed(_key(seed, step, op))
-    numbers = torch.empty(words.numel(), dtype=torch.float32, device=words.device)
-    block = block or (BLOCK if words.device.type == "cpu" else words.numel())
-    for start in range(0, words.numel(), max(1, block)):
-        piece = _mix(words[start : start + block].mul_(_signed(_GAMMA)).add_(key))
-        torch.mul(_shift(piece, 40), 2.0**-24, out=numbers[start : start + block])
-    return numbers.reshape(shape)
-
-
 def embedding_part(ids: Tensor, weight: Tensor, box: Box, extents: Sizes, padding_idx: int | None = None) -> Tensor:
     """Return the rows of `ids` (any shape) in `weight`, zeros for other ids: a part of the value of F.embedding.
 
@@ -164,7 +140,7 @@ def piece(x: Tensor, dim: int, box: Box, extents: Sizes) -> Tensor:
 
 def causal_mask(box: Box, extents: Sizes, keys: int, like: Tensor) -> Tensor:
     """Return the keys that the queries `box` of `extents` may see, bool (queries, keys)."""
-    queries = _linear_index(box, extents, like.device).reshape(-1, 1)
+    queries = linear_index(box, extents, like.device).reshape(-1, 1)
     return torch.arange(keys, device=like.device) <= queries
 
 
@@ -172,7 +148,9 @@ def dropout(x: Tensor, p: float, random: Tensor) -> Tensor:
     """Return x with the elements whose random number is below p zeroed and the others divided by 1 - p."""
     if p >= 1.0:
         return x * 0.0
-    return x * (random.reshape(x.shape) >= p).to(x.dtype).div_(1.0 - p)
+    # On the CPU: other devices take it as a number.
+    scale = torch.ones((), dtype=x.dtype).div_(1.0 - p)
+    return x * ((random.reshape(x.shape) >= p) * scale)
 
 
 def attention_dropout(
@@ -283,7 +261,7 @@ def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
 
 def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
     """Return the position of each id in the box of a dim, and whether the id is outside (then at any)."""
-    here = _linear_index(box, extents, ids.device).reshape(-1)
+    here = linear_index(box, extents, ids.device).reshape(-1)
     places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)
     return places, here[places] != ids
 
@@ -301,38 +279,3 @@ def _numbers(box: Box, extents: Sizes) -> list[int]:
     for (low, high), size in zip(box, extents, strict=True):
         found = [number * size + k for number in found for k in range(low, high)]
     return found
-
-
-def _linear_index(box: Box, extents: Sizes, device: torch.device | str) -> Tensor:
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for (low, high), size in zip(box, extents, strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(low, high, device=device)
-    return index
-
-
-def _key(seed: int, step: int, op: int) -> int:
-    """Return 64 bits that mix the three integers, of any size."""
-    key = 0
-    for word in (seed, step, op):
-        key = (key + word + 1) * _GAMMA % _WORD
-        key = (key ^ (key >> 30)) * _FIRST % _WORD
-        key = (key ^ (key >> 27)) * _SECOND % _WORD
-        key ^= key >> 31
-    return key
-
-
-def _mix(words: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 in place; int64 products wrap."""
-    words.bitwise_xor_(_shift(words, 30)).mul_(_signed(_FIRST))
-    words.bitwise_xor_(_shift(words, 27)).mul_(_signed(_SECOND))
-    return words.bitwise_xor_(_shift(words, 31))
-
-
-def _shift(words: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros; torch fills with the sign."""
-    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    """Return the int64 with the same bits."""
-    return word - _WORD if word >= _WORD >> 1 else word

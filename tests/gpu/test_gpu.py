@@ -18,6 +18,7 @@ import torch
 import superscaler as ss
 from superscaler.cluster import Cluster
 from superscaler.models import build
+from superscaler.runtime.functions import draws
 from superscaler.runtime.optimizer import LISTED, at_once
 
 pytestmark = pytest.mark.gpu
@@ -128,6 +129,14 @@ def losses(run: Path) -> dict[int, float]:
 
 
 TRAIN = ("train", "gpt2:size=tiny,dropout=0.1", "--cluster", "local:1", "--plan")
+
+
+@pytest.mark.parametrize("extents", [(3, 257, 1000), (70_000,), (5, 7, 2), ()])
+def test_random_numbers_of_one_kernel_are_those_of_a_cpu(extents: tuple[int, ...]) -> None:
+    box = [(size // 3, size) for size in extents]
+    on_gpu = draws.draw(1, 2, 3, box, extents, "cuda")
+    assert torch.equal(on_gpu.cpu(), draws.draw(1, 2, 3, box, extents, "cpu"))
+    assert draws._kernel(on_gpu.device) is not None
 
 
 def test_training_on_a_gpu_goes_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

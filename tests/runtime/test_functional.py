@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +25,7 @@ from superscaler.runtime.functional import (
     draw,
     dropout,
 )
+from superscaler.runtime.functions import draws
 
 EXTENTS = (64, 48, 32)
 WHOLE = [(0, size) for size in EXTENTS]
@@ -46,12 +53,44 @@ def test_uniform_blocks_do_not_show() -> None:
     assert draw(1, 2, 3, [], [], "cpu") == long[0]
 
 
+@pytest.mark.parametrize("made", ["numbers", "zeros", "nothing"])
+def test_a_kernel_that_gives_other_numbers_is_not_used(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mix(rows: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+        if made == "nothing":
+            raise RuntimeError("no compiler")
+        if made == "numbers":
+            draws._mix(rows.unsqueeze(1), columns, out)
+
+    monkeypatch.setitem(sys.modules, "superscaler.runtime.functions.triton_draws", SimpleNamespace(mix=mix))
+    with nullcontext() if made == "numbers" else pytest.warns(UserWarning, match="kernel of random numbers"):
+        found = draws._kernel.__wrapped__(torch.device("cpu"))
+    assert found is (mix if made == "numbers" else None)
+
+
+INTERPRETED = """
+import torch
+from superscaler.runtime.functions import draws, triton_draws
+
+for rows, columns in (1, 1), (3, 101), (37, 257), (300, 4096), (0, 5):
+    words = [torch.randint(-(2**63), 2**63 - 1, (n,)) for n in (rows, columns)]
+    own, other = torch.empty(rows, columns), torch.empty(rows, columns)
+    draws._mix(words[0].unsqueeze(1), words[1], own)
+    triton_draws.mix(words[0].unsqueeze(1), words[1], other)
+    assert torch.equal(own, other), (rows, columns)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch's builds for GPUs")
+def test_tritons_kernel_gives_the_numbers_of_torch() -> None:
+    """In Triton's interpreter, on a CPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True, timeout=120)
+
+
 def test_uniform_is_what_splitmix64_computes() -> None:
     """The same element by Python's integers, at an index that needs more than 32 bits."""
-    from superscaler.runtime.functional import _key
-
     index, word = 2**40 + 12345, (1 << 64) - 1
-    z = (index * 0x9E3779B97F4A7C15 + _key(-1, 2**70, 3)) & word
+    z = (index * 0x9E3779B97F4A7C15 + draws._key(-1, 2**70, 3)) & word
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
     z ^= z >> 31
