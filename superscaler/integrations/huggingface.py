@@ -16,7 +16,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
-from superscaler.integrations.planned import Planned, put, users, warn_of_stale
+from superscaler.integrations.planned import Changing, Planned, put, users, warn_of_stale
 
 # In the folder of the run.
 _FOLDER = "plan"
@@ -27,6 +27,11 @@ _STEPS = (
     "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_log"
 )  # fmt: skip
 _EPOCHS = ("on_epoch_end", "on_epoch_begin")
+# Of the state: what changes from step to step.
+_CHANGING = (
+    "global_step", "epoch", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
+    "best_model_checkpoint",
+)  # fmt: skip
 
 
 class Trainer(transformers.Trainer):
@@ -72,13 +77,14 @@ class Trainer(transformers.Trainer):
     def _new(self) -> Planned:
         def compute(module: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
             inputs = dict(batch)
-            return self.compute_loss(module, inputs, num_items_in_batch=inputs.pop(_COUNT, None)), {}
+            with patch.object(self, "state", Changing(self.state, "self.state", _CHANGING, "training_step")):
+                return self.compute_loss(module, inputs, num_items_in_batch=inputs.pop(_COUNT, None)), {}
 
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         return Planned(
             self.model, optimizer, compute, self._plan, self._cluster,
             Path(self.args.output_dir) / _FOLDER, seed=self.args.seed, steps=self.state.global_step,
-            torch_compile=self.args.torch_compile,
+            torch_compile=self.args.torch_compile, owner=self,
         )  # fmt: skip
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from superscaler.errors import InputError, a
-from superscaler.integrations.planned import Planned, put, users, warn_of_stale
+from superscaler.integrations.planned import Changing, Planned, put, users, warn_of_stale
 
 # In the folder of the run.
 _FOLDER = "plan"
@@ -26,6 +26,10 @@ _STEPS = (
     "on_before_zero_grad", "on_train_batch_end",
 )  # fmt: skip
 _EPOCHS = ("on_train_epoch_end", "on_train_epoch_start")
+# Of the trainer: what changes from step to step.
+_CHANGING = (
+    "global_step", "current_epoch", "is_last_batch", "callback_metrics", "logged_metrics", "progress_bar_metrics",
+)  # fmt: skip
 # Lightning's callbacks that read or change weights between steps.
 _REFUSED = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 _AUTOCAST = {"32-true": None, "bf16-mixed": "bf16"}
@@ -47,14 +51,17 @@ class PlanStrategy(DDPStrategy):
         self._plan, self._cluster = plan, cluster
         self._planned: Planned | None = None
 
+    def setup_environment(self) -> None:
+        """Connect the ranks, and go on with the random numbers of before, as on one device."""
+        states = _random()
+        super().setup_environment()
+        _set_random(states)
+
     def setup(self, trainer: Any) -> None:
         """Set up optimizers and loaders as on one device, with equal random numbers on all ranks."""
         self._trainer, self._planned = trainer, None
         trainer._accelerator_connector.use_distributed_sampler = False
-        states = self.broadcast((random.getstate(), np.random.get_state(), torch.get_rng_state()))
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        _set_random(self.broadcast(_random()))
         super().setup(trainer)
         if not any(isinstance(one, _First) for one in trainer.callbacks):
             trainer.callbacks.insert(0, _First(self))
@@ -98,7 +105,12 @@ class PlanStrategy(DDPStrategy):
                 for name, value in values.items():
                     log(name, value, **options)
 
-            with patch.object(module, "log", log), patch.object(module, "log_dict", log_dict):
+            shown = Changing(trainer, "self.trainer", _CHANGING, "on_before_batch_transfer")
+            with (
+                patch.object(module, "log", log),
+                patch.object(module, "log_dict", log_dict),
+                patch.object(module, "_trainer", shown),
+            ):
                 found: Any = module.training_step(batch, *rest)
             return found["loss"] if isinstance(found, Mapping) else found, logged
 
@@ -145,6 +157,16 @@ class PlanStrategy(DDPStrategy):
         """Return the module's state, with the trained weights; the state of the optimizer is set, too."""
         put(self._planned)
         return super().lightning_module_state_dict()
+
+
+def _random() -> Any:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
 
 
 class _First(callbacks.Callback):

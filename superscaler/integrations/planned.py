@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,8 +34,16 @@ from superscaler.store.folder import digest
 _LOG = logging.getLogger(__name__)
 # From the user's module and a batch: the loss, and values to log by name.
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
-# Of a module and its optimizer: see `Planned._form`.
-Form = tuple[tuple[bool, ...], tuple[int, ...]]
+
+
+class Form(NamedTuple):
+    """The facts that a capture reads and a loop may change: the modes of modules, the parameter group of each
+    parameter, -1 if it is not trained, and the numbers, flags and texts that captures read from objects of the user.
+    """
+
+    modes: tuple[bool, ...]
+    groups: tuple[int, ...]
+    values: tuple[Any, ...]
 
 
 class Planned:
@@ -41,19 +52,23 @@ class Planned:
 
     All ranks pass equal global batches. `cluster`: default, the processes of this machine. `directory`: of the plan,
     read by all ranks. `steps`: the earlier steps of the module and the optimizer. `notes`: what `compute` notes during
-    the capture on rank 0; all ranks get it. `torch_compile`: as of `ss.load`.
+    the capture on rank 0; all ranks get it. `torch_compile`: as of `ss.load`. `owner`: the object whose method
+    `compute` calls; default: the module. Numbers, flags and texts that it reads from both may change between steps.
     """
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
         cluster: str | None, directory: Path, autocast: str | None = None, seed: int = 0, steps: int = 0,
-        notes: dict[str, Any] | None = None, torch_compile: bool = False,
+        notes: dict[str, Any] | None = None, torch_compile: bool = False, owner: object = None,
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
         self._plan, self._cluster, self._directory = plan, cluster, directory
         self._autocast, self._seed, self._steps = autocast, seed, steps
         self._torch_compile = torch_compile
-        self._is_stale = False
+        self._is_stale, self._saved = False, 0
+        # The objects of the user by path, and the attributes of them that captures read: path and name.
+        self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
+        self._read: list[tuple[str | None, str]] = []
         # By what each was compiled for; of several, one has the present state.
         self._made: dict[tuple[str, Form], Step] = {}
         self.step: Step | None = None
@@ -97,32 +112,39 @@ class Planned:
         self.put()
         if self._made and known is None:
             is_batch = all(form == key[1] for _, form in self._made)
-            what = "a batch has other shapes or dtypes" if is_batch else "other weights or modules are trained"
+            others = "other weights or modules are trained, or the model reads other values"
+            what = "a batch has other shapes or dtypes" if is_batch else others
             _LOG.warning("%s: a plan is compiled for %s, with weights of its own in memory.", what, key[0])
-        step = self._made[key] = known or self._compiled(tensors, spec)
+        step = known or self._compiled(tensors, spec)
+        form = self._form()
+        # Values seldom come back, so plans of earlier ones would only fill the memory.
+        kept = {key: step for key, step in self._made.items() if key[1].values == form.values}
+        self._made = {**kept, (key[0], form): step}
         state.take(step, self._around, self._optimizer, has_weights=known is None)
         step.state.steps = self._steps
         return step
 
     def _form(self) -> Form:
-        """Return the facts of the module and the optimizer that a capture reads and a loop may change: the modes of
-        modules, and the parameter group of each parameter, -1 if it is not trained.
-        """
         groups = {id(p): n for n, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         trained = (groups.get(id(p), -1) if p.requires_grad else -1 for p in self._module.parameters())
-        return tuple(module.training for module in self._module.modules()), tuple(trained)
+        values = (vars(self._objects[path]).get(name) for path, name in self._read)
+        modes = (module.training for module in self._module.modules())
+        return Form(tuple(modes), tuple(trained), tuple(values))
 
     def _compiled(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
         """Return the step of a new plan, with the weights of rank 0."""
         communicator, here = connect(), {name: _hash(x) for name, x in tensors.items()}
-        found: list[Any] = [here, "", self.notes]
+        folder = self._directory / str(self._saved)
+        found: list[Any] = [here, "", self.notes, self._read]
         if communicator.rank == 0:
             try:
-                self._save(tensors, spec, communicator.world)
+                with _reads(self._objects) as read:
+                    self._save(folder, tensors, spec, communicator.world)
+                found[3] = [*self._read, *(read - {*self._read})]
             except PlanError as error:
                 found[1] = str(error)
         dist.broadcast_object_list(found)
-        batch, why, notes = found
+        batch, why, notes, self._read = found
         if why:
             raise InputError(why)
         if batch != here:
@@ -131,13 +153,10 @@ class Planned:
                 "all ranks: seed them alike, and do not share samples out."
             )
         self.notes.update(notes)
-        return load(self._folder, torch_compile=self._torch_compile)
+        self._saved += 1
+        return load(folder, torch_compile=self._torch_compile)
 
-    @property
-    def _folder(self) -> Path:
-        return self._directory / str(len(self._made))
-
-    def _save(self, tensors: Mapping[str, Tensor], spec: Any, world: int) -> None:
+    def _save(self, folder: Path, tensors: Mapping[str, Tensor], spec: Any, world: int) -> None:
         """Write the plan. It leaves the loop's random numbers unchanged."""
         states, self._optimizer.state = self._optimizer.state, defaultdict(dict)
         try:
@@ -147,9 +166,49 @@ class Planned:
                     around, kwargs=dict(tensors), optimizer=self._optimizer, autocast=self._autocast, outputs=True
                 )
                 plan = compile(graph, self._plan, self._cluster or f"local:{world}")
-                plan.save(self._folder, self._seed)
+                plan.save(folder, self._seed)
         finally:
             self._optimizer.state = states
+
+
+@contextmanager
+def _reads(objects: Mapping[str | None, object]) -> Iterator[set[tuple[str | None, str]]]:
+    """Collect the numbers, flags and texts that are read from attributes of objects: the path and the name."""
+    paths, found = {id(one): path for path, one in objects.items()}, set[tuple[str | None, str]]()
+
+    def get(one: object, name: str) -> Any:
+        value = object.__getattribute__(one, name)
+        if isinstance(value, bool | int | float | str) and id(one) in paths and name in vars(one):
+            found.add((paths[id(one)], name))
+        return value
+
+    with patch.object(nn.Module, "__getattribute__", get), patch.object(type(objects[None]), "__getattribute__", get):
+        yield found
+
+
+class Changing:
+    """An object of a loop during a capture. Raises InputError where attributes are read that change between steps.
+
+    `path`: the object in the user's code. `hook`: a method in which the user can change a batch.
+    """
+
+    def __init__(self, whole: object, path: str, names: Sequence[str], hook: str) -> None:
+        self._whole, self._path, self._names, self._hook = whole, path, names, hook
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            return getattr(self._whole, name)
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals["__name__"].split(".")[0] in (
+            "superscaler",
+            "lightning",
+            "transformers",
+        ):
+            frame = frame.f_back
+        raise InputError(
+            f"{self._path}.{name}, read at {frame.f_code.co_filename}:{frame.f_lineno}, changes from step to step, but "
+            f"a plan reads it once. Add a tensor of it to the batch, in {self._hook}, and read that."
+        )
 
 
 def put(planned: Planned | None) -> None:

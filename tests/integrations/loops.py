@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from superscaler.errors import InputError
+
 STEPS = 8
 Log = list[dict[str, float]]
 
@@ -48,7 +50,7 @@ def size_of(module: nn.Module) -> float:
 
 def own(plans: list[str], folder: Path) -> list[float]:
     """Return the largest differences of losses, weights and states from a plain loop, with a last batch of two rows, a
-    step without the last layer's weights, and options that change.
+    step without the last layer's weights, and options and a number of the module that change.
     """
     from superscaler.integrations.planned import Planned
 
@@ -60,8 +62,8 @@ def own(plans: list[str], folder: Path) -> list[float]:
         flat, other = ([p for p in module.parameters() if (p.dim() < 2) == is_flat] for is_flat in (True, False))
         return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": other}], lr=0.01)
 
-    def compute(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return nn.functional.cross_entropy(module(batch[0]), batch[1]), {}
+    def compute(module: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return module.factor * nn.functional.cross_entropy(module(batch[0]), batch[1]), {}
 
     ours, theirs = optimizer_of(layers), optimizer_of(plain)
     batches = [(drawn(n, rows, 6), drawn(n, rows, high=4)) for n, rows in enumerate((4, 4, 2, 4))]
@@ -71,6 +73,7 @@ def own(plans: list[str], folder: Path) -> list[float]:
         for turn, batch in enumerate(batches):
             for module, optimizer in ((layers, ours), (plain, theirs)):
                 module[3].requires_grad_(turn != 1)
+                module.factor = 1.0 + turn // 3  # type: ignore[assignment]
                 optimizer.param_groups[0]["lr"] *= 0.9
                 optimizer.param_groups[1] |= {"betas": (0.9 - 0.1 * turn, 0.99), "weight_decay": 0.1 * turn}
             theirs.zero_grad()
@@ -99,6 +102,10 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
 
     def in_float32(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs["logits"] @ torch.ones(2, 2).triu(), labels)
+
+    class ByStep(hf.Trainer):
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            return super().compute_loss(*args, **options) * (1 + self.state.global_step)
 
     hf.set_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64}
@@ -130,7 +137,8 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
     else:
         from superscaler.integrations.huggingface import Trainer
 
-        trainer = Trainer(model, args, callbacks=[Stop()], **kept, plan=plan)
+        kinds = (ByStep, Trainer) if kind == "bert_step" else (Trainer,)
+        trainer = type("Own", kinds, {})(model, args, callbacks=[Stop()], **kept, plan=plan)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
     counts = ("num_input_tokens_seen", "total_flos")
     names = ("loss", "eval_loss", "grad_norm", "learning_rate", "weights", *counts)
@@ -167,6 +175,9 @@ def lightning(kind: str, plan: str, folder: Path, stop: int) -> Log:
     log: Log = []
 
     class Keep(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            log.append({"drawn": float(torch.rand(()))})
+
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             log.append({name: float(trainer.callback_metrics[name]) for name in ("loss", "right")})
             log[-1]["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -200,6 +211,9 @@ if __name__ == "__main__":
     if library == "own":
         made = own(plan.split("+"), Path(where))
     else:
-        made = {"huggingface": huggingface, "lightning": lightning}[library](kind, plan, Path(where), int(stop))
+        try:
+            made = {"huggingface": huggingface, "lightning": lightning}[library](kind, plan, Path(where), int(stop))
+        except InputError as error:
+            made = str(error)
     if os.environ.get("RANK", "0") == "0":
         Path(where, f"log_{stop}.json").write_text(json.dumps(made))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -69,6 +70,7 @@ def test_trainers_train_and_resume_as_on_one_device(
     sizes = [e for e in found if "weights" in e]
     assert len(sizes) == 2
     assert sizes == [pytest.approx(e, rel=1e-4) for e in expected if "weights" in e]
+    assert {e["drawn"] for e in found if "drawn" in e} == {e["drawn"] for e in expected if "drawn" in e}
     assert [e["total_flos"] for e in found if "total_flos" in e][-1:] == [
         e["total_flos"] for e in expected if "total_flos" in e
     ]
@@ -76,8 +78,10 @@ def test_trainers_train_and_resume_as_on_one_device(
 
 @pytest.mark.slow
 @pytest.mark.dist(python="real")
-def test_a_trainer_in_bf16_leaves_its_own_loss_in_float32_and_evaluates_in_bf16(tmp_path: Path) -> None:
+def test_a_trainer_has_its_own_loss_in_float32_and_none_that_changes_with_the_step(tmp_path: Path) -> None:
     expected = without_plan("huggingface", "bert_bf16", tmp_path / "alone")
     assert ran(1, "huggingface", "bert_bf16", "single", tmp_path / "planned") == [
         pytest.approx(e, rel=1e-6) for e in expected
     ]
+    refused = ran(1, "huggingface", "bert_step", "single", tmp_path / "refused")
+    assert re.match(r"self.state.global_step, read at .*loops.py:\d+, changes from step to step", refused)
