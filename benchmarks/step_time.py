@@ -6,8 +6,9 @@ About a minute a plan with 8 steps on two quiet cores: `--steps 7 --only single,
 sequence_parallel,pipeline_1f1b,interleaved,zbv,zero3,zero1` takes some 9 minutes.
 
 GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32;
-2 processes x 1 thread on gloo (`single`: 1 x 1). LAYERS and VOCABULARY in the environment are read. Both sides run
-eagerly, with fused AdamW and F.gelu (GPT-2's own gelu is eight operators, which a plan would run as one). Peers:
+2 processes x 1 thread on gloo (`single`: 1 x 1). LAYERS, VOCABULARY and DROPOUT in the environment are read. Both
+sides run eagerly, with fused AdamW and F.gelu (GPT-2's own gelu is eight operators, which a plan would run as one).
+Peers:
 
 single             the plain module
 recompute          the module with its blocks in activation checkpoints
@@ -50,6 +51,7 @@ from torch import Tensor, nn
 
 HIDDEN, HEADS, SEQUENCE, BATCH, MICROBATCHES = 512, 8, 256, 8, 8
 LAYERS, VOCABULARY = int(os.environ.get("LAYERS", "4")), int(os.environ.get("VOCABULARY", "8192"))
+DROPOUT = float(os.environ.get("DROPOUT", "0"))
 PLANS = {
     "single": (1, "single"),
     "recompute": (1, "recompute"),
@@ -81,9 +83,9 @@ def gpt2(tied: bool = True) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=SEQUENCE, vocab_size=VOCABULARY, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-        activation_function="gelu_pytorch_tanh",
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=SEQUENCE, vocab_size=VOCABULARY, resid_pdrop=DROPOUT,
+        embd_pdrop=DROPOUT, attn_pdrop=DROPOUT, use_cache=False, tie_word_embeddings=tied, bos_token_id=0,
+        eos_token_id=0, activation_function="gelu_pytorch_tanh",
     )  # fmt: skip
     torch.manual_seed(0)
     return GPT2LMHeadModel(config).train()
