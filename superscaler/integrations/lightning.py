@@ -99,7 +99,7 @@ class PlanStrategy(DDPStrategy):
                         f"training_step logs {name}, {a(type(value).__name__)}, which would be the same in all steps "
                         "of a plan; log a tensor, or log it in a callback."
                     )
-                logged[name], notes[name] = value.detach(), options
+                logged[name], notes[name] = value, options
 
             def log_dict(values: Mapping[str, Any], **options: Any) -> None:
                 for name, value in values.items():
@@ -112,7 +112,9 @@ class PlanStrategy(DDPStrategy):
                 patch.object(module, "_trainer", shown),
             ):
                 found: Any = module.training_step(batch, *rest)
-            return found["loss"] if isinstance(found, Mapping) else found, logged
+            loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+            # The loss itself is no other output: one that reads the loss would wait for all microbatches.
+            return loss, {name: value if value is loss else value.detach() for name, value in logged.items()}
 
         trainer, (optimizer,) = self._trainer, self.optimizers
         folder, autocast = Path(trainer.default_root_dir) / _FOLDER, _AUTOCAST[trainer.precision]

@@ -50,7 +50,7 @@ def test_a_loop_goes_on_under_another_plan_and_with_a_last_batch_of_another_size
         ("huggingface", "gpt2", "tensor_parallel", "zero:stage=3"),
         ("huggingface", "bert", "zero:stage=3", "pipeline_1f1b:microbatches=2"),
         ("lightning", "cnn", "data_parallel", "zero:stage=3"),
-        ("lightning", "mlp", "zero:stage=1", "tensor_parallel"),
+        ("lightning", "mlp", "tensor_parallel", "pipeline_1f1b:microbatches=2"),
     ],
 )
 def test_trainers_train_and_resume_as_on_one_device(
