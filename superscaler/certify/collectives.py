@@ -50,7 +50,7 @@ class Collectives:
             check_view(content, way.view)
             check_shape(self.model, content, way.local)
             if content.dtype != (i.given or i.wide or i.dtype):
-                raise Refusal(f"moves {content.dtype} as {i.given or i.wide or i.dtype}.")
+                raise Refusal(f"is of {i.given or i.wide or i.dtype}, but is given {content.dtype}.")
             if (i.wide or i.given) and not self._may_round(i, content):
                 raise Refusal(f"rounds {kind_of(content)} to {i.dtype} to move it.")
         check_bytes(i.bytes, sizes, i.dtype)
@@ -98,7 +98,7 @@ class Collectives:
     def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
         """Return one value, concatenated from chunks along a slot."""
         if not 0 <= way.take < given[0].box.shape[1]:
-            raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
+            raise Refusal(f"gathers slot {way.take}, but the value has {given[0].box.shape[1]}, from 0 on.")
         box = given[0].box
         sizes = way.sizes or (given[0].lengths[way.take],) * len(given)
         if len(sizes) != len(given):

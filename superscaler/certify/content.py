@@ -213,7 +213,7 @@ def cut_of(content: Content, box: Ints) -> Content:
 def chunk_of(content: Content, slot: int, count: int, position: Ints, sizes: Sequence[int] = ()) -> Content:
     """Return each device's chunk of a value cut along a slot, evenly or into `sizes`."""
     if not 0 <= slot < content.box.shape[1]:
-        raise Refusal(f"scatters slot {slot} of {content.box.shape[1]}.")
+        raise Refusal(f"scatters slot {slot}, but the value has {content.box.shape[1]}, from 0 on.")
     size = content.lengths[slot]
     if size % count and not sizes:
         raise Refusal(f"scatters {size} elements over {count} devices.")

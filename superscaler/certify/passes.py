@@ -53,7 +53,7 @@ class Passes:
             raise Refusal("runs twice; every part runs once in a step.")
         self.ran.add(key)
         if not 0 <= i.function < len(self.functions):
-            raise Refusal(f"runs function {i.function} of {len(self.functions)}.")
+            raise Refusal(f"runs function {i.function}, but the program has {len(self.functions)}, from 0 on.")
         if i.function not in self.segments:
             self.segments[i.function] = Segment(self.functions[i.function], self.kinds)
         segment = self.segments[i.function]

@@ -66,7 +66,8 @@ def from_file(
     if not name and len(marked) == 1:
         name = marked[0]
     if not name:
-        raise InputError(f"'{spec}' names no function; write {path}:FUNCTION, one of {', '.join(known) or '-'}.")
+        choice = f"write {path}:FUNCTION, one of {', '.join(known)}" if known else "the file has none, so write one"
+        raise InputError(f"'{spec}' names no function; {choice}.")
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{path}: {unknown('function', name, known)}")

@@ -146,7 +146,10 @@ def open_checkpoint(path: str | Path) -> TensorReader:
     """Open a checkpoint, or the one that `latest` of a folder names. Raises InputError for weights only."""
     stored = open_stored(path)
     if stored.whole is None:
-        raise InputError(f"{path} holds weights but is no checkpoint; load it as weights, or import it first.")
+        raise InputError(
+            f"{path} holds weights but no state of training, so it is no checkpoint; start from it by --weights or "
+            "step.load_weights, or make a checkpoint of it by superscaler checkpoint import."
+        )
     return stored
 
 

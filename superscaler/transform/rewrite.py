@@ -244,7 +244,8 @@ def _in_turns(model: Model, algorithm: Rewrite, ops: Sequence[Op]) -> Model:
         except NoneOfThese as error:
             idle.append(error)
     if len(idle) == len(turns) > 0:
-        raise idle[0]
+        given = some([op.name for op in ops], 3)
+        raise NoneOfThese(f"{idle[0]} These are {given}; give other ops, or leave this op_trans out.")
     return model
 
 

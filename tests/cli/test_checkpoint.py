@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from superscaler.store.checkpoint import check_folder, lock
 from superscaler.store.pieces import whole
@@ -179,6 +180,8 @@ def test_wrong_input_is_said_before_anything_is_built(
     stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("a" * 100)
+    (tmp_path / "weights").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "weights" / "model.safetensors")
     folder, done, held = str(stopped), steps(stopped), lock(tmp_path / "held", is_first=True)
     cases = {
         ("--save-every", "2"): "--save-every 2 needs --save DIR",
@@ -189,6 +192,10 @@ def test_wrong_input_is_said_before_anything_is_built(
         ("--save", ""): "--save is empty",
         ("--save", str(tmp_path / "text")): "text is a file; choose a folder",
         ("--resume", str(tmp_path)): "has no checkpoint and no weights: none of manifest.json, latest",
+        (
+            "--resume",
+            str(tmp_path / "weights"),
+        ): "is no checkpoint; start from it by --weights or step.load_weights, or",
         ("--resume", str(tmp_path / "no")): "no has no checkpoint yet; to start anew there, ",
         ("--resume", "n" * 300): "cannot be read: File name too long",
         ("--save", "n" * 300): "cannot be read: File name too long",

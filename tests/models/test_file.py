@@ -91,6 +91,12 @@ def test_defaults_and_two_results_are_enough_and_keys_without_types_are_read_by_
     assert built.module.options == {"a": 1, "b": 0.5, "c": True, "d": "text"}
 
 
+def test_a_file_without_a_function_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("import torch\n")
+    with pytest.raises(InputError, match=r"empty\.py' names no function; the file has none, so write one\.$"):
+        build(f"{tmp_path}/empty.py")
+
+
 @pytest.mark.parametrize(
     ("rest", "message"),
     [

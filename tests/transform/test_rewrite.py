@@ -63,7 +63,10 @@ def test_insert_lets_readers_read_a_copy_whose_gradient_is_that_of_the_original(
     assert [op.name for op in graph.model.ops][:2] == ["mul0", "h0.c"]
     (other,) = op_trans(graph, graph.op("mul1"), Insert("h0"))
     assert other.op.name == "h0.c_2"
-    with pytest.raises(TransformError, match="Insert needs ops that read activations from outside; none of these do"):
+    with pytest.raises(
+        TransformError,
+        match=r"none of these do\. These are mul0; give other ops, or leave this",
+    ):
         op_trans(graph, graph.op("mul0"), Insert())
     assert without_twins(graph.model) == captured
     assert parse_model(print_model(graph.model)) == graph.model
