@@ -15,7 +15,7 @@ from superscaler.artifact import initial_values, print_journal, reuse, write
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
-from superscaler.errors import InputError, brief
+from superscaler.errors import InputError, brief, named
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.frontend.checks.agreement import SKIPPED
 from superscaler.frontend.training import Optimizers
@@ -226,7 +226,10 @@ def capture(
     replaces the comparison.
     """
     if not isinstance(module, torch.nn.Module):
-        raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
+        raise InputError(
+            f"capture needs a torch.nn.Module, not {named(module)}; give the module whose forward is the step, and its "
+            "arguments as args and kwargs."
+        )
     if optimizer is _UNSAID:
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             raise InputError(

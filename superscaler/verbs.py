@@ -201,7 +201,10 @@ def place(
     where, name = _where(graph), parameter.name if isinstance(parameter, PTensor) else parameter
     update = _update(graph, graph.model.aliases.get(name, name), where)
     if isinstance(parts, Parts) and parts.op.name != update.name:
-        raise InputError(f"place at {where}: {name} is at rest in parts of {update.name}, not of {parts.op.name}.")
+        raise InputError(
+            f"place at {where}: {name} is at rest in parts of {update.name}, not of {parts.op.name}; give an "
+            f"algorithm, or parts that op_trans makes of {update.name}."
+        )
     if not isinstance(parts, Parts):
         algorithms = parts if isinstance(parts, list | tuple) else [parts]
         parts = reduce(partial(op_trans, graph), algorithms, graph.parts(update))

@@ -139,7 +139,10 @@ def open_stored(path: str | Path) -> TensorReader:
             is_file = (path / name).is_file()
         if is_file:
             return way(path)
-    raise InputError(f"{path} has no checkpoint and no weights: none of {', '.join(ways)} is there.")
+    raise InputError(
+        f"{path} has no checkpoint and no weights: none of {', '.join(ways)} is there; name a folder that --save, "
+        "step.save or save_pretrained has written."
+    )
 
 
 def open_checkpoint(path: str | Path) -> TensorReader:

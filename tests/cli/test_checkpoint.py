@@ -191,7 +191,7 @@ def test_wrong_input_is_said_before_anything_is_built(
         ("--save", folder): f"--save {folder} has the checkpoints of another run",
         ("--save", ""): "--save is empty",
         ("--save", str(tmp_path / "text")): "text is a file; choose a folder",
-        ("--resume", str(tmp_path)): "has no checkpoint and no weights: none of manifest.json, latest",
+        ("--resume", str(tmp_path)): "is there; name a folder that --save, step.save or save_pretrained",
         (
             "--resume",
             str(tmp_path / "weights"),

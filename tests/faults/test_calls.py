@@ -124,7 +124,7 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "autocast of a dtype": (lambda c: capture(autocast=torch.bfloat16), "unknown autocast 'torch.bfloat16'"),
     "a scaler of a number": (lambda c: capture(scaler=1), "takes a torch.amp.GradScaler as scaler, not 1"),
     "a cache of a number": (lambda c: capture(cache=3), "cache"),
-    "capture of nothing": (lambda c: ss.capture(None), "capture needs a torch.nn.Module"),
+    "capture of nothing": (lambda c: ss.capture(None), "capture needs a torch.nn.Module, not None; give the module"),
     "no optimizer": (lambda c: ss.capture(Net(), kwargs=batch()), "needs the optimizer of the training step"),
     "an optimizer of another module": (lambda c: foreign(), "optimizer"),
     "a billion copies": (lambda c: cut(c, ss.Replicate(10**9)), "into 1000000000 parts; choose at most 16777216"),

@@ -80,7 +80,7 @@ WRONG: list[tuple[Any, type, str]] = [
     (lambda g: op_trans(g, g.op("mul0"), Split("batch", 2, axis=3)), InputError,
      "axis of Split is 3 of type int; give the name of an axis"),
     (lambda g: g.rows(3), InputError, f"rows {HERE}: op is 3 of type int; give Op"),
-    (lambda g: place(g, "w", halves(g), [0, 1]), InputError, r"w is at rest in parts of update\.w, not of mul0"),
+    (lambda g: place(g, "w", halves(g), [0, 1]), InputError, r"w is at rest in parts of update\.w, not of mul0; give"),
     (lambda g: place(g, "w", Split("hidden", 2), [0, 1], ahead=-1), InputError,
      "ahead=-1 is no number of segments; give 0, 1, 2"),
     (lambda g: place(g, "w", Split("hidden", 4), [0, 1, 2, 3]), TransformError,
