@@ -7,6 +7,7 @@ that checkpoints are the loop's own.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -65,7 +66,7 @@ class Planned:
         self._plan, self._cluster, self._directory = plan, cluster, directory
         self._autocast, self._seed, self._steps = autocast, seed, steps
         self._torch_compile = torch_compile
-        self._is_stale, self._saved = False, 0
+        self._is_stale, self._saved, self._owner = False, 0, owner
         # The objects of the user by path, and the attributes of them that captures read: path and name.
         self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
         self._read: list[tuple[str | None, str]] = []
@@ -101,7 +102,7 @@ class Planned:
 
     @property
     def _around(self) -> nn.Module:
-        return _Loss(self._module, self._compute)
+        return LossOfLoop(self._module, self._compute)
 
     def _for(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
         """Return the step for the shapes of a batch and the form of the module, with the present state."""
@@ -161,7 +162,7 @@ class Planned:
         states, self._optimizer.state = self._optimizer.state, defaultdict(dict)
         try:
             with torch.random.fork_rng():
-                around = _Loss(self._module, self._compute, [*tensors], spec)
+                around = LossOfLoop(self._module, self._compute, self._owner, [*tensors], spec)
                 graph = capture(
                     around, kwargs=dict(tensors), optimizer=self._optimizer, autocast=self._autocast, outputs=True
                 )
@@ -239,13 +240,21 @@ def warn_of_stale(found: Sequence[str], put: str) -> None:
         )
 
 
-class _Loss(nn.Module):
-    """A module whose forward is the loss that a loop computes with the user's module."""
+class LossOfLoop(nn.Module):
+    """A module whose forward is the loss that a loop computes with the user's module.
 
-    def __init__(self, module: nn.Module, compute: Compute, names: Any = (), spec: Any = None) -> None:
+    A capture refuses changes of the `owner` of that function, as of the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, compute: Compute, owner: object = None, names: Any = (), spec: Any = None
+    ) -> None:
         super().__init__()
-        self.module, self.compute, self.names, self.spec = module, compute, names, spec
+        self.module, self.compute, self.trainer, self.names, self.spec = module, compute, owner, names, spec
         self.training = module.training
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossOfLoop:
+        return LossOfLoop(copy.deepcopy(self.module, memo), self.compute, self.trainer, self.names, self.spec)
 
     def forward(self, **tensors: Tensor) -> dict[str, Any]:
         batch = pytree.tree_unflatten([tensors[name] for name in self.names], self.spec)
