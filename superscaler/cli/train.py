@@ -176,9 +176,13 @@ def check(request: PlanRequest, data: Path | None, evaluation: Path | None, out:
             f"train starts processes on this machine, but --cluster is {cluster}; write local:N, "
             "or compile with --out, and start it as superscaler launch says."
         )
-    if data is not None and not os.path.isfile(_file_of(data)):
-        raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
-    if evaluation is not None and not (".py:" in str(evaluation) and os.path.isfile(_file_of(evaluation))):
+    for name, given, what in (
+        ("--data", data, "a text or FILE.py:function"),
+        ("--eval", evaluation, "FILE.py:function"),
+    ):
+        if given is not None and not os.path.isfile(file := _file_of(given)):
+            raise InputError(f"{name} {given}: {file} is no file; give {what}, or leave it out.")
+    if evaluation is not None and ".py:" not in str(evaluation):
         raise InputError(f"--eval {evaluation} is no FILE.py:function; name a function that gives batches.")
 
 

@@ -203,7 +203,10 @@ def read_plan(directory: Path, has_hashes: bool = True) -> disk.Whole:
     with reading(directory / PLAN_FILE, REWRITE):
         is_there = (directory / PLAN_FILE).exists()
     if not is_there:
-        raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {REWRITE}.")
+        raise InputError(
+            f"{directory} is not a plan directory (it has no {PLAN_FILE}); name one that superscaler compile --out has "
+            "written."
+        )
     return disk.read(directory, PlanHead, has_hashes)
 
 

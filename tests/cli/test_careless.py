@@ -236,5 +236,7 @@ def test_a_missing_function_of_data_is_told_before_the_model_is_built(
 ) -> None:
     (tmp_path / "mine.py").write_text("def rows():\n    return []\n\n\ndef build():\n    raise ValueError('built')\n")
     model = f"{tmp_path}/mine.py:build"
+    assert run("train", model, *ONE, option, "none.py:rows") == 2
+    assert f"{option} none.py:rows: none.py is no file; give " in capsys.readouterr().err
     assert run("train", model, *ONE, option, f"{tmp_path}/mine.py:row") == 2
     assert "unknown function 'row'; did you mean 'rows'?" in capsys.readouterr().err

@@ -175,7 +175,7 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "save to a file": (lambda c: c.plan.save(c.folder / "file"), "is a file; choose a directory"),
     "save to a long name": (lambda c: c.plan.save(c.folder / ("x" * 300)), "cannot be"),
     "save where nobody may": (lambda c: c.plan.save("/proc/superscaler"), "cannot be written"),
-    "load what is not there": (lambda c: ss.load(c.folder / "none"), "is not a plan directory"),
+    "load what is not there": (lambda c: ss.load(c.folder / "none"), "has no plan.json.; name one that"),
     "load nothing": (lambda c: ss.load(None), "load needs the name of a file or directory, not None"),
     "draw nothing": (lambda c: c.plan.draw(None), "draw needs the name of a file or directory, not None"),
     "verify elsewhere": (lambda c: c.plan.verify(backend="mpi"), "unknown backend 'mpi'"),
