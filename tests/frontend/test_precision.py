@@ -109,6 +109,30 @@ def test_one_device_gives_the_bits_of_eager_autocast(spec: str, name: str) -> No
     assert_bits(graph, *eager(module, masked(batch, spec), DTYPES[name]))
 
 
+class Regression(nn.Module):
+    """A squared error of all rows, whose targets have an outlier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(24, 48), nn.LayerNorm(48), nn.Linear(48, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(self.norm(torch.relu(self.first(x)))), y)
+
+
+@pytest.mark.parametrize(("plan", "world"), [("data_parallel", 2), ("gradient_accumulation:microbatches=2", 1)])
+def test_parts_of_a_batch_have_the_bits_of_eager_autocast_on_each(plan: str, world: int) -> None:
+    """No sum over rows is rounded to bf16: plans differ from the module on the whole batch by its parts alone."""
+    torch.manual_seed(0)
+    module, x, y = Regression(), torch.randn(8, 24), torch.randn(8, 3)
+    y[1, 1] = 300.0
+    graph = step_of(module, x, y, autocast="bf16")
+    halves = [eager(module, {"x": a, "y": b}, torch.bfloat16)[1] for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+    for _, found in one_step(compile(graph, plan, Cluster.local(world))):
+        assert not [n for n, gradient in found.items() if not torch.equal(gradient, (halves[0][n] + halves[1][n]) / 2)]
+        assert found.keys() == halves[0].keys()
+
+
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", *slow("llama:size=tiny")])
 def test_plans_are_exact_in_float64_and_as_close_to_the_truth_as_eager_autocast(spec: str) -> None:
     """Plans and eager round at other places: a plan's worst gradient is at most half farther from float64's."""
