@@ -404,6 +404,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "replace(like, floor=floor, issue=issue)", "simulate/test_fit cli/test_doctor"),
     ("functions of emitted code have no source", "        linecache.cache[prefix + name] = len(text),",
      "        _ = len(text),", "runtime/test_torch_compile"),
+    ("messages that start together may arrive in any order", "(*way, count[way], i.message)", "(*way, i.message)",
+     "faults/test_single"),
+    ("the source of a broadcast may have another shape",
+     "check_shape(self.model, content, way.shape)\n            check_view", "check_view", "faults/test_single"),
 )]  # fmt: skip
 
 
