@@ -194,7 +194,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "integration/test_equality plans/test_equal"),
     ("a later iteration draws what the first drew", 'steps = self.steps + e.get("ahead", 0)', "steps = self.steps",
      "integration/test_unroll"),
-    ("dropout keeps what it should drop", "(random.reshape(x.shape) >= p)", "(random.reshape(x.shape) < p)",
+    ("dropout keeps what it should drop", "x * (random.ge_(p)", "x * (random.lt_(p)",
      "runtime/test_functional ops/test_rules"),
     ("a tape that came back goes as it came", "        self.arrive()\n        stays", "        stays",
      "materialize/test_offload"),

@@ -145,12 +145,14 @@ def causal_mask(box: Box, extents: Sizes, keys: int, like: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, random: Tensor) -> Tensor:
-    """Return x with the elements whose random number is below p zeroed and the others divided by 1 - p."""
+    """Return x with the elements whose random number is below p zeroed and the others divided by 1 - p. `random` may be
+    overwritten.
+    """
     if p >= 1.0:
         return x * 0.0
     # On the CPU: other devices take it as a number.
-    scale = torch.ones((), dtype=x.dtype).div_(1.0 - p)
-    return x * ((random.reshape(x.shape) >= p) * scale)
+    scale, random = torch.ones((), dtype=x.dtype).div_(1.0 - p), random.reshape(x.shape)
+    return x * (random.ge_(p).mul_(scale) if random.dtype == x.dtype else (random >= p) * scale)
 
 
 def attention_dropout(
