@@ -121,15 +121,17 @@ def test_neighbours_seeds_steps_and_ops_are_independent() -> None:
     assert all(abs(correlation(a, b)) < limit for a in swapped for b in swapped if a is not b)
 
 
-def test_dropout_keeps_what_it_should() -> None:
-    x = torch.randn(EXTENTS, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dropout_keeps_what_it_should(dtype: torch.dtype) -> None:
+    x = torch.randn(EXTENTS, dtype=dtype, requires_grad=True)
     random = draw(0, 0, 0, WHOLE, EXTENTS, "cpu").flatten()
-    kept = (random.reshape(EXTENTS) >= 0.3).double()
-    y = dropout(x, 0.3, random)
-    assert torch.allclose(y, x * kept / 0.7, rtol=1e-15)
-    assert torch.allclose(torch.autograd.grad(y.sum(), x)[0], kept / 0.7, rtol=1e-15)
-    assert abs(kept.mean() - 0.7) < 5 * math.sqrt(0.21 / kept.numel())
-    assert torch.equal(dropout(x, 0.0, random), x)
+    kept = (random.reshape(EXTENTS) >= 0.3).to(dtype) / 0.7
+    y = dropout(x, 0.3, random.clone())
+    assert y.dtype == dtype
+    assert torch.equal(y, x * kept)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], kept)
+    assert abs((kept > 0).double().mean() - 0.7) < 5 * math.sqrt(0.21 / kept.numel())
+    assert torch.equal(dropout(x, 0.0, random.clone()), x)
     assert not dropout(x, 1.0, random).any()
 
 
