@@ -106,7 +106,7 @@ class Trainer(transformers.Trainer):
         return prepare_data_loader(
             loader, accelerator.device, 1, 0, put_on_device=accelerator.device_placement,
             rng_types=accelerator.rng_types.copy(), use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
+            data_seed=accelerator.dataloader_config.data_seed, dispatch_batches=False,
         )  # fmt: skip
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:

@@ -134,25 +134,21 @@ class Planned:
 
     def _compiled(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
         """Return the step of a new plan, with the weights of rank 0."""
-        communicator, here = connect(), {name: _hash(x) for name, x in tensors.items()}
+        communicator = connect()
+        _check_equal({name: _hash(x) for name, x in tensors.items()}, communicator.world)
         folder = self._directory / str(self._saved)
-        found: list[Any] = [here, "", self.notes, self._read]
+        found: list[Any] = ["", self.notes, self._read]
         if communicator.rank == 0:
             try:
                 with _reads(self._objects) as read:
                     self._save(folder, tensors, spec, communicator.world)
-                found[3] = [*self._read, *(read - {*self._read})]
+                found[2] = [*self._read, *(read - {*self._read})]
             except PlanError as error:
-                found[1] = str(error)
+                found[0] = str(error)
         dist.broadcast_object_list(found)
-        batch, why, notes, self._read = found
+        why, notes, self._read = found
         if why:
             raise InputError(why)
-        if batch != here:
-            raise InputError(
-                f"rank {communicator.rank} was given another batch than rank 0; a plan takes the same global batch on "
-                "all ranks: seed them alike, and do not share samples out."
-            )
         self.notes.update(notes)
         self._saved += 1
         return load(folder, torch_compile=self._torch_compile)
@@ -272,6 +268,17 @@ def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
             raise InputError(f"a batch has {a(type(value).__name__)} at '{name}'; a plan takes tensors only.")
         found[name if name.isidentifier() else f"input_{name}"] = value
     return found, spec
+
+
+def _check_equal(batch: Mapping[str, str], world: int) -> None:
+    """Raise InputError on all ranks if one has a batch of other hashes."""
+    batches: list[Any] = [None] * world
+    dist.all_gather_object(batches, batch)
+    if others := [rank for rank, other in enumerate(batches) if other != batches[0]]:
+        raise InputError(
+            f"rank {others[0]} was given another batch than rank 0; a plan takes the same global batch on all ranks: "
+            "seed them alike, and do not share samples out."
+        )
 
 
 def _hash(x: Tensor) -> str:

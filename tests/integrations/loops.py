@@ -6,12 +6,15 @@ import copy
 import json
 import os
 import sys
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from superscaler.errors import InputError
 
@@ -42,6 +45,16 @@ class Tokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         ids = drawn(row, 16, high=64)
         return {"input_ids": ids, "labels": ids.sum() % 2 if self.has_classes else ids}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The rows of a data set again and again, without a length."""
+
+    def __init__(self, rows: Tokens) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.rows[number % len(self.rows)] for number in count())
 
 
 def size_of(module: nn.Module) -> float:
@@ -93,6 +106,8 @@ def own(plans: list[str], folder: Path) -> list[float]:
     pairs = [(a.detach(), b.detach()) for a, b in zip(kept, others, strict=True)]
     for a, b in zip(kept, others, strict=True):
         pairs += [(ours.state[a][key], theirs.state[b][key]) for key in ("step", "exp_avg", "exp_avg_sq")]
+    with pytest.raises(InputError, match="rank 1 was given another batch than rank 0"):
+        Planned(layers, ours, compute, plans[0], None, folder)((torch.full((4, 6), float(os.environ["RANK"])),))
     return found + [float((a - b).abs().max()) for a, b in pairs]
 
 
@@ -130,7 +145,8 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
         def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             state.log_history.append({"weights": size_of(given["model"])})
 
-    kept: dict[str, Any] = {"train_dataset": Tokens(kind != "gpt2"), "eval_dataset": Tokens(kind != "gpt2")}
+    rows = Tokens(kind != "gpt2")
+    kept: dict[str, Any] = {"train_dataset": rows if kind != "gpt2" else Stream(rows), "eval_dataset": rows}
     kept |= {"compute_loss_func": in_float32} if kind == "bert_bf16" else {}
     if plan == "none":
         trainer = hf.Trainer(model, args, callbacks=[Stop()], **kept)

@@ -68,7 +68,7 @@ def test_trainers_train_and_resume_as_on_one_device(
     assert evaluations == [pytest.approx(e, rel=2e-5) for e in expected if "eval_loss" in e][-len(evaluations) :]
     # What callbacks find in the module at the end of an epoch, or at a validation.
     sizes = [e for e in found if "weights" in e]
-    assert len(sizes) == 2
+    assert sizes
     assert sizes == [pytest.approx(e, rel=1e-4) for e in expected if "weights" in e]
     assert {e["drawn"] for e in found if "drawn" in e} == {e["drawn"] for e in expected if "drawn" in e}
     assert [e["total_flos"] for e in found if "total_flos" in e][-1:] == [
