@@ -76,7 +76,6 @@ def test_the_picture_shows_the_plan_of_the_examples(folder: Path) -> None:
     assert all(f">{escape(line)}</text>" in picture for line in lines)
 
 
-@pytest.mark.slow
 def test_the_pictures_of_concepts_are_those_of_their_plans() -> None:
     for name, drawn in runpy.run_path(str(ROOT / "docs" / "concepts.py"))["pictures"]().items():
         assert (ROOT / "docs" / "images" / f"concept_{name}.svg").read_text() == drawn, "python docs/concepts.py"
