@@ -128,7 +128,7 @@ def test_the_options_of_every_command() -> None:
         (["validate", "no.py:f", *COMPILED], "error: there is no model file no.py"),
         (["train", "mlp", "--plan", "single", "--cluster", "v100:1x2"], "write local:N, or compile with --out"),
         (["train", "mlp", *COMPILED, "--clip", "0"], "error: --clip is 0.0"),
-        (["train", "mlp", *COMPILED, "--data", "nowhere.txt"], "error: --data nowhere.txt is not a file"),
+        (["train", "mlp", *COMPILED, "--data", "nowhere.txt"], "error: --data nowhere.txt: nowhere.txt is no file"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
