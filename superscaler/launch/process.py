@@ -18,9 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from superscaler.comm.communicator import PeerLost
 from superscaler.errors import PlanError
 from superscaler.interrupt import begin_rank
+from superscaler.specs.whole_file import ASIDE
 
 # Seconds that a rank stays after another one was lost, so that the launcher sees the lost one first.
 _LINGER = 5.0
+# The variable with the file in which torchrun expects the error of a rank.
+_RECORD = "TORCHELASTIC_ERROR_FILE"
 
 
 def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
@@ -41,13 +44,20 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
 
 
 class _Brief(ErrorHandler):
-    """An error handler that records only the text of a user's error; torchrun shows it for every rank."""
+    """An error handler that records only the text of a user's error; torchrun shows it for every rank. The record is
+    written whole or not at all: torchrun fails on half of one, of a rank that it ended meanwhile.
+    """
 
     def record_exception(self, e: BaseException) -> None:
         if isinstance(e, PlanError):
             e = e.with_traceback(None)
             e.__cause__, e.__suppress_context__ = None, True
+        file = os.environ.get(_RECORD)
+        if file is not None:
+            os.environ[_RECORD] = f"{file}{ASIDE}"
         super().record_exception(e)
+        if file is not None:
+            os.replace(f"{file}{ASIDE}", file)
 
 
 def answer(folder: Path, module: str, name: str, *arguments: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from kills import is_alive
 from superscaler import artifact, interrupt
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.launch.launch import first_failure
+from superscaler.launch.process import _Brief
 from superscaler.train.launch import train
 
 ROOT = Path(__file__).parents[2]
@@ -232,3 +235,19 @@ def test_the_rank_that_failed_by_itself_is_named(lost: str) -> None:
         for rank, text in texts.items()
     }
     assert first_failure(failures)[0] == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_an_error_is_recorded_whole_or_not_at_all(
+    is_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun raises on the record of a rank that it ended while the rank wrote it."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    if is_ended:
+        monkeypatch.setattr(json, "dump", lambda data, fp: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) if is_ended else nullcontext():
+        _Brief().record_exception(InputError("no such file"))
+    assert file.exists() != is_ended
+    if not is_ended:
+        assert json.loads(file.read_text())["message"]["message"] == "InputError: no such file"
