@@ -153,7 +153,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
 
 def _assigned(planned: Graph, op: Op) -> str:
     """Return the line of the last op_assign of an op, as the start of an error."""
-    entry = next((e for e in reversed(planned.journal) if e.op == op.name and e.verb == "op_assign"), None)
+    entry = planned.last("op_assign", op.name)
     return f"op_assign at {entry.where}: " if entry else ""
 
 

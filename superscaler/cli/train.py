@@ -17,6 +17,7 @@ from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.specs.sizes import size
+from superscaler.specs.user_file import file_of, from_file, is_function
 from superscaler.timing import phase
 
 if TYPE_CHECKING:
@@ -107,9 +108,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
     check(request, training.data, training.eval, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
-        from superscaler.specs.user_file import from_file
         from superscaler.train import launch
-        from superscaler.train.feed import is_function
         from superscaler.train.resume import ending, interrupted
         from superscaler.train.warm import warm_python
 
@@ -161,12 +160,6 @@ def _work(plan: Plan) -> dict[str, float]:
     return {"flops": float(sum(found.values())), "peak_flops": float(peak)}
 
 
-def _file_of(spec: Path) -> str:
-    """Return the file of FILE.py:function, or the file itself."""
-    before, function, _ = str(spec).partition(".py:")
-    return before + function.removesuffix(":")
-
-
 def check(request: PlanRequest, data: Path | None, evaluation: Path | None, out: Path | None) -> None:
     """Raise InputError for wrong options, before anything is built."""
     check_out(out)
@@ -180,9 +173,9 @@ def check(request: PlanRequest, data: Path | None, evaluation: Path | None, out:
         ("--data", data, "a text or FILE.py:function"),
         ("--eval", evaluation, "FILE.py:function"),
     ):
-        if given is not None and not os.path.isfile(file := _file_of(given)):
+        if given is not None and not os.path.isfile(file := file_of(given)):
             raise InputError(f"{name} {given}: {file} is no file; give {what}, or leave it out.")
-    if evaluation is not None and ".py:" not in str(evaluation):
+    if evaluation is not None and not is_function(evaluation):
         raise InputError(f"--eval {evaluation} is no FILE.py:function; name a function that gives batches.")
 
 

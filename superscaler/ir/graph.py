@@ -111,11 +111,14 @@ class Graph:
         found = group_by(self.forward_ops, lambda op: block_of(op.module))
         return tuple(Block(path, tuple(ops)) for path, ops in found.items() if path)
 
+    def last(self, verb: str, op: str) -> Entry | None:
+        """Return the last entry of the journal about a verb's call on an op."""
+        return next((e for e in reversed(self.journal) if e.op == op and e.verb == verb), None)
+
     def op(self, name: str) -> Op:
         """Return an op by its name. Raises InputError for an unknown one, with the nearest names."""
         if not isinstance(name, str) or name not in self._by_name:
-            entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
-            if entry is not None:
+            if (entry := self.last("op_trans", name)) is not None:
                 raise InputError(f"{name} was replaced by {entry.detail} at {entry.where}; use what op_trans returned.")
             if found := [op.name for op in self.forward_ops if op.module == name]:
                 raise InputError(f"'{name}' is a module, not an op; its ops are {some(found, 8)}.")

@@ -23,6 +23,25 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 _RUN: dict[tuple[str, int, int], ModuleType] = {}
 
 
+def is_function(data: Path | None) -> bool:
+    """Return whether data is `FILE.py:function[:key=value,...]`.
+
+    >>> is_function(Path("data.py:train:size=3")), is_function(Path("data.txt"))
+    (True, False)
+    """
+    return data is not None and ".py:" in str(data)
+
+
+def file_of(data: Path) -> Path:
+    """Return the file of a function of data, or the text itself.
+
+    >>> file_of(Path("data.py:train:size=3")).name
+    'data.py'
+    """
+    text = str(data)
+    return Path(text[: text.index(".py:") + 3]) if is_function(data) else data
+
+
 def load_file(file: Path, is_new: bool = True) -> ModuleType:
     """Run a Python file as a module of its own. Raises InputError that names its line when it cannot be run. Unless
     `is_new`, a file that has run in this process and is unchanged does not run again.

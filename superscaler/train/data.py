@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading
-from superscaler.train.feed import file_of, is_function
+from superscaler.specs.user_file import file_of, is_function
 
 Batch = dict[str, Tensor]
 Shapes = Mapping[str, tuple[Sequence[int], str]]

@@ -22,25 +22,6 @@ if TYPE_CHECKING:
     from superscaler.runtime.step import Step
 
 
-def is_function(data: Path | None) -> bool:
-    """Return whether data is `FILE.py:function[:key=value,...]`.
-
-    >>> is_function(Path("data.py:train:size=3")), is_function(Path("data.txt"))
-    (True, False)
-    """
-    return data is not None and ".py:" in str(data)
-
-
-def file_of(data: Path) -> Path:
-    """Return the file of a function of data, or the text itself.
-
-    >>> file_of(Path("data.py:train:size=3")).name
-    'data.py'
-    """
-    text = str(data)
-    return Path(text[: text.index(".py:") + 3]) if is_function(data) else data
-
-
 def feed(step: Step, data: Path | Any, seed: int, say: Callable[[str], None] = print) -> Callable[[int], Batch]:
     """Return a function from step number to batch. `data`: `FILE.py:function`, or the function's result; see `batches`.
 

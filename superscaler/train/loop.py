@@ -17,10 +17,10 @@ from superscaler.runtime.batch import Padding
 from superscaler.runtime.load import load
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step
-from superscaler.specs.user_file import from_file
+from superscaler.specs.user_file import from_file, is_function
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
-from superscaler.train.feed import feed, fitting, is_function
+from superscaler.train.feed import feed, fitting
 from superscaler.train.log import Reporter, logs_of
 from superscaler.train.schedule import advance, schedule_of
 

@@ -16,11 +16,11 @@ from superscaler.errors import InputError, RuntimeFailure, some, unknown
 from superscaler.runtime.step import Step
 from superscaler.specs.file_errors import reading
 from superscaler.specs.options import Options
+from superscaler.specs.user_file import is_function
 from superscaler.store.checkpoint import POINTER_FILE, checkpoints
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
-from superscaler.train.feed import is_function
 
 # Files in the folder of the launcher: a request to stop, the outcome of training, and when rank 0 began.
 STOP_FILE, OUTCOME_FILE, TIMES_FILE = "stop", "outcome.json", "times.json"

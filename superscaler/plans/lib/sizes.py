@@ -59,7 +59,7 @@ def check_zero(
     check_shards(sizes, n, shard or n, microbatches, gather_halves)
 
 
-def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int, gather_halves: bool = False) -> None:
+def check_shards(sizes: Mapping[str, int], n: int, shard: int, microbatches: int, gather_halves: bool) -> None:
     """Raise InputError for slices over n devices that they cannot have, or a batch that they do not divide."""
     if gather_halves and shard == 1 < n:
         raise InputError(
