@@ -24,10 +24,10 @@ from superscaler.cluster import Cluster, DeviceKind
 from superscaler.compiler import compile_graph
 from superscaler.ir.program import Backward, Forward, Program
 from superscaler.launch.launch import call
+from superscaler.measure import profile
 from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.executor import Rank
-from superscaler.simulate import profile
 from superscaler.simulate.kernels import Segments, input_metas
 from superscaler.simulate.rates import name_of, seconds
 from superscaler.simulate.recording import callables

@@ -120,8 +120,8 @@ def _cuda() -> Iterator[Check]:
 
 def _probe(backend: str, world: int, check: Check) -> Check:
     """Run an all_reduce on `world` processes; return the check, with the error if it fails."""
-    from superscaler.comm.measure import probe
     from superscaler.launch.launch import call
+    from superscaler.measure.links import probe
 
     try:
         call(probe, world, backend)

@@ -17,8 +17,8 @@ from superscaler.timing import cores
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster, DeviceKind, Links
-    from superscaler.cluster.fit import Sample
-    from superscaler.simulate.profile import Sample as KernelSample
+    from superscaler.measure.fit import Sample
+    from superscaler.measure.profile import Sample as KernelSample
 
 _ENDINGS = (".yaml", ".yml")
 # Processes without --cluster: more take long on a CPU and add little.
@@ -45,7 +45,7 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
         _check_out(out)
     count = _count(spec)
     from superscaler.cluster import LOCAL, Cluster
-    from superscaler.cluster.fit import error, fit, predict, slowdown
+    from superscaler.measure.fit import error, fit, predict, slowdown
 
     device, known = _device(printer, count)
     samples = _collectives(count) if count > 1 else []
@@ -72,9 +72,9 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
 
 def _collectives(count: int) -> list[Sample]:
     """Return the measured collectives of `count` processes."""
-    from superscaler.cluster.fit import Sample
-    from superscaler.comm.measure import measure as measure_links
     from superscaler.launch.launch import call
+    from superscaler.measure.fit import Sample
+    from superscaler.measure.links import measure as measure_links
 
     rows = call(measure_links, count, *_COLLECTIVES)[0]
     samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in rows]
@@ -89,7 +89,7 @@ def _device(printer: Printer, count: int) -> tuple[DeviceKind, Links]:
 
     from superscaler.cluster import LINKS, LOCAL, DeviceKind
     from superscaler.launch.launch import call
-    from superscaler.simulate import profile, profile_gpu
+    from superscaler.measure import profile, profile_gpu
 
     if torch.cuda.is_available():
         return _gpu(printer, torch.cuda.get_device_name(0), call(profile_gpu.measure, count)[0])
@@ -107,8 +107,8 @@ def _gpu(printer: Printer, name: str, found: Mapping[str, Any]) -> tuple[DeviceK
     name, with the measured copies to its host.
     """
     from superscaler.cluster import LINKS, LOCAL, PRESETS, DeviceKind
-    from superscaler.simulate.profile import Sample
-    from superscaler.simulate.profile_gpu import speeds
+    from superscaler.measure.profile import Sample
+    from superscaler.measure.profile_gpu import speeds
 
     preset = next((preset for preset in PRESETS if preset in name.lower()), None)
     like = PRESETS[preset or _LIKE]
@@ -131,7 +131,7 @@ def _gpu(printer: Printer, name: str, found: Mapping[str, Any]) -> tuple[DeviceK
 
 def _shown(printer: Printer, samples: Sequence[KernelSample], kind: DeviceKind) -> DeviceKind:
     """Show what was fitted; return the kind with speeds that are wider by what is not explained."""
-    from superscaler.simulate.profile import errors, widened
+    from superscaler.measure.profile import errors, widened
 
     fitted = kind.speeds
     assert fitted is not None

@@ -13,7 +13,7 @@ from superscaler.cli import doctor as rooms
 from superscaler.cli import measure as links
 from superscaler.cli.printing import Printer
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster
-from superscaler.simulate.profile import Sample
+from superscaler.measure.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel
 from superscaler.store import cache
@@ -100,7 +100,7 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     assert kind is not None
     assert kind.speeds is not None
     assert set(kind.speeds.products) == {"float32", "bfloat16"}
-    assert 1 <= kind.speeds.slowdown <= 2
+    assert 1 <= kind.speeds.slowdown <= 20
     assert {"gelu float32", "product bfloat16", "_fused_adamw_ float32"} <= set(kind.speeds.operators)
     x = (4096, 1024), "float32"
     # Between 1 and 100 GB/s.

@@ -18,6 +18,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Load, Recv, Send, Wait
+from superscaler.measure.fit import Sample, slowdown
 from superscaler.plans import resolve
 from superscaler.simulate.clock import clock
 from superscaler.simulate.timetable import COMPUTE, Link
@@ -208,6 +209,14 @@ def test_work_is_slower_only_while_bytes_of_its_device_move(seconds: float, move
     found = timed(TWO, code, code, slowdown=1.25)
     assert found.compute.tolist() == pytest.approx([wanted] * 2)
     assert found.seconds == pytest.approx(max(wanted, moved))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
+def test_work_beside_communication_loses_the_measured_share_of_its_seconds(share: float) -> None:
+    moved = TWO.seconds("all_reduce", [[0, 1]], 8)
+    factor = slowdown([Sample("all_reduce", (0, 1), 8, moved, beside=share * moved)])
+    code = [reduced("g", [0, 1], 8), run(50.0), wait("g")]
+    assert timed(TWO, code, code, slowdown=factor).compute[0] == pytest.approx(50 + share * moved, rel=1e-3)
 
 
 def test_work_slows_for_what_begins_later_and_no_more_for_two_transfers_than_for_one() -> None:

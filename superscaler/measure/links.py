@@ -16,6 +16,8 @@ from superscaler.errors import RuntimeFailure
 _SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22, 2**24), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
 # The first runs make connections and buffers.
 _WARM, _REPEATS = 3, 15
+# The longest of so many repetitions does not count: another process ran.
+_DROPPED = 7
 # The sides of a product and the elements of a tensor that are some milliseconds of work, and fill caches.
 _SIDE, _ELEMENTS = 512, 2**22
 
@@ -40,8 +42,8 @@ def measure(count: str = "6", repeats: str = str(_REPEATS)) -> list[dict[str, An
     many repetitions.
 
     On a CPU communication needs the cores that compute, and finds caches full and ranks late. There, seconds are those
-    added to work before it, if they are more than those without work. Seconds are the first quartile over repetitions,
-    each that of its slowest rank: other processes can only add to them.
+    added to the usual work of a rank before it, if they are more than those without work. Seconds are means over
+    repetitions, each that of its slowest rank: a step has many, so that it takes the sum of their means.
     """
     communicator = connected()
     everyone = tuple(range(communicator.world))
@@ -125,7 +127,7 @@ def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | 
         start()()
 
     if work is None:
-        (seconds,) = _quartiles(c, repeats, alone)
+        (seconds,), _ = _means(c, repeats, alone)
         return {"seconds": seconds, "beside": seconds, "start": 0.0}
     run = work
 
@@ -138,18 +140,22 @@ def _time(c: DistributedCommunicator, start: _Start, work: Callable[[], None] | 
         run()
         finish()
 
-    seconds, idle, late, both, begun = _quartiles(c, repeats, alone, run, after, beside, start)
-    whole = max(seconds, late - idle)
+    (seconds, idle, late, both, begun), (_, usual, *_) = _means(c, repeats, alone, run, after, beside, start)
+    whole = max(seconds, late - usual)
     return {"seconds": max(whole - begun, 0.1 * whole), "beside": max(0.0, both - idle - begun), "start": begun}
 
 
-def _quartiles(c: DistributedCommunicator, repeats: int, *runs: Callable[[], Any]) -> list[float]:
-    """Return the seconds of functions that run in turns, without the functions that they return."""
+def _means(c: DistributedCommunicator, repeats: int, *runs: Callable[[], Any]) -> tuple[list[float], list[float]]:
+    """Return the seconds of functions that run in turns, without the functions that they return: those of the slowest
+    rank, and those of all ranks on average.
+    """
     times = [[_seconds(c, run) for run in runs] for _ in range(_WARM + repeats)]
     mine = torch.tensor([times[_WARM:]], dtype=torch.float64, device=c.device)
-    slowest = c.all_gather(mine, tuple(range(c.world)), 0).wait().amax(0)
-    found: list[float] = slowest.quantile(0.25, dim=0).tolist()
-    return found
+    ranks = c.all_gather(mine, tuple(range(c.world)), 0).wait()
+    slowest, usual = (
+        x.sort(0).values[: repeats - repeats // _DROPPED].mean(0).tolist() for x in (ranks.amax(0), ranks.mean(0))
+    )
+    return slowest, usual
 
 
 def _seconds(c: DistributedCommunicator, run: Callable[[], Any]) -> float:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.cluster.devices import Attention, DeviceKind, Pair, Speeds
-from superscaler.cluster.fit import line, nearest, rounded
 from superscaler.cluster.links import Link
-from superscaler.comm.measure import connected
 from superscaler.groups import group_by
+from superscaler.measure.fit import line, nearest, rounded
+from superscaler.measure.links import connected
 from superscaler.simulate import rates
 from superscaler.simulate.recording import kernel_of
 from superscaler.simulate.works import Kernel

@@ -16,12 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.cluster.devices import Attention, DeviceKind, Pair, Speeds, classes
-from superscaler.cluster.fit import rounded
 from superscaler.cluster.links import Link
-from superscaler.comm.measure import connected
 from superscaler.groups import collect, group_by
+from superscaler.measure.fit import rounded
+from superscaler.measure.links import connected
+from superscaler.measure.profile import SIZES, Sample, models, overhead
 from superscaler.simulate import rates
-from superscaler.simulate.profile import SIZES, Sample, models, overhead
 from superscaler.simulate.recording import kernel_of
 from superscaler.simulate.works import Kernel
 

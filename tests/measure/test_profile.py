@@ -10,8 +10,8 @@ import torch
 
 from superscaler.cluster import PRESETS, Cluster, DeviceKind, Link
 from superscaler.cluster.devices import Attention, Speeds
-from superscaler.simulate import profile, profile_gpu
-from superscaler.simulate.profile import Sample
+from superscaler.measure import profile, profile_gpu
+from superscaler.measure.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel, Meta
 

@@ -14,6 +14,8 @@ from superscaler.groups import group_by
 _FREE = Link(0.0, math.inf)
 # What takes less is lost in the noise of the work beside it.
 _LONG = 1e-3
+# The largest share of communication that is added to work: beside it work would stand still.
+_MOST = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,12 @@ def _start(samples: Sequence[Sample]) -> Link:
 
 
 def slowdown(samples: Iterable[Sample]) -> float:
-    """Return the factor of work's time beside communication: the median of the samples."""
+    """Return the factor of work's time beside communication: the median of the samples.
+
+    Communication of t seconds adds a share of them to work beside it, which does t * (1 - share) of work meanwhile.
+    """
     shares = [s.beside / s.seconds for s in samples if s.link != "device" and s.seconds > _LONG]
-    return rounded(1 + min(max(float(np.median(shares)), 0.0), 1.0)) if shares else 1.0
+    return rounded(1 / (1 - min(max(float(np.median(shares)), 0.0), _MOST))) if shares else 1.0
 
 
 def _fit(name: str, samples: Sequence[Sample]) -> Link:
