@@ -15,7 +15,10 @@ from superscaler.verbs import Dispatch, Graph, InputError, Split, op_trans
 def expert_parallel(graph: Graph, n: int, axis: str, capacity: float | None = None) -> None:
     mixtures = [op for op in graph.forward_ops if op.target == "ss.experts"]
     if not mixtures:
-        raise InputError("expert_parallel: the model has no mixture of experts that was captured as one op.")
+        raise InputError(
+            "expert_parallel: the model has no mixture of experts that was captured as one op, as that of Mixtral "
+            "(transformers) is; take tensor_parallel."
+        )
     experts = {op.indices[i].factor for op in mixtures if (i := op.inputs[3].slots[0]) is not None}
     if capacity is not None:
         op_trans(graph, mixtures, Dispatch(capacity))
