@@ -107,13 +107,15 @@ class Plan:
             shutil.rmtree(folder / EVALUATION)
         return is_new
 
-    def simulate(self, capacity: int | None = None) -> Prediction:
+    def simulate(self, capacity: int | None = None, torch_compile: bool = False) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
+        `torch_compile`: the step is loaded with it.
 
-        Raises InputError if the speeds of the cluster's devices are unknown.
+        Raises InputError if the speeds of the cluster's devices are unknown, and if backwards in two halves are to be
+        compiled.
         """
         with phase("simulate"):
-            return predict(self.compiled.program, self.compiled.cluster, capacity)
+            return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile)
 
     def memory(self) -> str:
         """Return the predicted memory of the plan in one line, and whether the cluster's devices have it."""

@@ -51,20 +51,23 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Of a step whose segments torch.compile compiles, as of train.")
+    ] = False,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    capacity = read_bytes("--memory", memory) if memory else None
+    way = read_bytes("--memory", memory) if memory else None, torch_compile
     if os.path.isdir(request.model) and not request.plan:
         if compare or advise or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
         from superscaler.verify.plan_dir import simulate_directory
 
         request.check_directory(but="cluster")
-        only = simulate_directory(Path(request.model), capacity, request.cluster)
+        only = simulate_directory(Path(request.model), request.cluster, *way)
         _show(printer, {request.model: only})
         return only.fits
     request.check_plan()
@@ -77,9 +80,9 @@ def simulate(
     shapes = replace(request, model=model, precision=precision, no_check=True)
     graph, _ = shapes.capture()
     start = time.monotonic()
-    found = {spec: _simulated(graph, spec, cluster, capacity) for spec in specs}
+    found = {spec: _simulated(graph, spec, cluster, *way) for spec in specs}
     limit = _patience(advise, bool(compare) or printer.as_json, found[request.plan].fits)
-    tried = _tried(graph, neighbours(request.plan), cluster, capacity, found, limit, time.monotonic() - start)
+    tried = _tried(graph, neighbours(request.plan), cluster, way, found, limit, time.monotonic() - start)
     others = {spec: p for spec, p in tried if advise or _rank(p) < _rank(found[request.plan])}
     found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
     _show(printer, found, "What would help" if others else "")
@@ -112,10 +115,11 @@ def _precision(request: Request, cluster: Cluster) -> str | None:
     return next((name for name, dtype in HALVES.items() if dtype in cluster.device_kind.flops), None)
 
 
-def _simulated(graph: Graph, spec: str, cluster: Cluster, capacity: int | None) -> Prediction:
+def _simulated(graph: Graph, spec: str, cluster: Cluster, *way: Any) -> Prediction:
+    """Return the prediction for a plan, with the arguments of `Plan.simulate`."""
     from superscaler.plan import compile as compile_graph
 
-    return compile_graph(graph, spec, cluster).simulate(capacity)
+    return compile_graph(graph, spec, cluster).simulate(*way)
 
 
 def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
@@ -129,7 +133,7 @@ def _tried(
     graph: Graph,
     specs: Iterable[str],
     cluster: Cluster,
-    capacity: int | None,
+    way: tuple[Any, ...],
     known: Mapping[str, Any],
     limit: float,
     each: float,
@@ -141,7 +145,7 @@ def _tried(
             return
         try:
             if spec not in known:
-                yield spec, _simulated(graph, spec, cluster, capacity)
+                yield spec, _simulated(graph, spec, cluster, *way)
         except PlanError:
             # A neighbour that the model or the cluster does not allow.
             continue

@@ -28,11 +28,11 @@ _LISTED = (("mul_", 1, 1), ("lerp_", 2, 1), ("mul_", 1, 1), ("addcmul_", 2, 1), 
 
 class Works:
     """The kernels of the devices of a program. Equal segments are recorded once. `on_gpu`: the updates are those of a
-    GPU.
+    GPU; `torch_compile`: torch.compile compiles segments.
     """
 
-    def __init__(self, program: Program, on_gpu: bool = False) -> None:
-        self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu), on_gpu
+    def __init__(self, program: Program, on_gpu: bool = False, torch_compile: bool = False) -> None:
+        self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu, torch_compile), on_gpu
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
         self._backwards: dict[tuple[object, ...], Kernels] = {}

@@ -253,7 +253,7 @@ class _Summary:
             number = self.run.functions[made.task]
             function, ops = self.program.functions[number], self.ops_of[number]
             for size, n in storage.tape.others:
-                name, module = (ops[n].name, ops[n].module) if n >= 0 else ("", "")
+                name, module = (ops[n].name, ops[n].module) if n >= 0 else ("a tensor", "")
                 yield Held(size, name, module or function.module or made_by, made.task.microbatch)
             return
         module = self.program.functions[made.function].module if isinstance(made, Forward) else ""

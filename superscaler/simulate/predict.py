@@ -53,15 +53,19 @@ class Simulation:
     prediction: Prediction
 
 
-def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> Prediction:
-    """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's.
+def predict(program: Program, cluster: Cluster, capacity: int | None = None, torch_compile: bool = False) -> Prediction:
+    """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's. `torch_compile`: its
+    segments are compiled, as by `ss.load(directory, torch_compile=True)`.
 
-    Raises InputError if the speeds of the cluster's devices are unknown.
+    Raises InputError if the speeds of the cluster's devices are unknown, and for compiled segments whose backward is in
+    two halves.
     """
-    return simulate(program, cluster, capacity).prediction
+    return simulate(program, cluster, capacity, torch_compile).prediction
 
 
-def simulate(program: Program, cluster: Cluster, capacity: int | None = None) -> Simulation:
+def simulate(
+    program: Program, cluster: Cluster, capacity: int | None = None, torch_compile: bool = False
+) -> Simulation:
     """Return the prediction for a step with its timetable and memories; see `predict`."""
     kind = cluster.device_kind
     if kind is None or kind.speeds is None:
@@ -70,7 +74,7 @@ def simulate(program: Program, cluster: Cluster, capacity: int | None = None) ->
             "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
         )
     speeds = kind.speeds
-    work = _Work(Works(program, on_gpu=speeds.units > 0), kind, _share(cluster))
+    work = _Work(Works(program, speeds.units > 0, torch_compile), kind, _share(cluster))
     table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)

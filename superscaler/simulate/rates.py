@@ -30,11 +30,14 @@ _CLASSES: Mapping[str, str] = {
         "_fused_rms_norm_backward",
         "copy": "clone copy _foreach_copy cat stack constant_pad_nd",
         "gather": "embedding index index_select gather nll_loss_forward nll_loss2d_forward",
-        "scatter": "embedding_dense_backward index_put _unsafe_index_put index_add scatter scatter_add",
+        "scatter": "embedding_dense_backward index_put _unsafe_index_put _unsafe_masked_index_put_accumulate index_add "
+        "scatter scatter_add",
         "expanded": "nll_loss_backward nll_loss2d_backward slice_backward select_backward",
     }.items()
     for name in names.split()
 }
+# What the backward of an embedding is for torch.compile.
+_COMPILED_ROWS = "_unsafe_masked_index_put_accumulate"
 # Products: the place of the first matrix among the inputs.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "_addmm_activation": 1}
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
@@ -157,6 +160,8 @@ def bytes_of(kernel: Kernel) -> int:
     if kind == "gather":
         # A row that is read and written; of a loss, a place in each row of scores.
         return 2 * made + numbers * (5 if "loss" in kernel.name else 1)
+    if kernel.name == _COMPILED_ROWS:
+        return made + 3 * size_of(kernel.inputs[-1]) + numbers
     if kind == "scatter" and not _is_in_place(kernel):
         return made + 3 * first + numbers
     if kind == "expanded":

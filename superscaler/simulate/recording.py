@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from math import prod
 from types import FrameType, SimpleNamespace
@@ -34,6 +35,8 @@ from superscaler.runtime.saved_tensors import storage_of
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
 
 Tensors = Sequence[Tensor]
+# Random numbers by their number in a segment.
+Draw = Callable[[int], Tensor]
 # Operators that only allocate.
 _EMPTY = ("empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _TASK = "s0"
@@ -50,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.levels: list[int] = []
-        self.alive, self.on_gpu = 0, on_gpu
+        self.alive, self.on_gpu, self.sees, self.counts = 0, on_gpu, True, True
         # Of storages that are alive: bytes and the op of those without a number, and the numbers of others.
         self.others: dict[int, tuple[int, int]] = {}
         self.numbers: dict[int, int] = {}
@@ -60,17 +63,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":
+        if func.namespace != "prim" and self.sees:
             results, name = _tensors(made), func.name().partition("::")[2]
             if not func.is_view and name not in _EMPTY:
                 self.kernels.append(kernel_of(func, args, kwargs, made))
-            for x in results:
+            for x in results if self.counts else ():
                 # Leaves without memory are one number each.
                 self._count(x, 0 if name == "new_empty" else x.untyped_storage().nbytes())
             if self.on_gpu and name == "_softmax_backward_data":
                 # Its kernel for GPUs reads the product of both inputs, a temporary tensor (torch, SoftMax.cu).
                 self.levels.append(self.alive + block(results[0].nbytes))
         return made
+
+    @contextmanager
+    def seeing(self, sees: bool) -> Iterator[None]:
+        """Record what runs in the block, or nothing of it."""
+        before, self.sees = self.sees, sees
+        try:
+            yield
+        finally:
+            self.sees = before
+
+    @contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """Do not count the storages of results that are made in the block."""
+        self.counts = False
+        try:
+            yield
+        finally:
+            self.counts = True
 
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
         """Return the segment of a function under a call."""
@@ -242,15 +263,19 @@ def callables(
 
         pairs = zip(function.ops, function.boxes, strict=True)
         own = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]
-        extra = {"random": random} if draws else {}
+        given = random if draws else None
         run = getattr(code, name)
 
         # With its name, and the gradients that it needs. `parts`: of another place than the first.
         @wraps(run)
-        def called(*inputs: Tensor, parts: tuple[Box, ...] = tuple(own)) -> tuple[Tensor, ...]:
-            made: tuple[Tensor, ...] = run(*inputs, **extra, **({"parts": parts} if parts else {}))
+        def called(
+            *inputs: Tensor, parts: tuple[Box, ...] = tuple(own), random: Draw | None = given
+        ) -> tuple[Tensor, ...]:
+            extra = {key: value for key, value in (("parts", parts), ("random", random)) if value}
+            made: tuple[Tensor, ...] = run(*inputs, **extra)
             return made
 
+        called.__dict__["draws"] = [partial(random, k) for k in range(len(draws))]
         return called
 
     return list(map(bound, program.functions, names))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from superscaler.errors import InputError
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box, extents
@@ -27,6 +28,7 @@ from superscaler.ir.program import (
 )  # fmt: skip
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
+from superscaler.simulate.fusing import fused
 from superscaler.simulate.recording import Recorder, callables
 from superscaler.simulate.repeats.steady import Pace, Walker, paces_of, walk
 from superscaler.simulate.repeats.steps import Step, steps
@@ -39,10 +41,12 @@ Dtypes = tuple[tuple[int, str], ...]
 
 
 class Segments:
-    """The segments of a program. Equal calls are recorded once. `on_gpu`: as a GPU runs them."""
+    """The segments of a program. Equal calls are recorded once. `on_gpu`: as a GPU runs them; `torch_compile`: as
+    torch.compile compiles them.
+    """
 
-    def __init__(self, program: Program, on_gpu: bool = False) -> None:
-        self.program, self.on_gpu = program, on_gpu
+    def __init__(self, program: Program, on_gpu: bool = False, torch_compile: bool = False) -> None:
+        self.program, self.on_gpu, self.torch_compile = program, on_gpu, torch_compile
         self._run = callables(program, on_gpu=on_gpu)
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, tuple[dict[Task, Segment], dict[Task, int]]] = {}
@@ -59,11 +63,17 @@ class Segments:
     ) -> Segment:  # fmt: skip
         """Return the segment of a forward and its backward, or of the first half of a split one. `strides`: of
         non-contiguous inputs, by number; `added`: the aliases whose gradients are added to sums, in both halves;
-        `rounded`: the dtypes of inputs that were rounded before they were gathered.
+        `rounded`: the dtypes of inputs that were rounded before they were gathered. Raises InputError if halves are to
+        be compiled.
         """
         given, first = tuple[bool, ...](), tuple[int, ...]()
         if backward is not None:
             given = tuple([g is not None for g in backward.gradients])
+            if backward.half and self.torch_compile:
+                raise InputError(
+                    "torch.compile makes one of a backward in two halves, which this plan has; leave torch_compile "
+                    "(--torch-compile) out, or take a plan without split backwards, as pipeline_1f1b."
+                )
             if backward.half:
                 sums = backward.sums or (None,) * len(backward.outputs)
                 made = zip(backward.outputs, sums, strict=True)
@@ -171,7 +181,8 @@ class Segments:
         # Functions with the same text have the same name.
         key = run.__name__, metas, call
         if key not in self._known:
-            self._known[key] = Recorder(self.on_gpu).segment(run, metas, call)
+            recorder = Recorder(self.on_gpu)
+            self._known[key] = recorder.segment(fused(run, recorder) if self.torch_compile else run, metas, call)
         return self._known[key]
 
 

@@ -63,9 +63,12 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
 
 
-def simulate_directory(directory: Path, capacity: int | None, cluster: str) -> Prediction:
-    """Return the prediction for a step of the plan in a directory, on its own cluster or on another one. Raises
-    InputError for a directory that cannot be read, or a cluster of another size.
+def simulate_directory(
+    directory: Path, cluster: str, capacity: int | None = None, torch_compile: bool = False
+) -> Prediction:
+    """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
+
+    Raises InputError for a directory that cannot be read, or a cluster of another size.
     """
     saved = read_plan(directory)
     saved.check()
@@ -75,7 +78,7 @@ def simulate_directory(directory: Path, capacity: int | None, cluster: str) -> P
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    return predict(program, found, capacity)
+    return predict(program, found, capacity, torch_compile)
 
 
 def subject_of(directory: Path, run: Path | None = None) -> Subject:

@@ -1,0 +1,91 @@
+"""Segments as torch.compile runs them: bytes beside those of Inductor's scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.ir.program import Backward, Forward
+from superscaler.models import build
+from superscaler.simulate import fusing
+from superscaler.simulate.kernels import Works
+from superscaler.simulate.rates import bytes_of
+from superscaler.simulate.works import Kernel
+
+SIZES = "layers=1,hidden=256,heads=4,seq=128,batch=4,vocab=256"
+GPT2, LLAMA = f"gpt2:{SIZES},dropout=0", f"llama:{SIZES},kv_heads=4,mlp=512"
+
+
+def captured(spec: str, **way: Any) -> ss.Graph:
+    model = build(spec)
+    optimizer = torch.optim.SGD(model.module.parameters(), 0.1)
+    return ss.capture(model.module, model.args, model.kwargs, optimizer, check=False, **way)
+
+
+def kernels(plan: ss.Plan, is_compiled: bool) -> list[Kernel]:
+    """Return the kernels of the distinct segments of device 0, forward and backward."""
+    works, device = Works(plan.compiled.program, True, is_compiled), plan.compiled.program.devices[0]
+    functions = works.segments.functions(device)
+    pairs = zip(device.instructions[:], works.of(device), strict=True)
+    found = {(type(i), functions[i.task]): some for i, some in pairs if isinstance(i, Forward | Backward)}
+    return [kernel for some in found.values() for kernel in some]
+
+
+def inductor_bytes(graph: torch.fx.GraphModule) -> int:
+    """Return the bytes that the kernels of a graph move by the count of Inductor's scheduler."""
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    lowered = GraphLowering(graph, example_inputs=inputs)
+    handlers = V.set_real_inputs(inputs), V.set_debug_handler(DebugContext()), V.set_graph_handler(lowered)
+    with V.set_fake_mode(inputs[0].fake_mode), handlers[0], handlers[1], handlers[2]:
+        lowered.run(*inputs)
+        lowered.codegen()
+        return lowered.count_bytes()[0]
+
+
+@pytest.mark.parametrize(("spec", "autocast"), [(GPT2, None), (LLAMA, "bf16")])
+def test_fused_kernels_move_the_bytes_that_inductor_counts(
+    spec: str, autocast: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ss.compile(captured(spec, autocast=autocast), "single", "local:1")
+    graphs, init = list[torch.fx.GraphModule](), fusing._Fused.__init__
+
+    def noted(self: fusing._Fused, graph: torch.fx.GraphModule, recorder: Any) -> None:
+        init(self, graph, recorder)
+        graphs.append(graph)
+
+    monkeypatch.setattr(fusing._Fused, "__init__", noted)
+    found = kernels(plan, is_compiled=True)
+    assert sum(map(bytes_of, found)) == pytest.approx(sum(map(inductor_bytes, graphs)), rel=0.08)
+    assert sum(k.name == "fused" for k in found) < 40 < len(kernels(plan, is_compiled=False))
+
+
+def test_products_and_attention_are_those_of_the_segment_and_the_rest_takes_less() -> None:
+    plan = ss.compile(captured(LLAMA, precision="bf16"), "single", "h100:1x1")
+    plain, compiled = plan.simulate(), plan.simulate(torch_compile=True)
+    assert compiled.step_seconds < plain.step_seconds
+    assert compiled.fullest.memory["activations"] < plain.fullest.memory["activations"]
+    own, fused = (kernels(plan, is_compiled) for is_compiled in (False, True))
+    for name in ("mm", "_scaled_dot_product_flash_attention_for_cpu"):
+        assert sum(k.name == name for k in fused) == sum(k.name == name for k in own) > 0
+    assert not any(k.name.startswith(("pow", "rsqrt", "silu")) for k in fused)
+
+
+def test_dropout_is_drawn_by_kernels_of_its_own() -> None:
+    plan = ss.compile(captured(f"gpt2:{SIZES},dropout=0.1"), "single", "h100:1x1")
+    found = kernels(plan, is_compiled=True)
+    assert any(k.name not in ("fused", "mm", "addmm") and k.outputs[0][1].startswith("int") for k in found)
+    assert plan.simulate(torch_compile=True).step_seconds < plan.simulate().step_seconds
+
+
+def test_split_backwards_cannot_be_compiled() -> None:
+    plan = ss.compile(captured(GPT2.replace("layers=1", "layers=2")), "zb_h1:2,microbatches=2", "h100:1x2")
+    with pytest.raises(InputError, match="without split backwards"):
+        plan.simulate(torch_compile=True)
