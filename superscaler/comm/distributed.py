@@ -14,6 +14,7 @@ from math import prod
 from queue import Queue
 from threading import Thread
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,11 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
         given: dict[str, Any] = {"store": PrefixStore(start, store), "rank": launch.rank, "world_size": launch.world}
         with _network(launch, f"{backend.upper()}_SOCKET_IFNAME"):
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
+    else:
+        # Ranks that another library connected, or that load another plan.
+        name = [uuid4().hex]
+        dist.broadcast_object_list(name)
+        start = name[0]
     return DistributedCommunicator(device, start, store)
 
 

@@ -51,7 +51,8 @@ class Planned:
     """The steps of a loop under a plan, which rank 0 compiles for the shapes of the first batch, and again for others,
     and when other weights are trained.
 
-    All ranks pass equal global batches. `cluster`: default, the processes of this machine. `directory`: of the plan,
+    All ranks pass equal global batches, and change what a plan is compiled for before the same step; InputError names
+    what one rank changed alone. `cluster`: default, the processes of this machine. `directory`: of the plan,
     read by all ranks. `steps`: the earlier steps of the module and the optimizer. `notes`: what `compute` notes during
     the capture on rank 0; all ranks get it. `torch_compile`: as of `ss.load`. `owner`: the object whose method
     `compute` calls; default: the module. Numbers, flags and texts that it reads from both may change between steps.
@@ -72,16 +73,23 @@ class Planned:
         self._read: list[tuple[str | None, str]] = []
         # By what each was compiled for; of several, one has the present state.
         self._made: dict[tuple[str, Form], Step] = {}
+        # The shapes of batches, unfilled, that all ranks were given.
+        self._given: set[str] = set()
+        # What the plan of `step` is compiled for, in words.
+        self._before: dict[str, str] = {}
         self.step: Step | None = None
         self.notes = {} if notes is None else notes
 
     def __call__(self, batch: Any, clip: float | None = None) -> Tensor:
         """Train on a global batch and return its loss. A batch of other shapes is padded, or gets its own plan."""
         tensors, spec = _named(batch)
+        given = _shapes(tensors)
         if self.step is not None:
             tensors = self.step.padding.filled(tensors, self.step.inputs)
-        self.step = step = self._for(tensors, spec)
+        self.step = step = self._for(tensors, spec, given)
         step.set_options(self._optimizer.param_groups)
+        if step.watch is not None:
+            step.watch.begun += 1
         loss: Tensor = step({name: tensors[name] for name in step.inputs}, clip=clip)
         self._steps, self._is_stale = step.state.steps, True
         return loss
@@ -104,10 +112,17 @@ class Planned:
     def _around(self) -> nn.Module:
         return LossOfLoop(self._module, self._compute)
 
-    def _for(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
-        """Return the step for the shapes of a batch and the form of the module, with the present state."""
-        key = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items()), self._form()
+    def _for(self, tensors: Mapping[str, Tensor], spec: Any, given: str) -> Step:
+        """Return the step for the shapes of a batch and the form of the module, with the present state. `given`: the
+        shapes before the batch was filled.
+        """
+        key = _shapes(tensors), self._form()
         known = self._made.get(key)
+        if known is not None and known is self.step and given in self._given:
+            return known
+        if self.step is not None:
+            self._meet(self._facts(given, key[1]))
+        self._given.add(given)
         if known is not None and known is self.step:
             return known
         self.put()
@@ -120,10 +135,37 @@ class Planned:
         form = self._form()
         # Values seldom come back, so plans of earlier ones would only fill the memory.
         kept = {key: step for key, step in self._made.items() if key[1].values == form.values}
+        for key_, old in self._made.items():
+            if key_ not in kept and old.watch is not None:
+                old.watch.close()
         self._made = {**kept, (key[0], form): step}
+        self._before = self._facts(key[0], form)
         state.take(step, self._around, self._optimizer, has_weights=known is None)
         step.state.steps = self._steps
         return step
+
+    def _meet(self, now: Mapping[str, str]) -> None:
+        """Wait for all ranks. Raise InputError if others begin the step without, or come with other facts."""
+        assert self.step is not None
+        if self.step.watch is not None and (others := self.step.watch.meet()):
+            name = next(name for name in now if now[name] != self._before.get(name))
+            raise InputError(
+                f"{name} was {self._before.get(name)} and is {now[name]} now on rank {dist.get_rank()}, but "
+                f"{_ranks(others)} began step {self._steps + 1} without that change, with the plan of before; make it "
+                "on all ranks before the same step."
+            )
+        _check_alike(now)
+
+    def _facts(self, shapes: str, form: Form) -> dict[str, str]:
+        """Return what a plan is compiled for, in words, by its name for the user."""
+        facts = {"the batch": shapes}
+        for (path, name), value in zip(self._read, form.values, strict=True):
+            facts[f"{path or type(self._objects[path]).__name__}.{name}"] = repr(value)
+        for (path, module), mode in zip(self._module.named_modules(), form.modes, strict=True):
+            facts[f"{path or type(module).__name__}.training"] = str(mode)
+        for (name, _), group in zip(self._module.named_parameters(), form.groups, strict=True):
+            facts[f"the parameter group of {name}"] = "none, not trained," if group < 0 else str(group)
+        return facts
 
     def _form(self) -> Form:
         groups = {id(p): n for n, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
@@ -149,6 +191,7 @@ class Planned:
         why, notes, self._read = found
         if why:
             raise InputError(why)
+        _check_alike(self._facts("", self._form()))
         self.notes.update(notes)
         self._saved += 1
         return load(folder, torch_compile=self._torch_compile)
@@ -268,6 +311,29 @@ def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
             raise InputError(f"a batch has {a(type(value).__name__)} at '{name}'; a plan takes tensors only.")
         found[name if name.isidentifier() else f"input_{name}"] = value
     return found, spec
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _check_alike(facts: Mapping[str, str]) -> None:
+    """Raise InputError on all ranks if one has other facts."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, facts)
+    for rank, other in enumerate(ranks):
+        for name in {**ranks[0], **other}:
+            one, two = ranks[0].get(name, "missing"), other.get(name, "missing")
+            if one != two:
+                raise InputError(
+                    f"{name} is {one} on rank 0 and {two} on rank {rank}; a plan is compiled for one of them: make it "
+                    "equal on all ranks."
+                )
 
 
 def _check_equal(batch: Mapping[str, str], world: int) -> None:

@@ -64,6 +64,8 @@ class Watch:
         self._thread, self._parent = threading.get_ident(), os.getppid()
         self._spot, self._longest = Spot(since=time.monotonic()), 0.0
         self._next, self._word = (rank + 1) % world, b""
+        # Steps that the thread has begun, as a loop counts them, and its meetings.
+        self.begun = self._meetings = 0
         # Looks since the store last answered, and since the next rank had news. A process that is stopped, or has a
         # call that holds Python's lock, does not look, so it counts none.
         self._silent = self._unheard = 0
@@ -84,6 +86,26 @@ class Watch:
         if not any(thread.is_alive() for thread in self._threads):
             with suppress(RuntimeError):
                 self._store.set(f"watch{self._rank}", "closed")
+
+    def meet(self) -> list[int]:
+        """Wait until all ranks call this before the same step. Return the ranks that began that step instead."""
+        self._meetings += 1
+        key, looked = f"meeting{self._meetings}", time.monotonic()
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self._world:
+            time.sleep(LOOK / 100)
+            if time.monotonic() - looked > LOOK:
+                looked = time.monotonic()
+                others = [rank for rank in range(self._world) if rank != self._rank and self._begun(rank) > self.begun]
+                if others:
+                    return others
+        return []
+
+    def _begun(self, rank: int) -> int:
+        """Return the steps that a rank said it has begun."""
+        key = f"watch{rank}"
+        word = self._store.get(key) if self._store.check([key]) else b"closed"
+        return 0 if word == b"closed" else int(json.loads(word)["begun"])
 
     def start(self) -> None:
         # Python's end aborts the process where a thread is in the store's code.
@@ -115,6 +137,7 @@ class Watch:
             beats += 1
             spot = self._spot
             word = {"beat": beats, "text": spot.text, "host": socket.gethostname(), "pid": os.getpid()}
+            word["begun"] = self.begun
             try:
                 self._store.set(f"watch{self._rank}", json.dumps(word | {"limit": self._limit(spot)}))
                 self._listen()

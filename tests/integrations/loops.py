@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from superscaler.errors import InputError
@@ -94,7 +96,10 @@ def own(plans: list[str], folder: Path) -> list[float]:
             loss.backward()
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             theirs.step()
+            before = weakref.ref(planned.step.state) if planned.step else None
             found.append(float((planned(batch, 1.0) - loss).abs()))
+            # A plan for another value of `factor` is not used again, so it may not fill the memory.
+            assert turn != 3 or (before is not None and before() is None)
             if turn == 2:
                 planned.put_if(os.environ["RANK"] == "1")
                 found.append(abs(size_of(layers) - size_of(plain)))
@@ -108,7 +113,29 @@ def own(plans: list[str], folder: Path) -> list[float]:
         pairs += [(ours.state[a][key], theirs.state[b][key]) for key in ("step", "exp_avg", "exp_avg_sq")]
     with pytest.raises(InputError, match="rank 1 was given another batch than rank 0"):
         Planned(layers, ours, compute, plans[0], None, folder)((torch.full((4, 6), float(os.environ["RANK"])),))
+    layers.factor = 1.0 + int(os.environ["RANK"])  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"Sequential.factor is 1.0 on rank 0 and 2.0 on rank 1"):
+        Planned(layers, ours, compute, plans[0], None, folder)(batches[0])
     return found + [float((a - b).abs().max()) for a, b in pairs]
+
+
+@record
+def alone(kind: str, plan: str, folder: Path) -> list[float]:
+    """Train with a number of the module, or a batch, that is another on rank 1 alone from the second step on."""
+    from superscaler.integrations.planned import Planned
+
+    def compute(module: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return module.factor * module(batch[0]).square().mean(), {}
+
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(6, 4)
+    layer.factor = 1.0
+    planned = Planned(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compute, plan, None, folder / "plan")
+    losses = [float(planned((drawn(0, 4, 6),)))]
+    other = os.environ["RANK"] == "1"
+    layer.factor += other and kind == "number"
+    rows = 2 if other and kind == "batch" else 4
+    return [*losses, float(planned((drawn(0, rows, 6),)))]
 
 
 def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
@@ -226,6 +253,8 @@ if __name__ == "__main__":
     made: Any
     if library == "own":
         made = own(plan.split("+"), Path(where))
+    elif library == "alone":
+        made = alone(kind, plan, Path(where))
     else:
         try:
             made = {"huggingface": huggingface, "lightning": lightning}[library](kind, plan, Path(where), int(stop))

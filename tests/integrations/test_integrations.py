@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from superscaler.errors import InputError
 from superscaler.launch.launch import launch
 
 LOOPS = Path(__file__).with_name("loops.py")
@@ -40,6 +41,19 @@ def without_plan(library: str, kind: str, folder: Path) -> Any:
 @pytest.mark.dist
 def test_a_loop_goes_on_under_another_plan_and_with_a_last_batch_of_another_size(tmp_path: Path) -> None:
     assert max(ran(2, "own", "", "zero:stage=3+tensor_parallel", tmp_path)) < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("number", r"Linear\.factor was 1\.0 and is 2\.0 now"),
+        ("batch", r"the batch was input_0 \(4, 6\) torch\.float32 and is input_0 \(2, 6\) torch\.float32 now"),
+    ],
+)
+def test_what_one_rank_changes_alone_is_an_error_that_names_it(kind: str, change: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{change} on rank 1, but rank 0 began step 2 without that change"):
+        ran(2, "alone", kind, "data_parallel", tmp_path)
 
 
 @pytest.mark.slow
