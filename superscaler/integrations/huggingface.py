@@ -41,8 +41,8 @@ class Trainer(transformers.Trainer):
     `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
     Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
     rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of
-    an epoch or of the training; at other events after `put_weights`. Raises InputError for gradient accumulation and
-    fp16.
+    an epoch or of the training; at other events after `put_weights`. Raises InputError for gradient accumulation, fp16,
+    FSDP, DeepSpeed and a `parallelism_config`.
     """
 
     current_flos: float
@@ -62,6 +62,16 @@ class Trainer(transformers.Trainer):
             )
         if self.args.fp16:
             raise InputError("fp16 scales losses, which is not done in this loop; take bf16.")
+        for name, is_on in (
+            ("fsdp", self.args.fsdp or self.is_fsdp_enabled),
+            ("deepspeed", self.args.deepspeed or self.is_deepspeed_enabled),
+            ("parallelism_config", self.args.parallelism_config is not None),
+        ):
+            if is_on:
+                raise InputError(
+                    f"{name} divides the training among the processes, which the plan does: leave it out. The plan "
+                    "zero:stage=3 shards weights and states as FSDP does; tensor_parallel splits layers."
+                )
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run the whole step. The optimizer of the Trainer then finds no gradients, and changes nothing."""
@@ -143,6 +153,13 @@ class Trainer(transformers.Trainer):
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         put(self._planned)
         return super()._finalize_training(*args, **options)
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """A `transformers.Seq2SeqTrainer` whose training steps run under a plan, as those of `Trainer`.
+
+    `predict_with_generate` generates with the trained weights, in the whole module on each rank.
+    """
 
 
 class _First(transformers.TrainerCallback):

@@ -151,18 +151,28 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
 
     hf.set_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64}
-    if kind == "gpt2":
+    if kind in ("gpt2", "lora"):
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **off, n_positions=16, n_embd=32, n_layer=2, n_head=4))
+    elif kind == "t5":
+        sizes |= {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+        model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
     else:
         off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
         sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
         model = hf.BertForSequenceClassification(hf.BertConfig(**sizes, **off))
-    args = hf.TrainingArguments(
+    base = copy.deepcopy(model)
+    if kind == "lora":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"]))
+    generation = {"predict_with_generate": True, "generation_max_length": 6} if kind == "t5" else {}
+    args = (hf.Seq2SeqTrainingArguments if kind == "t5" else hf.TrainingArguments)(
         str(folder), per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, save_steps=4, eval_steps=4,
         eval_strategy="steps", learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2, report_to=[],
         use_cpu=True, disable_tqdm=True, seed=3, per_device_eval_batch_size=5, average_tokens_across_devices=False,
         include_num_input_tokens_seen="all", max_grad_norm=1.0 if kind == "gpt2" else 0.0, bf16=kind == "bert_bf16",
+        **generation,
     )  # fmt: skip
 
     class Stop(hf.TrainerCallback):
@@ -172,19 +182,27 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
         def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             state.log_history.append({"weights": size_of(given["model"])})
 
-    rows = Tokens(kind != "gpt2")
+    def summed(given: Any) -> dict[str, float]:
+        return {"sum": float(given.predictions.sum())}
+
+    rows = Tokens(kind.startswith("bert"))
     kept: dict[str, Any] = {"train_dataset": rows if kind != "gpt2" else Stream(rows), "eval_dataset": rows}
     kept |= {"compute_loss_func": in_float32} if kind == "bert_bf16" else {}
+    kept |= {"compute_metrics": summed} if kind == "t5" else {}
     if plan == "none":
-        trainer = hf.Trainer(model, args, callbacks=[Stop()], **kept)
+        trainer = (hf.Seq2SeqTrainer if kind == "t5" else hf.Trainer)(model, args, callbacks=[Stop()], **kept)
     else:
-        from superscaler.integrations.huggingface import Trainer
+        from superscaler.integrations.huggingface import Seq2SeqTrainer, Trainer
 
-        kinds = (ByStep, Trainer) if kind == "bert_step" else (Trainer,)
+        kinds = (ByStep, Trainer) if kind == "bert_step" else (Seq2SeqTrainer if kind == "t5" else Trainer,)
         trainer = type("Own", kinds, {})(model, args, callbacks=[Stop()], **kept, plan=plan)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    if kind == "lora" and os.environ.get("RANK", "0") == "0":
+        # Adapters alone have changed, and PEFT reads them from what rank 0 wrote.
+        saved = peft.PeftModel.from_pretrained(base, str(folder / f"checkpoint-{stop}")).state_dict()
+        assert all(torch.equal(saved[name], x) for name, x in model.state_dict().items())
     counts = ("num_input_tokens_seen", "total_flos")
-    names = ("loss", "eval_loss", "grad_norm", "learning_rate", "weights", *counts)
+    names = ("loss", "eval_loss", "eval_sum", "grad_norm", "learning_rate", "weights", *counts)
     return [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from superscaler.errors import InputError
 from superscaler.launch.launch import launch
@@ -62,6 +63,8 @@ def test_what_one_rank_changes_alone_is_an_error_that_names_it(kind: str, change
     ("library", "kind", "first", "second"),
     [
         ("huggingface", "gpt2", "tensor_parallel", "zero:stage=3"),
+        ("huggingface", "t5", "tensor_parallel", "zero:stage=3"),
+        ("huggingface", "lora", "zero:stage=3", "data_parallel"),
         ("huggingface", "bert", "zero:stage=3", "pipeline_1f1b:microbatches=2"),
         ("lightning", "cnn", "data_parallel", "zero:stage=3"),
         ("lightning", "mlp", "tensor_parallel", "pipeline_1f1b:microbatches=2"),
@@ -70,6 +73,8 @@ def test_what_one_rank_changes_alone_is_an_error_that_names_it(kind: str, change
 def test_trainers_train_and_resume_as_on_one_device(
     library: str, kind: str, first: str, second: str, tmp_path: Path
 ) -> None:
+    if kind == "lora":
+        pytest.importorskip("peft")
     expected = without_plan(library, kind, tmp_path / "alone")
     found = ran(2, library, kind, first, tmp_path / "shared", 4)
     again = ran(2, library, kind, second, tmp_path / "shared")
@@ -88,6 +93,18 @@ def test_trainers_train_and_resume_as_on_one_device(
     assert [e["total_flos"] for e in found if "total_flos" in e][-1:] == [
         e["total_flos"] for e in expected if "total_flos" in e
     ]
+
+
+def test_a_trainer_refuses_what_divides_the_training_beside_the_plan(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    import transformers as hf
+
+    from superscaler.integrations.huggingface import Trainer
+
+    divided = accelerate.ParallelismConfig()
+    args = hf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], parallelism_config=divided)
+    with pytest.raises(InputError, match="parallelism_config divides the training among the processes, which the plan"):
+        Trainer(torch.nn.Linear(2, 1), args, plan="single")
 
 
 @pytest.mark.slow
