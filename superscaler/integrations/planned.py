@@ -14,8 +14,9 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -70,6 +71,7 @@ class Planned:
         self._is_stale, self._saved, self._owner = False, 0, owner
         # The objects of the user by path, and the attributes of them that captures read: path and name.
         self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
+        self._objects |= _settings(self._objects)
         self._read: list[tuple[str | None, str]] = []
         # By what each was compiled for; of several, one has the present state.
         self._made: dict[tuple[str, Form], Step] = {}
@@ -211,19 +213,47 @@ class Planned:
             self._optimizer.state = states
 
 
+def _settings(objects: Mapping[str | None, object]) -> dict[str | None, object]:
+    """Return the `config` and `args` that objects have, each by its first path."""
+    found = {
+        id(value): (f"{path}.{name}" if path else name, value)
+        for path, one in reversed(objects.items())
+        for name, value in vars(one).items()
+        # No read of a SimpleNamespace can be seen: its class is C's.
+        if name in ("config", "args")
+        and hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | SimpleNamespace)
+    }
+    return dict(found.values())
+
+
 @contextmanager
 def _reads(objects: Mapping[str | None, object]) -> Iterator[set[tuple[str | None, str]]]:
-    """Collect the numbers, flags and texts that are read from attributes of objects: the path and the name."""
+    """Collect the numbers, flags and texts that are read from attributes of objects: the path and the name.
+
+    Not what the model sets when it first runs, as `config.problem_type`: other ranks have not run it.
+    """
+    before = {path: dict(vars(one)) for path, one in objects.items()}
     paths, found = {id(one): path for path, one in objects.items()}, set[tuple[str | None, str]]()
 
-    def get(one: object, name: str) -> Any:
-        value = object.__getattribute__(one, name)
-        if isinstance(value, bool | int | float | str) and id(one) in paths and name in vars(one):
-            found.add((paths[id(one)], name))
-        return value
+    def noting(read: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+        def get(one: object, name: str) -> Any:
+            value = read(one, name)
+            if isinstance(value, bool | int | float | str) and id(one) in paths and name in vars(one):
+                found.add((paths[id(one)], name))
+            return value
 
-    with patch.object(nn.Module, "__getattribute__", get), patch.object(type(objects[None]), "__getattribute__", get):
+        return get
+
+    classes = {type(one) for one in objects.values() if not isinstance(one, nn.Module)} | {
+        nn.Module,
+        type(objects[None]),
+    }
+    with ExitStack() as stack:
+        for kind in classes:
+            stack.enter_context(patch.object(kind, "__getattribute__", noting(kind.__getattribute__)))
         yield found
+    found -= {(path, name) for path, name in found if before[path].get(name) != vars(objects[path])[name]}
 
 
 class Changing:

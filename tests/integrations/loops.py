@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import weakref
+from argparse import Namespace
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -71,6 +72,7 @@ def own(plans: list[str], folder: Path) -> list[float]:
 
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    layers.config = Namespace(scale=1.0)  # type: ignore[assignment]
     plain = copy.deepcopy(layers)
 
     def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -78,7 +80,7 @@ def own(plans: list[str], folder: Path) -> list[float]:
         return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": other}], lr=0.01)
 
     def compute(module: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return module.factor * nn.functional.cross_entropy(module(batch[0]), batch[1]), {}
+        return module.factor * module.config.scale * nn.functional.cross_entropy(module(batch[0]), batch[1]), {}
 
     ours, theirs = optimizer_of(layers), optimizer_of(plain)
     batches = [(drawn(n, rows, 6), drawn(n, rows, high=4)) for n, rows in enumerate((4, 4, 2, 4))]
@@ -89,6 +91,7 @@ def own(plans: list[str], folder: Path) -> list[float]:
             for module, optimizer in ((layers, ours), (plain, theirs)):
                 module[3].requires_grad_(turn != 1)
                 module.factor = 1.0 + turn // 3  # type: ignore[assignment]
+                module.config.scale = 1.0 + turn // 2  # type: ignore[assignment, union-attr]
                 optimizer.param_groups[0]["lr"] *= 0.9
                 optimizer.param_groups[1] |= {"betas": (0.9 - 0.1 * turn, 0.99), "weight_decay": 0.1 * turn}
             theirs.zero_grad()
