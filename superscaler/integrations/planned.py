@@ -217,7 +217,7 @@ def _settings(objects: Mapping[str | None, object]) -> dict[str | None, object]:
     """Return the `config` and `args` that objects have, each by its first path."""
     found = {
         id(value): (f"{path}.{name}" if path else name, value)
-        for path, one in reversed(objects.items())
+        for path, one in [*objects.items()][::-1]
         for name, value in vars(one).items()
         # No read of a SimpleNamespace can be seen: its class is C's.
         if name in ("config", "args")
@@ -245,7 +245,7 @@ def _reads(objects: Mapping[str | None, object]) -> Iterator[set[tuple[str | Non
 
         return get
 
-    classes = {type(one) for one in objects.values() if not isinstance(one, nn.Module)} | {
+    classes: set[Any] = {type(one) for one in objects.values() if not isinstance(one, nn.Module)} | {
         nn.Module,
         type(objects[None]),
     }
