@@ -43,12 +43,8 @@ def fused(run: Run, recorder: Recorder) -> Run:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def call(kernels: _Fused, inputs: list[Any]) -> Any:
-        with recorder.seeing(True):
-            return kernels.boxed_run(inputs)
-
     def compiled(gm: fx.GraphModule, example_inputs: object) -> Any:
-        made: Any = partial(call, _Fused(gm, recorder))
+        made: Any = partial(_Fused.boxed_run, _Fused(gm, recorder))
         # It empties the list of its inputs, so that each ends after its last reader.
         made._boxed_call = True
         return made
@@ -61,14 +57,19 @@ def fused(run: Run, recorder: Recorder) -> Run:
             return run(*both[: len(inputs)], **options, **({"random": more.__getitem__} if more else {}))
 
         table, cut = select_decomp_table(), min_cut_rematerialization_partition
-        # Torch also runs operators to trace them.
-        with recorder.seeing(False):
-            function = aot_function(whole, compiled, compiled, cut, table, inference_compiler=compiled)
-            found: tuple[Tensor, ...] = function(*inputs, *drawn)
+        function = aot_function(whole, compiled, compiled, cut, table, inference_compiler=compiled)
+        # The first call traces: its graphs keep the tensors that it is given.
+        with recorder.blind():
+            function(*map(_like, (*inputs, *drawn)))
+        found: tuple[Tensor, ...] = function(*inputs, *drawn)
         return found
 
     called.__dict__.update(run.__dict__)
     return called
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
 
 
 class _Fused(fx.Interpreter):
@@ -82,6 +83,12 @@ class _Fused(fx.Interpreter):
         self.kernels = {nodes[-1]: _kernel(nodes, self.group) for nodes in members}
         self.inside = {n for n in self.group if not _is_made(n, self.group)}
 
+    def boxed_run(self, args_list: list[Any]) -> Any:
+        made = super().boxed_run(args_list)
+        # It would keep the results.
+        self.env = {}
+        return made
+
     def run_node(self, n: fx.Node) -> Any:
         start, base = len(self.recorder.kernels), base_of(n)
         if base not in self.group:
@@ -89,7 +96,7 @@ class _Fused(fx.Interpreter):
         with self.recorder.without_memory() if base in self.inside else nullcontext():
             made = super().run_node(n)
         del self.recorder.kernels[start:]
-        if n in self.kernels:
+        if n in self.kernels and self.recorder.sees:
             self.recorder.kernels.append(self.kernels[n])
         return made
 

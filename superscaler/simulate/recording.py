@@ -76,13 +76,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     @contextmanager
-    def seeing(self, sees: bool) -> Iterator[None]:
-        """Record what runs in the block, or nothing of it."""
-        before, self.sees = self.sees, sees
+    def blind(self) -> Iterator[None]:
+        """Record nothing of what runs in the block."""
+        self.sees = False
         try:
             yield
         finally:
-            self.sees = before
+            self.sees = True
 
     @contextmanager
     def without_memory(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Backward, Forward
 from superscaler.models import build
+from superscaler.runtime.load import CompiledSegments
+from superscaler.runtime.step import Step
 from superscaler.simulate import fusing
 from superscaler.simulate.kernels import Works
 from superscaler.simulate.rates import bytes_of
 from superscaler.simulate.works import Kernel
+from tests.ran import as_in, on_ranks
 
 SIZES = "layers=1,hidden=256,heads=4,seq=128,batch=4,vocab=256"
 GPT2, LLAMA = f"gpt2:{SIZES},dropout=0", f"llama:{SIZES},kv_heads=4,mlp=512"
@@ -65,6 +69,39 @@ def test_fused_kernels_move_the_bytes_that_inductor_counts(
     found = kernels(plan, is_compiled=True)
     assert sum(map(bytes_of, found)) == pytest.approx(sum(map(inductor_bytes, graphs)), rel=0.08)
     assert sum(k.name == "fused" for k in found) < 40 < len(kernels(plan, is_compiled=False))
+
+
+def test_a_compiled_forward_keeps_what_torch_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = captured(LLAMA, autocast="bf16")
+    plan = ss.compile(graph, "single", "local:1")
+    works, device = Works(plan.compiled.program, True, True), plan.compiled.program.devices[0]
+    forwards = [i for i in device.instructions[:] if isinstance(i, Forward)]
+    rest, tasks = {w.name for w in device.weights}, works.segments.tasks(device)
+    kept = 0
+    for i in forwards:
+        segment, names = tasks[i.task], (*i.inputs, *i.outputs)
+        numbers = (*range(len(i.inputs)), *segment.results)
+        own = {n for n, name in zip(numbers, names, strict=True) if name not in rest}
+        kept += segment.tapes[0].bytes + sum(segment.sizes[n] for n in segment.tapes[0].held & own)
+
+    saved = dict[int, int]()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def work(step: Step) -> None:
+        step.state.compiled = CompiledSegments()
+        weights = {w.untyped_storage().data_ptr() for w in step.state.weights.values()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            step(as_in(plan.compiled, graph.captured.batch))
+        for pointer in weights & set(saved):
+            del saved[pointer]
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    on_ranks(plan, work)
+    assert kept == pytest.approx(sum(saved.values()), rel=0.02)
 
 
 def test_products_and_attention_are_those_of_the_segment_and_the_rest_takes_less() -> None:
