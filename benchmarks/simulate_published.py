@@ -13,7 +13,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,147 @@ _IBM = (
     (48, 8192, 64, 8, 22016, False, 8, 772), (80, 8192, 64, 8, 28672, False, 6, 380),
 )  # fmt: skip
 
+# InternLM/InternEvo, doc/en/train_performance.md (commit 3a665e8): 7B, A100, four NICs of 100 Gbit/s, sequence 2048,
+# vocabulary 103,168, 16,384 tokens of a GPU a step in four microbatches, gradients in 16 bits, ZeRO-1 over all replicas
+# or those of a server. Theirs sends whole updated weights after the update; ours gathers slices during the next
+# forward. By tp and slices (0: all): tokens per second of a GPU on 8, 16, ... 1,024.
+_INTERNEVO = {
+    (1, 0): (4062, 3842, 3752, 3690, 3571, 3209, 2861, 2271), (1, 8): (4078, 3939, 3919, 3944, 3928, 3920, 3835, 3625),
+    (2, 0): (3822, 3595, 3475, 3438, 3308, 3094, 2992, 2785), (2, 4): (3761, 3658, 3655, 3650, 3651, 3653, 3589, 3486),
+}  # fmt: skip
+# The same page, "FLOPS testing": ZeRO-1 inside a server. GPUs, sequences a microbatch, number of these, recomputation,
+# tokens per second of a GPU.
+_INTERNEVO_FULL = (
+    (8, 8, 1, True, 3314), (16, 8, 1, True, 3268), (32, 8, 1, True, 3323), (64, 8, 1, True, 3217),
+    (128, 8, 1, True, 3260), (256, 8, 1, True, 3215), (512, 8, 1, True, 3199), (1024, 8, 1, True, 3163),
+    (512, 4, 1, True, 2963), (1024, 2, 1, True, 2341), (1024, 4, 1, True, 2796), (512, 2, 2, False, 3084),
+    (1024, 2, 1, False, 2346), (1024, 2, 2, False, 2817),
+)  # fmt: skip
+
+# Qi et al. 2023 (arXiv 2401.10241), tables 4, 6 and 7, its baselines of Megatron-LM: pipelines alone, A100, sequence
+# 1024; the first and the last stage have one layer less. Published memory says that scores were kept, and nothing was
+# computed again. Their network and vocabulary are not given. A row: layers, hidden, heads, GPUs, chunks, sequences a
+# microbatch, number of these: samples per second of a GPU.
+_ZERO_BUBBLE = (
+    (22, 2304, 24, 8, 1, 6, {24: 11.8, 32: 12.5, 64: 13.6}), (22, 2304, 24, 8, 3, 6, {24: 13.1, 32: 13.4, 64: 13.9}),
+    (30, 4096, 32, 8, 1, 3, {24: 3.5, 32: 3.7, 64: 4.03}), (30, 4096, 32, 8, 4, 3, {24: 4.01, 32: 4.08, 64: 4.19}),
+    (46, 5120, 40, 16, 1, 1, {48: 1.4, 64: 1.49, 128: 1.64}), (46, 5120, 40, 16, 3, 1, {48: 1.54, 64: 1.59, 128: 1.66}),
+    (62, 6144, 48, 32, 1, 1, {96: 0.76, 128: 0.8, 256: 0.88}), (30, 4096, 32, 16, 1, 3, {64: 3.48}),
+    (62, 6144, 48, 32, 2, 1, {96: 0.82, 128: 0.85, 256: 0.9}), (46, 5120, 40, 24, 1, 1, {96: 1.47}),
+    (46, 5120, 40, 24, 1, 2, {72: 1.52, 96: 1.61, 192: 1.76}),
+    (30, 4096, 32, 16, 1, 6, {48: 3.38, 64: 3.57, 128: 3.91}),
+    (62, 6144, 48, 32, 1, 2, {96: 0.82, 128: 0.87, 256: 0.95}),
+)  # fmt: skip
+
+# BigScience, chronicles-prequel.md (commit 053adaf), sweeps of February 25, 26 and 28, on 384 A100 as for BLOOM. Until
+# then layers are in equal stages, and gradients in fp16; on the 28th embedding and head are a layer each, and gradients
+# in float32. DeepSpeed sends them after the backward. Ours lack dropout and ALiBi. A row: layers, hidden, heads, dp,
+# tp, pp, sequences a microbatch, number of these, seconds.
+_PREQUEL = {
+    "fp16": (
+        (72, 14336, 64, 16, 4, 6, 4, 32, 117.11), (72, 14336, 64, 12, 8, 4, 4, 42, 114.81),
+        (72, 14336, 64, 24, 8, 2, 2, 42, 136.13), (72, 14336, 64, 8, 8, 6, 6, 42, 123.57),
+        (72, 14336, 64, 8, 8, 6, 4, 64, 114.11), (72, 14336, 64, 8, 4, 12, 4, 64, 111.89),
+        (72, 14336, 64, 16, 4, 6, 2, 64, 111.71), (72, 14336, 64, 16, 2, 12, 2, 64, 112.5),
+        (72, 14336, 64, 6, 8, 8, 4, 84, 113.16), (72, 14336, 64, 12, 8, 4, 2, 84, 125.52),
+        (72, 14336, 64, 24, 8, 2, 1, 84, 145.45), (72, 14336, 64, 4, 8, 12, 4, 128, 117.07),
+        (72, 14336, 64, 8, 4, 12, 2, 128, 110.48), (72, 14336, 64, 8, 2, 24, 2, 128, 122.75),
+        (84, 13312, 64, 8, 4, 12, 4, 64, 113.21), (84, 13312, 64, 8, 4, 12, 2, 128, 103.82),
+        (84, 13312, 64, 8, 8, 6, 2, 128, 129.61),
+    ),
+    "bf16": (
+        (106, 12288, 96, 8, 4, 12, 4, 64, 120.34), (100, 12288, 64, 8, 8, 6, 4, 64, 120.96),
+        (82, 13312, 64, 8, 4, 12, 4, 64, 104.82), (70, 14336, 64, 8, 4, 12, 4, 64, 102.27),
+        (106, 12288, 96, 8, 4, 12, 2, 128, 118.79), (100, 12288, 64, 8, 8, 6, 2, 128, 139.72),
+        (82, 13312, 64, 8, 4, 12, 2, 128, 104.45), (82, 13312, 64, 4, 8, 12, 4, 128, 111.79),
+        (70, 14336, 64, 8, 4, 12, 2, 128, 102.03),
+    ),
+}  # fmt: skip
+
+# NVIDIA/dgxc-benchmarking, READMEs of nemo_megatron, llama3.1 and nemotron (commits 0b71cfd, 143b90d): NeMo, DGX H100,
+# ZeRO-1, sequence parallel with products that overlap its communication (which ours lacks). The two matrices of squared
+# ReLU are the three of llama with 2/3 of the width. Context parallelism is a ring with balanced halves; ours keeps
+# slices of the optimizer over dp alone. A row: model, plan, GPUs of a replica, batch of a replica; seconds by replicas.
+_15B = "llama:layers=32,hidden=6144,heads=48,kv_heads=8,mlp=16384,tied=false,seq=4096,vocabulary=256000"
+_340B = "llama:layers=96,hidden=18432,heads=96,kv_heads=8,mlp=49152,tied=false,seq=4096,vocabulary=256000"
+_405B = "llama:layers=7,hidden=16384,heads=128,kv_heads=16,mlp=53248,tied=false,seq=8192,vocabulary=51200"
+_ONES, _FOURS = "+".join(["1"] * 96), "+".join(["4"] * 20)
+_DGXC = (
+    (_15B, "zero:{},stage=1,microbatches=4 x sequence_parallel:4,regather=true", 4, 16,
+     {4: 2.812, 8: 2.824, 16: 2.845, 32: 2.859, 64: 2.852, 128: 2.875, 256: 2.895, 512: 2.887}),
+    (_15B, "zero:{},stage=1,microbatches=4 x sequence_parallel:2,regather=true", 2, 8, {8: 2.746}),
+    ("llama:size=8b,seq=8192", "zero:{},stage=1,microbatches=32 x ring_attention:2,zigzag=true", 2, 32,
+     {4: 12.91, 8: 13.0, 16: 13.05, 32: 13.08, 64: 13.1}),
+    (_405B, "zero:{},stage=1,microbatches=63 x ring_attention:2,zigzag=true x sequence_parallel:8,regather=true", 16,
+     63, {2: 8.85}),
+    (_340B, f"interleaved:8,chunks=12,microbatches=16,blocks={_ONES} x zero:{{}},stage=1,halves=true x "
+     "sequence_parallel:8,regather=true", 64, 16, {2: 4.61, 4: 4.67, 8: 4.7, 16: 4.73, 32: 4.84}),
+    (f"gpt3:{_175B},seq=2048,vocabulary=51200", "hybrid:dp={},tp=4,pp=8,chunks=12,microbatches=64,sequence=true,zero=1,"
+     "halves=true", 32, 64, {4: 8.309, 8: 8.408, 16: 8.42, 32: 8.453, 64: 8.49}),
+    ("llama:size=70b,seq=8192", f"interleaved:4,chunks=5,microbatches=64,blocks={_FOURS} x zero:{{}},stage=1 x "
+     "ring_attention:2,zigzag=true x sequence_parallel:4,regather=true", 32, 64, {2: 14.72, 4: 14.73, 64: 14.98}),
+)  # fmt: skip
+
+# The same repository, maxtext/README_70b.md (commit 143b90d): Llama 2 70B, two sequences of 4096 a GPU, slices over 128
+# GPUs at most; queries, keys and values are kept (ours: all is computed again). JAX-Toolbox,
+# docs/frameworks/maxtext/README.md (commit 67b7949): 7B without recomputation. A row: size, plan, GPUs, seconds.
+_MAXTEXT = (
+    ("70b", "fsdp:recompute=true", 64, 6.999), ("70b", "fsdp:recompute=true", 128, 7.072),
+    ("70b", "fsdp:recompute=true", 256, 7.153), ("70b", "fsdp:shard=128,recompute=true", 512, 7.091),
+    ("70b", "fsdp:shard=128,recompute=true", 1024, 7.084), ("70b", "fsdp:shard=128,recompute=true", 2048, 7.066),
+    ("7b", "fsdp", 8, 0.721),
+)  # fmt: skip
+
+# FlagOpen/FlagPerf, training/nvidia/llama1_7B-paddle/README.md (commit 20ce265): PaddlePaddle, 8 A100, fp16, sequence
+# 2048, a batch of 2,048. Those of 40 GB have 1,555 GB/s. A row: plan, GB, samples per second.
+_PADDLE = (
+    ("zero:stage=2,microbatches=64,halves=true", 80, 16.67),
+    ("zero:4,stage=1,microbatches=128,halves=true x tensor_parallel:2", 80, 15.19),
+    ("zero:4,stage=2,microbatches=128,halves=true x tensor_parallel:2", 80, 14.26),
+    ("pipeline_1f1b:4,microbatches=512,blocks=8+8+8+8 x tensor_parallel:2", 80, 14.54),
+    ("zero:8,stage=2,microbatches=128,halves=true x recompute:what=block", 40, 10.72),
+    ("zero:4,stage=1,microbatches=256,halves=true x tensor_parallel:2 x recompute:what=block", 40, 8.45),
+    ("zero:4,stage=2,microbatches=256,halves=true x tensor_parallel:2 x recompute:what=block", 40, 8.44),
+    ("pipeline_1f1b:4,microbatches=1024,blocks=8+8+8+8 x tensor_parallel:2 x recompute:what=block", 40, 8.72),
+)
+# The same, llama3_8B-megatron and llama3_70B-megatron (commits 0e0fc76, 61ac079): Megatron-core 0.6, H100, sequence
+# 8192, a batch of 512, nothing overlaps the backward by the script. A row: size, GPUs, plan, tokens per second of a
+# GPU.
+_FLAGPERF = (
+    ("8b", 8, "zero:4,stage=1,microbatches=128 x sequence_parallel:2,regather=true", 8103),
+    ("8b", 16, "zero:8,stage=1,microbatches=64 x sequence_parallel:2,regather=true", 7914),
+    ("70b", 64, "pipeline_1f1b:4,microbatches=256,blocks=20+20+20+20 x zero:2,stage=1 x "
+     "sequence_parallel:8,regather=true", 851),
+)  # fmt: skip
+
+# torchtitan, docs/performance.md (commit 0413364): FSDP on 64 A100 (network not given), eager. Where theirs computes
+# every second layer again, ours does the first half. A row: size, vocabulary, sequence, sequences a GPU, plan, tokens
+# per second of a GPU.
+_TITAN_A100 = (
+    ("8b", 128256, 8192, 1, "zero:stage=3,keep=16", 2904), ("70b", 128256, 8192, 1, "fsdp:recompute=true", 331),
+    ("13b", 32000, 4096, 2, "fsdp", 2162), ("13b", 32000, 4096, 2, "zero:stage=3,keep=20", 1914),
+    ("70b", 32000, 4096, 2, "fsdp:recompute=true", 353),
+)  # fmt: skip
+
+# moussaKam.github.io, docs/_posts/2024-09-02-fsdp-vs-3D-parallelism.markdown (commit 9f06370): nanotron, Llama 3.1 8B,
+# servers of 4 H100 (network not given), sequence 4096, 4 sequences a microbatch. Recomputation and ZeRO-1 are not said:
+# neither here. A row: dp, tp, pp, microbatches, tokens per second.
+_NANOTRON = (
+    (2, 8, 1, 8, 83300), (4, 4, 1, 4, 128000), (4, 2, 2, 1, 49200), (4, 4, 1, 1, 108000), (8, 4, 1, 4, 253000),
+    (4, 8, 1, 8, 154000),
+)  # fmt: skip
+
+# Nemotron-4 15B (arXiv 2402.16819): H100, tp 8, ZeRO-1, four sequences a replica, taken as one microbatch with sequence
+# parallelism (neither is said). Seconds by replicas.
+_NEMOTRON = {96: 0.57, 192: 0.58, 288: 0.64}
+
+# DS3Lab/Decentralized_FM_alpha, results/gpt3_xl_fp16.md (commit 01aedd5): GPipe over 8 V100, three layers of 2048 each,
+# 96 microbatches of one sequence of 2048, a small head. Activations of 96 microbatches fit into 16 GB only where they
+# are computed again. A row: seconds of a message, bytes per second, seconds.
+_SHAPED = (
+    (1e-4, 1.25e9, 8.14), (1e-3, 0.625e9, 8.79), (5e-3, 0.25e9, 10.69), (1e-2, 0.125e9, 15.64), (5e-2, 0.125e9, 16.23),
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Row:
@@ -203,6 +344,77 @@ def rows() -> Iterator[Row]:
         shape = f"servers: {max(1, count // 8)}, devices_per_server: {min(count, 8)}"
         cluster = f"{{name: dlperf, preset: v100, {shape}, device: {{memory: 16e9}}}}"
         yield Row("dlperf", f"{layers}x{hidden} v100", model, plan, cluster, milliseconds / 1e3, "fp16", late=True)
+    yield from (replace(row, unseen=True) for row in unseen_rows())
+
+
+def _even(layers: int, stages: int, less: int = 0) -> str:
+    """Return `blocks` of stages with equally many layers, of which the first and the last one have `less` fewer."""
+    each = (layers + 2 * less) // stages
+    return "+".join(str(each - less * (k in (0, stages - 1))) for k in range(stages))
+
+
+def unseen_rows() -> Iterator[Row]:
+    """Yield rows of sources that were read after the last change of the simulator."""
+    nics, size = "links: {network: {bandwidth: 12e9}, nics: 4}", "seq=2048,vocabulary=103168"
+    for (tp, shard), speeds in _INTERNEVO.items():
+        for count, speed in ((8 << k, speed) for k, speed in enumerate(speeds)):
+            plan = f"zero:{count // tp},stage=1,shard={shard},microbatches=4,halves=true"
+            cluster = f"{{name: internevo, preset: a100, servers: {count // 8}, devices_per_server: 8, {nics}}}"
+            plan += f" x tensor_parallel:{tp}" * (tp > 1)
+            yield Row("internevo", "7b", f"llama:size=7b,{size},batch={8 * count}", plan, cluster, 16384 / speed)
+    for count, micro, number, again, speed in _INTERNEVO_FULL:
+        plan = f"zero:{count},stage=1,shard=8,microbatches={number},halves=true" + " x recompute:what=block" * again
+        model = f"llama:size=7b,{size},batch={count * micro * number}"
+        cluster = f"{{name: internevo, preset: a100, servers: {count // 8}, devices_per_server: 8, {nics}}}"
+        yield Row("internevo", f"7b {micro} x {number}", model, plan, cluster, micro * number * 2048 / speed)
+    for layers, hidden, heads, pp, chunks, micro, found in _ZERO_BUBBLE:
+        for number, rate in found.items():
+            sizes = f"layers={layers},hidden={hidden},heads={heads},seq=1024,attention=eager,batch={micro * number}"
+            order = f"interleaved:{pp},chunks={chunks}" if chunks > 1 else f"pipeline_1f1b:{pp}"
+            blocks = f",blocks={_even(layers, pp, 1)}" * (chunks == 1)  # Each layer is a chunk, as are both ends.
+            plan = f"{order},microbatches={number}{blocks}"
+            seconds = micro * number / pp / rate
+            yield Row("zerobubble", f"{layers} layers {number}", f"gpt3:{sizes}", plan, f"a100:{pp // 8}x8", seconds)
+    for precision, table in _PREQUEL.items():
+        for layers, hidden, heads, dp, tp, pp, micro, number, seconds in table:
+            sizes = f"layers={layers},hidden={hidden},heads={heads},seq=2048,vocabulary=250880,attention=eager"
+            blocks, halves = _even(layers, pp, precision == "bf16"), ",halves=true" * (precision == "fp16")
+            plan = f"pipeline_1f1b:{pp},microbatches={number},blocks={blocks} x zero:{dp},stage=1{halves}"
+            plan += f" x tensor_parallel:{tp} x recompute:what=block"
+            cluster = f"{{name: jean-zay, preset: a100, servers: 48, devices_per_server: 8, {nics}}}"
+            model = f"gpt3:{sizes},batch={dp * micro * number}"
+            yield Row("prequel", f"{layers}x{hidden}", model, plan, cluster, seconds, precision, late=True)
+    for model, plan, devices, batch, times in _DGXC:
+        for dp, seconds in times.items():
+            cluster = f"h100:{dp * devices // 8}x8"
+            yield Row("dgxc", model[:30], f"{model},batch={dp * batch}", plan.format(dp), cluster, seconds)
+    for name, plan, count, seconds in _MAXTEXT:
+        model = f"llama:size={name},seq=4096,vocabulary=32000,batch={2 * count}"
+        yield Row("maxtext", f"llama {name}", model, plan, f"h100:{count // 8}x8", seconds)
+    for plan, memory, rate in _PADDLE:
+        model = "llama:size=7b,seq=2048,batch=2048"
+        slow = "device: {memory: 40e9, speeds: {memory: [1320e9, 1405e9]}}"
+        cluster = f"{{preset: a100, servers: 1, devices_per_server: 8, {slow}}}" if memory == 40 else "a100:1x8"
+        yield Row("paddle", f"7b {memory} GB", model, plan, cluster, 2048 / rate, "fp16")
+    for name, count, plan, speed in _FLAGPERF:
+        model = f"llama:size={name},seq=8192,batch=512"
+        yield Row("flagperf", name, model, plan, f"h100:{count // 8}x8", 512 * 8192 / speed / count, late=True)
+    for name, vocabulary, seq, each, plan, speed in _TITAN_A100:
+        model = f"llama:size={name},seq={seq},vocabulary={vocabulary},batch={64 * each}"
+        yield Row("titan-a100", name, model, plan, "a100:8x8", each * seq / speed)
+    for dp, tp, pp, number, speed in _NANOTRON:
+        plan = f"hybrid:dp={dp},tp={tp},pp={pp},microbatches={number},sequence=true"
+        model, batch = "llama:size=8b,seq=4096", dp * number * 4
+        yield Row("nanotron", "8b", f"{model},batch={batch}", plan, f"h100:{dp * tp * pp // 4}x4", batch * 4096 / speed)
+    for dp, seconds in _NEMOTRON.items():
+        plan = f"zero:{dp},stage=1 x sequence_parallel:8,regather=true"
+        yield Row("nemotron", "15b", f"{_15B},batch={4 * dp}", plan, f"h100:{dp}x8", seconds)
+    for alpha, bandwidth, seconds in _SHAPED:
+        links = f"links: {{network: {{alpha: {alpha}, bandwidth: {bandwidth}}}}}"
+        cluster = f"{{name: shaped, preset: v100, servers: 8, devices_per_server: 1, {links}}}"
+        model = "gpt3:layers=24,hidden=2048,heads=16,seq=2048,vocabulary=1024,attention=eager,batch=96"
+        plan = f"gpipe:8,microbatches=96,blocks={_even(24, 8)},recompute=late"
+        yield Row("shaped", "gpt3-xl", model, plan, cluster, seconds, "fp16")
 
 
 def simulated(row: Row, shards: bool = False) -> Prediction:
