@@ -1,10 +1,12 @@
 """Published seconds of training steps beside those that `superscaler simulate` gives. Nothing is fitted to them.
 
     python benchmarks/simulate_published.py [--only mosaic,korthikanti] [--rows "hidden=2048"] [--shards]
+        [--torch-compile]
 
 `tau`: Kendall's, of the rows of one model on one kind of GPU. A step that was published as tokens, or operations, per
 second is computed from these. A row takes 10 to 80 CPU seconds, those with pipelines minutes. `unseen`: rows that no
 choice in the simulator was made after. `--shards`: rows with FSDP keep float32 shards alone, and gather bf16.
+`--torch-compile`: operators are fused, as the systems of some rows fuse them.
 """
 
 from __future__ import annotations
@@ -417,7 +419,7 @@ def unseen_rows() -> Iterator[Row]:
         yield Row("shaped", "gpt3-xl", model, plan, cluster, seconds, "fp16")
 
 
-def simulated(row: Row, shards: bool = False) -> Prediction:
+def simulated(row: Row, shards: bool = False, torch_compile: bool = False) -> Prediction:
     """Return the prediction for a row; with `shards` of weights that rest in float32 and are gathered in bf16."""
     import torch
 
@@ -432,7 +434,7 @@ def simulated(row: Row, shards: bool = False) -> Prediction:
     if row.late:
         graph.send_gradients_last()
     more = f"{',' if ':' in row.plan else ':'}gather_halves=true" * shards
-    return ss.compile(graph, row.plan + more, row.cluster).simulate()
+    return ss.compile(graph, row.plan + more, row.cluster).simulate(torch_compile=torch_compile)
 
 
 def main() -> None:
@@ -440,6 +442,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--rows", default="")
     parser.add_argument("--shards", action="store_true")
+    parser.add_argument("--torch-compile", action="store_true")
     given = parser.parse_args()
     only, found, unseen = given.only.split(","), defaultdict(list), list[float]()
     print(f"{'source':11} {'published s':>11} {'predicted':>9} {'error':>6} {'peak GB':>7} {'CPU s':>5}  plan, model")
@@ -447,7 +450,7 @@ def main() -> None:
         if (given.only and row.source not in only) or given.rows not in f"{row.sweep} {row.model} {row.plan}":
             continue
         start = time.process_time()
-        p = simulated(row, given.shards and row.plan.startswith("fsdp"))
+        p = simulated(row, given.shards and row.plan.startswith("fsdp"), given.torch_compile)
         found[row.sweep].append((p.step_seconds, row.seconds))
         unseen += [abs(p.step_seconds / row.seconds - 1)] * row.unseen
         took, peak = time.process_time() - start, p.fullest.peak_bytes / 1e9
