@@ -133,6 +133,8 @@ def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.Cap
     assert printed["step_seconds"] > 0
     assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
     assert "plans" not in answer(capfd, *given, "--memory", "1MB", code=1)[0]
+    fused, _ = answer(capfd, *given, "--torch-compile")
+    assert fused["step_seconds"] < printed["step_seconds"]
 
 
 def test_a_saved_plan_is_predicted_on_another_cluster_of_its_size(
@@ -144,6 +146,8 @@ def test_a_saved_plan_is_predicted_on_another_cluster_of_its_size(
     assert run(*given) == 2
     assert "nothing is known about the speed of local:2" in capfd.readouterr().err
     found, _ = answer(capfd, *given, "--cluster", "a100:1x2")
+    fused, _ = answer(capfd, *given, "--cluster", "a100:1x2", "--torch-compile")
+    assert fused["devices"][0]["compute"] <= found["devices"][0]["compute"]
     wanted = predict(plan.compiled.program, ss.Cluster.parse("a100:1x2"))
     assert (found["cluster"], found["step_seconds"]) == ("a100:1x2", wanted.step_seconds)
     for option, why in (
