@@ -159,7 +159,7 @@ class Planned:
         _check_alike(now)
 
     def _facts(self, shapes: str, form: Form) -> dict[str, str]:
-        """Return what a plan is compiled for, in words, by its name for the user."""
+        """Return the facts that a plan is compiled for, in words, each by its name for the user."""
         facts = {"the batch": shapes}
         for (path, name), value in zip(self._read, form.values, strict=True):
             facts[f"{path or type(self._objects[path]).__name__}.{name}"] = repr(value)

@@ -94,7 +94,7 @@ def test_the_options_of_every_command() -> None:
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "model"]),
-        "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "directory", "model"]),
+        "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "--torch-compile", "directory", "model"]),
         "train": sorted(
             [*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "--torch-compile", "model"]
         ),

@@ -54,7 +54,7 @@ def inductor_bytes(graph: torch.fx.GraphModule) -> int:
         return lowered.count_bytes()[0]
 
 
-@pytest.mark.parametrize(("spec", "autocast"), [(GPT2, None), (LLAMA, "bf16")])
+@pytest.mark.parametrize(("spec", "autocast"), [pytest.param(GPT2, None, marks=pytest.mark.slow), (LLAMA, "bf16")])
 def test_fused_kernels_move_the_bytes_that_inductor_counts(
     spec: str, autocast: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
