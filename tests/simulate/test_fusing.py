@@ -67,7 +67,7 @@ def test_fused_kernels_move_the_bytes_that_inductor_counts(
 
     monkeypatch.setattr(fusing._Fused, "__init__", noted)
     found = kernels(plan, is_compiled=True)
-    assert sum(map(bytes_of, found)) == pytest.approx(sum(map(inductor_bytes, graphs)), rel=0.08)
+    assert sum(map(bytes_of, found)) == pytest.approx(sum(map(inductor_bytes, graphs)), rel=0.04)
     assert sum(k.name == "fused" for k in found) < 40 < len(kernels(plan, is_compiled=False))
 
 
