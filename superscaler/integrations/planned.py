@@ -136,9 +136,9 @@ class Planned:
         step = known or self._compiled(tensors, spec)
         form = self._form()
         # Values seldom come back, so plans of earlier ones would only fill the memory.
-        kept = {key: step for key, step in self._made.items() if key[1].values == form.values}
-        for key_, old in self._made.items():
-            if key_ not in kept and old.watch is not None:
+        kept = {key: old for key, old in self._made.items() if key[1].values == form.values}
+        for old in (old for key, old in self._made.items() if key not in kept):
+            if old.watch is not None:
                 old.watch.close()
         self._made = {**kept, (key[0], form): step}
         self._before = self._facts(key[0], form)
@@ -179,7 +179,7 @@ class Planned:
     def _compiled(self, tensors: Mapping[str, Tensor], spec: Any) -> Step:
         """Return the step of a new plan, with the weights of rank 0."""
         communicator = connect()
-        _check_equal({name: _hash(x) for name, x in tensors.items()}, communicator.world)
+        _check_equal({name: _hash(x) for name, x in tensors.items()})
         folder = self._directory / str(self._saved)
         found: list[Any] = ["", self.notes, self._read]
         if communicator.rank == 0:
@@ -354,8 +354,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 def _check_alike(facts: Mapping[str, str]) -> None:
     """Raise InputError on all ranks if one has other facts."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, facts)
+    ranks = _of_all(facts)
     for rank, other in enumerate(ranks):
         for name in {**ranks[0], **other}:
             one, two = ranks[0].get(name, "missing"), other.get(name, "missing")
@@ -366,15 +365,21 @@ def _check_alike(facts: Mapping[str, str]) -> None:
                 )
 
 
-def _check_equal(batch: Mapping[str, str], world: int) -> None:
+def _check_equal(batch: Mapping[str, str]) -> None:
     """Raise InputError on all ranks if one has a batch of other hashes."""
-    batches: list[Any] = [None] * world
-    dist.all_gather_object(batches, batch)
+    batches = _of_all(batch)
     if others := [rank for rank, other in enumerate(batches) if other != batches[0]]:
         raise InputError(
             f"rank {others[0]} was given another batch than rank 0; a plan takes the same global batch on all ranks: "
             "seed them alike, and do not share samples out."
         )
+
+
+def _of_all(facts: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """Return the facts of all ranks."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, facts)
+    return ranks
 
 
 def _hash(x: Tensor) -> str:
