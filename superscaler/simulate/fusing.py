@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from superscaler.groups import group_by
 from superscaler.simulate.rates import class_of, is_attention, name_of, products_of
+from superscaler.simulate.recording import KINDS, Recorder, metas_of, tensors_of
 from superscaler.simulate.works import Kernel, Meta
-
-if TYPE_CHECKING:
-    from superscaler.simulate.recording import Recorder
 
 Run = Callable[..., tuple[Tensor, ...]]
 _VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)
@@ -59,7 +55,7 @@ def fused(run: Run, recorder: Recorder) -> Run:
         table, cut = select_decomp_table(), min_cut_rematerialization_partition
         function = aot_function(whole, compiled, compiled, cut, table, inference_compiler=compiled)
         # The first call traces: its graphs keep the tensors that it is given.
-        with recorder.blind():
+        with recorder.without(*KINDS):
             function(*map(_like, (*inputs, *drawn)))
         found: tuple[Tensor, ...] = function(*inputs, *drawn)
         return found
@@ -90,13 +86,12 @@ class _Fused(fx.Interpreter):
         return made
 
     def run_node(self, n: fx.Node) -> Any:
-        start, base = len(self.recorder.kernels), base_of(n)
+        base = base_of(n)
         if base not in self.group:
             return super().run_node(n)
-        with self.recorder.without_memory() if base in self.inside else nullcontext():
+        with self.recorder.without(*(KINDS if base in self.inside else ("kernels",))):
             made = super().run_node(n)
-        del self.recorder.kernels[start:]
-        if n in self.kernels and self.recorder.sees:
+        if n in self.kernels and "kernels" in self.recorder.kinds:
             self.recorder.kernels.append(self.kernels[n])
         return made
 
@@ -176,8 +171,7 @@ def _kernel(nodes: Sequence[fx.Node], group: Mapping[fx.Node, int]) -> Kernel:
 
 
 def _metas(n: fx.Node) -> tuple[Meta, ...]:
-    found = (x for x in tree_leaves(n.meta.get("val")) if isinstance(x, Tensor))
-    return tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in found) or (((), "float32"),)
+    return metas_of(tensors_of(n.meta.get("val"))) or (((), "float32"),)
 
 
 def _own(n: fx.Node) -> Kernel:

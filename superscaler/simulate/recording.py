@@ -37,6 +37,8 @@ from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, 
 Tensors = Sequence[Tensor]
 # Random numbers by their number in a segment.
 Draw = Callable[[int], Tensor]
+# What is recorded of an operator.
+KINDS = ("kernels", "memory")
 # Operators that only allocate.
 _EMPTY = ("empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _TASK = "s0"
@@ -53,7 +55,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.levels: list[int] = []
-        self.alive, self.on_gpu, self.sees, self.counts = 0, on_gpu, True, True
+        self.alive, self.on_gpu, self.kinds = 0, on_gpu, frozenset(KINDS)
         # Of storages that are alive: bytes and the op of those without a number, and the numbers of others.
         self.others: dict[int, tuple[int, int]] = {}
         self.numbers: dict[int, int] = {}
@@ -63,11 +65,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func.namespace != "prim" and self.sees:
-            results, name = _tensors(made), func.name().partition("::")[2]
-            if not func.is_view and name not in _EMPTY:
+        if func.namespace != "prim" and self.kinds:
+            results, name = tensors_of(made), func.name().partition("::")[2]
+            if "kernels" in self.kinds and not func.is_view and name not in _EMPTY:
                 self.kernels.append(kernel_of(func, args, kwargs, made))
-            for x in results if self.counts else ():
+            for x in results if "memory" in self.kinds else ():
                 # Leaves without memory are one number each.
                 self._count(x, 0 if name == "new_empty" else x.untyped_storage().nbytes())
             if self.on_gpu and name == "_softmax_backward_data":
@@ -76,22 +78,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     @contextmanager
-    def blind(self) -> Iterator[None]:
-        """Record nothing of what runs in the block."""
-        self.sees = False
+    def without(self, *kinds: str) -> Iterator[None]:
+        """Record no `kernels`, or no `memory` of their results, in the block."""
+        before, self.kinds = self.kinds, self.kinds.difference(kinds)
         try:
             yield
         finally:
-            self.sees = True
-
-    @contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """Do not count the storages of results that are made in the block."""
-        self.counts = False
-        try:
-            yield
-        finally:
-            self.counts = True
+            self.kinds = before
 
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
         """Return the segment of a function under a call."""
@@ -223,11 +216,11 @@ def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
         name = name.replace("gelu", "gelu_tanh")
     # An operator on lists returns nothing; a fused optimizer writes gradients only to unscale them.
     written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write and a.name != "grads")
-    results = _tensors(made) or _tensors([given.get(n) for n in written])
+    results = tensors_of(made) or tensors_of([given.get(n) for n in written])
     read = {key: x for key, x in (kwargs or {}).items() if key != "out"}
     # A copy does not read what it overwrites.
     sources = args[1:] if name in ("copy_", "_foreach_copy_") else args
-    return Kernel(name, _metas(_tensors((sources, read))), _metas(results), causal)
+    return Kernel(name, metas_of(tensors_of((sources, read))), metas_of(results), causal)
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> Tensor:
@@ -235,11 +228,13 @@ def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> T
     return torch.empty(shape, dtype=kind) if strides is None else torch.empty_strided(shape, strides, dtype=kind)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree."""
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _metas(tensors: Iterable[Tensor]) -> tuple[Meta, ...]:
+def metas_of(tensors: Iterable[Tensor]) -> tuple[Meta, ...]:
+    """Return the shape and the dtype of tensors."""
     return tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors)
 
 
