@@ -46,8 +46,8 @@ def simulate(
         bool | None,
         typer.Option(
             "--advise/--no-advise",
-            help="Try plans that differ in one decision, and show the best of them. Default: those that are tried in "
-            "3 seconds; in 60 where the plan does not fit; none with --compare or --json.",
+            help="Try plans that differ in one decision, and --torch-compile, and show the best of them. Default: "
+            "those that are tried in 3 seconds; in 60 where the plan does not fit; none with --compare or --json.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +82,12 @@ def simulate(
     start = time.monotonic()
     found = {spec: _simulated(graph, spec, cluster, *way) for spec in specs}
     limit = _patience(advise, bool(compare) or printer.as_json, found[request.plan].fits)
-    tried = _tried(graph, neighbours(request.plan), cluster, way, found, limit, time.monotonic() - start)
+    ways = {spec: (spec, *way) for spec in neighbours(request.plan)}
+    if cluster.kind != LOCAL and not torch_compile:
+        ways = {f"{request.plan} --torch-compile": (request.plan, way[0], True)} | ways
+    tried = _tried(
+        graph, {name: ways[name] for name in ways if name not in found}, cluster, limit, time.monotonic() - start
+    )
     others = {spec: p for spec, p in tried if advise or _rank(p) < _rank(found[request.plan])}
     found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
     _show(printer, found, "What would help" if others else "")
@@ -130,22 +135,17 @@ def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
 
 
 def _tried(
-    graph: Graph,
-    specs: Iterable[str],
-    cluster: Cluster,
-    way: tuple[Any, ...],
-    known: Mapping[str, Any],
-    limit: float,
-    each: float,
+    graph: Graph, ways: Mapping[str, tuple[Any, ...]], cluster: Cluster, limit: float, each: float
 ) -> Iterable[tuple[str, Prediction]]:
-    """Yield the plans that hold, each with its prediction, while `each` more seconds still end before the limit."""
+    """Yield the ways that hold, each with its prediction, while `each` more seconds still end before the limit. A way:
+    a plan, and the arguments of `Plan.simulate`.
+    """
     end = time.monotonic() + limit - each
-    for spec in specs:
+    for name, (spec, *arguments) in ways.items():
         if limit == 0 or time.monotonic() > end:
             return
         try:
-            if spec not in known:
-                yield spec, _simulated(graph, spec, cluster, *way)
+            yield name, _simulated(graph, spec, cluster, *arguments)
         except PlanError:
             # A neighbour that the model or the cluster does not allow.
             continue

@@ -209,6 +209,9 @@ def test_a_plan_that_does_not_fit_comes_with_what_would_help(
     shown = capfd.readouterr().out
     assert "What would help" in shown
     assert "zero:stage=1" in shown
+    assert run(*given, "--advise") == 0
+    rows = [line.split("  ")[0] for line in capfd.readouterr().out.splitlines()]
+    assert rows.index("data_parallel --torch-compile") < rows.index("data_parallel")
     assert run(*given, "--no-advise") == 0
     assert "zero:stage=1" not in capfd.readouterr().out
     # With --json or --compare nobody asked for it.
