@@ -56,7 +56,12 @@ PLANS = [
 FAST = [(GPT2, "single", 1), (GPT2, "zb_h1", 2), (GPT2, "zero:stage=3", 2), (GPT2, "swap:what=both", 1)]
 FAST += [(GPT2, "sequence_parallel", 2), (MIXTRAL, "expert_parallel", 2)]
 SWEEP = [(model, plan, n) for model in (GPT2, LLAMA) for plan, n in PLANS if (model, plan, n) not in FAST]
-SWEEP += [(SWIN, "single", 1), (MIXTRAL, "zero:stage=3", 2), ("mbart:size=tiny", "interlaced:microbatches=4", 2)]
+# Experts are predicted to have as many tokens each: of more tokens that is less wrong.
+SWEEP += [
+    (SWIN, "single", 1),
+    ("mixtral:size=tiny,seq=128", "zero:stage=3", 2),
+    ("mbart:size=tiny", "interlaced:microbatches=4", 2),
+]
 
 
 @pytest.mark.parametrize(("model", "plan", "devices"), [*FAST, *slow(*SWEEP)])
