@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from superscaler.timing import cores
 from tests.quick import quick_python
 from tests.sweeps import COVERED, UNKNOWN
 
 PYTHON = os.environ["REAL_PYTHON"] = sys.executable
+
+# A busy machine is no fault.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 for folder in ("property", "faults", "dist", "materialize/rvd", "verbs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))

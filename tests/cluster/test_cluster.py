@@ -43,7 +43,7 @@ positive = st.floats(1e-30, 1e30)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     name=st.one_of(
         st.just(LOCAL), st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)

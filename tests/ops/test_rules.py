@@ -117,7 +117,7 @@ def attack(name: str, examples: int) -> None:
     """Check drawn calls of an operator, always the same ones."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False))
     def each(random: Random) -> None:
         seen.update(check(name, random))

@@ -117,7 +117,7 @@ def fluid(jobs: list[tuple[int, int]]) -> list[float]:
     return [ends[n] for n in range(len(jobs))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4, 9])), min_size=1, max_size=6))
 def test_messages_on_one_nic_have_equal_shares(jobs: list[tuple[int, int]]) -> None:
     """Each device of a server sends to one of another server, so many bytes at some time."""
@@ -399,7 +399,7 @@ def alone(where: ss.Cluster, codes: list[list[Instruction]], steps: list[Any]) -
     return max([*clocks, *streams.values()])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(orders())
 def test_random_programs(order: tuple[int, list[Any]]) -> None:
     world, steps = order
