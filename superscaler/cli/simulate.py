@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # The number of plans that are advised.
 _BEST = 3
+# The step of a clearly faster plan, in that of the given one.
+_CLEARLY = 0.99
 # The seconds that they may take without --advise: beside a plan that fits, and beside one that does not.
 _SOON, _PATIENT = 3.0, 60.0
 
@@ -88,7 +90,7 @@ def simulate(
     tried = _tried(
         graph, {name: ways[name] for name in ways if name not in found}, cluster, limit, time.monotonic() - start
     )
-    others = {spec: p for spec, p in tried if advise or _rank(p) < _rank(found[request.plan])}
+    others = {spec: p for spec, p in tried if advise or _is_better(p, found[request.plan])}
     found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
     _show(printer, found, "What would help" if others else "")
     warn_of_servers(printer, request.plan, cluster)
@@ -153,6 +155,13 @@ def _tried(
 
 def _rank(p: Prediction) -> tuple[bool, float]:
     return not p.fits, p.step_seconds if p.fits else p.fullest.peak_bytes
+
+
+def _is_better(p: Prediction, than: Prediction) -> bool:
+    """Return whether a plan is worth to be shown unasked: it fits, needs less memory, or is clearly faster."""
+    if p.fits and than.fits:
+        return p.step_seconds < _CLEARLY * than.step_seconds
+    return _rank(p) < _rank(than)
 
 
 def _show(printer: Printer, found: Mapping[str, Prediction], title: str = "") -> None:

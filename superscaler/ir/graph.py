@@ -308,12 +308,13 @@ class Graph:
     def select(
         self,
         module: str | None = None,
-        ops: Iterable[Op] | None = None,
+        ops: Iterable[Op | Parts] | None = None,
         microbatch: int | None = None,
         kind: str = "F",
         label: str = "",
     ) -> Group:
-        """Return the parts of the ops inside `module` (a path, submodules included) or of `ops`, as one group.
+        """Return the parts of the ops inside `module` (a path, submodules included) or of `ops`, as one group. Of some
+        parts of an op, which `op_trans` returned, it has these alone.
 
         In a group of kind C, `microbatch` is the number of the piece (`send_in_pieces`). Raises InputError when nothing
         matches.
@@ -321,7 +322,9 @@ class Graph:
         where = f"select at {caller()}"
         if kind not in KINDS:
             raise InputError(f"{where}: {unknown('kind of work', kind, KINDS)}")
-        chosen = self.forward_ops if ops is None else tuple(ops)
+        given = self.forward_ops if ops is None else tuple(ops)
+        some = {o.op.name: tuple(o.paths()) for o in given if isinstance(o, Parts)}
+        chosen = tuple(o.op if isinstance(o, Parts) else o for o in given)
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
         if kind in ("I", "W") and not any(o.split for o in self.model.ops):
@@ -342,7 +345,7 @@ class Graph:
             raise InputError(f"{where}: {unknown('module', module, paths) if module else 'it matches no op.'}")
         of = f" of microbatch {microbatch}" if microbatch is not None else ""
         name = label or f"{kind}({module or chosen[0].name}){of}"
-        return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
+        return Group(kind, tuple((o.name, some.get(o.name, ())) for o in chosen), microbatch, name)
 
 
 def caller() -> str:

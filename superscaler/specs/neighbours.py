@@ -18,10 +18,10 @@ _MORE = {"hybrid": ("recompute=full", "zero=1", "sequence=true"), "fsdp": ("reco
 
 def neighbours(spec: str) -> Iterator[str]:
     """Yield specs that differ from a plan's in one decision: recomputation, the stage of ZeRO, twice or half as many
-    microbatches, another number of chunks, a switch. Some may not exist for a model.
+    microbatches, another number of chunks, a switch, the loss in parts. Some may not exist for a model.
 
     >>> list(neighbours("zero:8,stage=1"))
-    ['zero:8,stage=2', 'zero:8,stage=3', 'zero:8,stage=1 x recompute']
+    ['zero:8,stage=2', 'zero:8,stage=3', 'zero:8,stage=1 x recompute', 'zero:8,stage=1 x chunked_loss']
     """
     known = dict(re.findall(r"\b(\w+)=([\w.]+)", spec))
     for key, value in known.items():
@@ -41,6 +41,8 @@ def neighbours(spec: str) -> Iterator[str]:
         yield from (" x ".join(t for t, name in zip(terms, names, strict=True) if name != "recompute"),)
     else:
         yield f"{spec} x recompute"
+    if "chunked_loss" not in names:
+        yield f"{spec} x chunked_loss"
     if "data_parallel" in names:
         size = re.search(r"data_parallel:(\d+)", spec)
         yield from (
