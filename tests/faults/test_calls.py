@@ -163,7 +163,7 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "follow a list": (lambda c: c.graph.follow([2]), r"update is \[2\] of type list; give Op \| str"),
     "rename to a number": (lambda c: c.graph.rename_factor("batch", 3), "new is 3 of type int; give str"),
     "select a module 3": (lambda c: c.graph.select(module=3), r"module is 3 of type int; give str \| None"),
-    "select ops 3": (lambda c: c.graph.select(ops=[3]), r"ops is \[3\] of type list; give Iterable\[Op\]"),
+    "select ops 3": (lambda c: c.graph.select(ops=[3]), r"ops is \[3\] of type list; give Iterable\[Op \| Parts\]"),
     "rows of numbers": (lambda c: ss.order(c.graph, [3]), r"rows is \[3\] of type list"),
     "count of text": (lambda c: ss.stages(c.graph, "2"), r"^stages at .*test_calls.py:\d+: count is '2' of type str"),
     "losses of None": (lambda c: ss.decompose_losses(None, 2), "graph is None of type NoneType; give Graph"),
