@@ -408,6 +408,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "faults/test_single"),
     ("the source of a broadcast may have another shape",
      "check_shape(self.model, content, way.shape)\n            check_view", "check_view", "faults/test_single"),
+    ("parts of a loss are in no order", "product(numbers, range(parts - 1))", "product(numbers, range(0))",
+     "plans/test_chunked_loss"),
+    ("a loss in parts mixes the microbatches of others", "@along_axis(recomputes=True, last=True)",
+     "@along_axis(recomputes=True)", "plans/test_chunked_loss"),
 )]  # fmt: skip
 
 
