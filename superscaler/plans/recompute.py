@@ -14,7 +14,7 @@ from math import ceil
 
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.shared import layers, made_for, stretches
+from superscaler.plans.lib.shared import layers, made_for, stretches, weights_of
 from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 
@@ -50,7 +50,7 @@ def _runs(count: int, levels: int) -> list[tuple[int, int]]:
 
 def _attention(graph: Graph) -> list[list[Op]]:
     """Return a region for each product of activations that does not lead to another one alone."""
-    weights = graph.model.weights | graph.model.from_weights
+    weights = weights_of(graph)
     own = {op.name: op for op in graph.forward_ops if not op.flops or weights.isdisjoint(o.tensor for o in op.inputs)}
     found: list[list[Op]] = []
     for op in reversed(own.values()):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
-from superscaler.plans.lib.shared import inner_blocks
+from superscaler.plans.lib.shared import cuts_along, inner_blocks, weights_of
 from superscaler.verbs import Graph, InputError, Op
 
 
 def head_and_loss(graph: Graph) -> list[Op]:
     """Return the last product with a weight outside the blocks, and the ops that follow from it."""
-    inside = {op.name for block in inner_blocks(graph) for op in block.ops}
+    weights, inside = weights_of(graph), {op.name for block in inner_blocks(graph) for op in block.ops}
     outside = [op for op in graph.forward_ops if op.name not in inside]
-    heads = [k for k, op in enumerate(outside) if op.has_mirror and op.flops and _weights(graph, op)]
+    products = ((k, op) for k, op in enumerate(outside) if op.has_mirror and op.flops)
+    heads = [k for k, op in products if not weights.isdisjoint(o.tensor for o in op.inputs)]
     if not heads:
         raise InputError(
             "chunked_loss: no product with a weight outside the blocks has a backward to order; leave it out, or "
@@ -32,16 +32,14 @@ def rows_of(graph: Graph, tail: Sequence[Op], parts: int) -> str:
     """Return the factor of the most rows of a head that `parts` divides and that all ops of its tail have, cut alike so
     far. The batch, which others cut, is the last choice.
     """
-    head, ops = tail[0], [op for op in tail if op.indices]
-    weights = _weights(graph, head)
+    head, ops, weights = tail[0], [op for op in tail if op.indices], weights_of(graph)
     rows = {i for o in head.inputs if o.tensor not in weights for i in o.slots if i is not None}
-    factors = [i.factor for at, i in enumerate(head.indices) if at in rows and i.mark == "spatial"]
     # The rows of a device, by factor.
-    found = {
-        factor: graph.factors[factor].size // _cut(graph, head, factor)
-        for factor in factors
-        if all(op.find(factor) is not None for op in ops) and len({_cut(graph, op, factor) for op in ops}) == 1
-    }
+    found = dict[str, int]()
+    for factor in (i.factor for at, i in enumerate(head.indices) if at in rows and i.mark == "spatial"):
+        cuts = {cuts_along(graph, op, (factor,)) for op in ops}
+        if len(cuts) == 1 and all(op.find(factor) is not None for op in ops):
+            found[factor] = graph.factors[factor].size // cuts.pop()
     fitting = [factor for factor, size in found.items() if size % parts == 0]
     if not fitting:
         sizes = ", ".join(f"{factor} of {size}" for factor, size in found.items()) or "none"
@@ -50,14 +48,3 @@ def rows_of(graph: Graph, tail: Sequence[Op], parts: int) -> str:
             "choose a number of parts that divides one of these."
         )
     return max(fitting, key=lambda factor: (factor != "batch", found[factor]))
-
-
-def _weights(graph: Graph, op: Op) -> set[str]:
-    """Return the inputs of an op that are weights, or made from these alone."""
-    return (graph.model.weights | graph.model.from_weights) & {o.tensor for o in op.inputs}
-
-
-def _cut(graph: Graph, op: Op, factor: str) -> int:
-    """Return into how many parts an op is cut along a factor."""
-    axes = (a for a in graph.grids[op.name].axes if a.index is not None and op.indices[a.index].factor == factor)
-    return prod(len(a.sizes) for a in axes)

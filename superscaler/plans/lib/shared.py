@@ -187,15 +187,22 @@ def tensor_splits(
     return {op.name: [_cut(op, s, axis) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
 
 
+def cuts_along(graph: Graph, op: Op, factors: Collection[str]) -> int:
+    """Return into how many parts an op is cut along factors."""
+    axes = (a for a in graph.grids[op.name].axes if a.index is not None and op.indices[a.index].factor in factors)
+    return prod(len(a.sizes) for a in axes)
+
+
 def undivided(graph: Graph, parts: int) -> InputError:
     """Return the error for a number of parts that divides no factor of tensor parallelism."""
-    weights = _weights_of(graph)
+    weights = weights_of(graph)
     sizes = sorted({f"{f} of size {graph.factors[f].size}" for o in _scopes(graph) for f in _candidates(weights, o)})
     shown = ", ".join(sizes[:6]) or "none"
     return InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
 
 
-def _weights_of(graph: Graph) -> set[str]:
+def weights_of(graph: Graph) -> set[str]:
+    """Return the weights, and the tensors that are made from these alone."""
     return graph.model.weights | graph.model.from_weights
 
 
@@ -206,7 +213,7 @@ def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
 def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
     """Return the splits of the ops of each block, then of those outside of all, which count as one block."""
     splits: dict[str, list[Split]] = {}
-    weights = _weights_of(graph)
+    weights = weights_of(graph)
     for scope in _scopes(graph):
         ops = tuple(op for op in scope if op.name not in splits)
         for chain in _chains(ops, _candidates(weights, ops), parts):
@@ -221,7 +228,7 @@ def _outer_factors(graph: Graph, parts: int, lookups: bool = False) -> dict[str,
     """Return the factor of each product with a weight outside the blocks: the weight's own, if `parts` divides it. A
     look-up has the factor of its rows.
     """
-    weights, inside = _weights_of(graph), {op.name for block in inner_blocks(graph) for op in block.ops}
+    weights, inside = weights_of(graph), {op.name for block in inner_blocks(graph) for op in block.ops}
     outside = (op for op in graph.forward_ops if op.name not in inside)
     return {op.name: factor for op in outside if (factor := _own_factor(graph, weights, op, parts, lookups))}
 
@@ -237,10 +244,7 @@ def splits_within(graph: Graph, parts: int) -> dict[str, list[Split]]:
     many.
     """
     factors = {f for some in _inner_splits(graph, parts).values() for s in some for f in s.factors}
-    outer = 1
-    for op in graph.forward_ops:
-        cut = (a for a in graph.parts(op).grid.axes if a.index is not None and op.indices[a.index].factor in factors)
-        outer = max(outer, prod(len(a.sizes) for a in cut))
+    outer = max((cuts_along(graph, op, factors) for op in graph.forward_ops), default=1)
     done = {(name, s.factors): s.parts for name, some in _inner_splits(graph, outer).items() for s in some}
     found: dict[str, list[Split]] = {}
     for name, some in _inner_splits(graph, outer * parts).items():
