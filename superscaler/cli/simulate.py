@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +25,6 @@ from superscaler.specs.sizes import read_bytes
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.simulate.prediction import Prediction
-    from superscaler.verbs import Graph
 
 # The number of plans that are advised.
 _BEST = 3
@@ -81,15 +81,19 @@ def simulate(
     model, precision = _without_memory(request.model), _precision(request, cluster)
     shapes = replace(request, model=model, precision=precision, no_check=True)
     graph, _ = shapes.capture()
+    from superscaler.plan import compile as compile_graph
+
+    def predicted(spec: str) -> Prediction:
+        return compile_graph(graph, spec, cluster).simulate(*way)
+
     start = time.monotonic()
-    found = {spec: _simulated(graph, spec, cluster, *way) for spec in specs}
+    plan = compile_graph(graph, request.plan, cluster)
+    found = {request.plan: plan.simulate(*way)} | {spec: predicted(spec) for spec in specs[1:]}
     limit = _patience(advise, bool(compare) or printer.as_json, found[request.plan].fits)
-    ways = {spec: (spec, *way) for spec in neighbours(request.plan)}
+    ways = {spec: partial(predicted, spec) for spec in neighbours(request.plan) if spec not in found}
     if cluster.kind != LOCAL and not torch_compile:
-        ways = {f"{request.plan} --torch-compile": (request.plan, way[0], True)} | ways
-    tried = _tried(
-        graph, {name: ways[name] for name in ways if name not in found}, cluster, limit, time.monotonic() - start
-    )
+        ways = {f"{request.plan} --torch-compile": partial(plan.simulate, way[0], torch_compile=True)} | ways
+    tried = _tried(ways, limit, time.monotonic() - start)
     others = {spec: p for spec, p in tried if advise or _is_better(p, found[request.plan])}
     found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
     _show(printer, found, "What would help" if others else "")
@@ -122,13 +126,6 @@ def _precision(request: Request, cluster: Cluster) -> str | None:
     return next((name for name, dtype in HALVES.items() if dtype in cluster.device_kind.flops), None)
 
 
-def _simulated(graph: Graph, spec: str, cluster: Cluster, *way: Any) -> Prediction:
-    """Return the prediction for a plan, with the arguments of `Plan.simulate`."""
-    from superscaler.plan import compile as compile_graph
-
-    return compile_graph(graph, spec, cluster).simulate(*way)
-
-
 def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
     """Return the seconds within which other plans may be tried."""
     if advise is not None:
@@ -136,18 +133,14 @@ def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
     return 0.0 if is_asked else _SOON if fits else _PATIENT
 
 
-def _tried(
-    graph: Graph, ways: Mapping[str, tuple[Any, ...]], cluster: Cluster, limit: float, each: float
-) -> Iterable[tuple[str, Prediction]]:
-    """Yield the ways that hold, each with its prediction, while `each` more seconds still end before the limit. A way:
-    a plan, and the arguments of `Plan.simulate`.
-    """
+def _tried(ways: Mapping[str, Callable[[], Prediction]], limit: float, each: float) -> Iterable[tuple[str, Prediction]]:
+    """Yield the ways that hold, each with its prediction, while `each` more seconds still end before the limit."""
     end = time.monotonic() + limit - each
-    for name, (spec, *arguments) in ways.items():
+    for name, predict in ways.items():
         if limit == 0 or time.monotonic() > end:
             return
         try:
-            yield name, _simulated(graph, spec, cluster, *arguments)
+            yield name, predict()
         except PlanError:
             # A neighbour that the model or the cluster does not allow.
             continue
