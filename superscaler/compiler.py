@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from superscaler.cluster import Cluster
-from superscaler.emit.device import Emitted, emit
+from superscaler.emit.device import Emitted
 from superscaler.errors import InputError, PlanError
 from superscaler.ir.communication import TransferRow, bytes_moved, moves
 from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
@@ -27,6 +27,7 @@ from superscaler.schedule.steady_state import SteadyState, first_microbatches, s
 from superscaler.timing import timed, without_garbage_collection
 from superscaler.transform.place import check_cut_first, place_twins
 from superscaler.transform.recompute import keep_slices, recompute_checkpoints
+from superscaler.translation.check import emit_checked
 
 SProgram = Callable[[Graph, Cluster], Any]
 
@@ -48,9 +49,13 @@ class Compiled:
 
     @cached_property
     def emitted(self) -> Emitted:
-        """Return the source of the program, which is written when this is first read."""
+        """Return the source of the program, which is written, and checked against the program, when this is first
+        read.
+
+        Raises TranslationError if the source does something else.
+        """
         with without_garbage_collection(), timed(self.seconds, "emit"):
-            return emit(self.program)
+            return emit_checked(self.program)
 
     @property
     def fold(self) -> Fold | None:

@@ -33,6 +33,10 @@ class ScheduleError(PlanError):
     """The schedule cannot run: a cycle, something unassigned, something missing."""
 
 
+class TranslationError(PlanError):
+    """The emitted code does something else than the program that was certified."""
+
+
 class RuntimeFailure(PlanError):
     """A rank failed while it was running."""
 

@@ -127,6 +127,7 @@ class _Writer(Statements):
         self.modules = modules_of([w.tensor for w in samples[0].weights])
         self.weights = named_weights(samples[0].weights, rows, self.modules)
         self.lists = Lists([i for run in self.runs for i, *_ in run.rows], self.weights)
+        self.runs = [run.changed(self.lists.in_order) for run in self.runs]
         self.declared = self._declared()
         self.forwards = {i.task._replace(microbatch=0): i for i in rows if isinstance(i, p.Forward)}
         layers = Layers()

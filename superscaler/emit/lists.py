@@ -6,7 +6,7 @@ transformer = rt.weights_of("transformer") d_transformer = rt.sums(24)
 from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, takewhile
 from keyword import iskeyword
@@ -183,6 +183,18 @@ class Lists:
             found = self.places.get(family(value))
             self._owners[value] = value if found is None else found[0]._replace(microbatch=value.microbatch)
         return self._owners[value]
+
+    def in_order(self, i: Instruction) -> Instruction:
+        """Return an update with the gradients of one list one after the other; any other instruction as it is."""
+        if not isinstance(i, p.Update) or not i.weights:
+            return i
+        lists = {v: n for n, v in reversed([*enumerate(map(self.owner, i.gradients))])}
+        pairs = sorted(
+            zip(i.gradients, i.weights, strict=True),
+            key=lambda pair: (lists[self.owner(pair[0])], self.place(pair[0])),
+        )
+        gradients, weights = zip(*pairs, strict=True)
+        return replace(i, weights=weights, gradients=gradients)
 
     def parts(self, i: Instruction) -> list[Run]:
         """Return the existing lists that an instruction writes to."""

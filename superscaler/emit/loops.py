@@ -1,7 +1,7 @@
 """Loops over microbatches in emitted Python: the start of a body, and its moving values."""
 
 from collections import Counter
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
@@ -46,6 +46,11 @@ class Section:
         rows = tidied(both, at_rest)
         cut = len(self.rows[0]) if self.rows else 0
         return Section([row[:cut] for row in rows], [row[cut:] for row in rows] if self.later else (), self.count)
+
+    def changed(self, change: Callable[[Instruction], Instruction]) -> "Section":
+        """Return the section with other instructions."""
+        rows, later = ([tuple(map(change, row)) for row in some] for some in (self.rows, self.later))
+        return Section(rows, later, self.count)
 
     def made(self) -> Iterator[Value]:
         """Yield the moving values that the body makes, in order."""

@@ -132,15 +132,11 @@ class Statements:
 
     def _update(self, i: p.Update) -> str:
         early = ", early=True" * i.is_early
-        # Gradients of one list are one after the other.
-        lists = {v: n for n, v in reversed([*enumerate(map(self.lists.owner, i.gradients))])}
-        pairs = list(zip(i.gradients, i.weights, strict=True))
-        pairs.sort(key=lambda pair: (lists[self.lists.owner(pair[0])], self.lists.place(pair[0])))
-        given = self.spelling.read(weight for _, weight in pairs)
+        given = self.spelling.read(i.weights)
         weights = _tuple(given)
         if len(given) > MOST_NAMES:
-            weights = f"rt.weights_at({self.number('updates', lambda _: tuple(str(w) for _, w in pairs))})"
-        update = f"rt.update({weights}, {self.tuple_of(gradient for gradient, _ in pairs)}{early})" if pairs else ""
+            weights = f"rt.weights_at({self.number('updates', lambda j: tuple(map(str, j.weights)))})"
+        update = f"rt.update({weights}, {self.tuple_of(i.gradients)}{early})" if i.weights else ""
         write = f"rt.write({self.tuple_of(i.buffers)}, {self.tuple_of(i.values)})" if i.buffers else ""
         # An update that sets buffers only is left out, except the last one: global norms wait for it.
         update = update or "rt.update()" * (not i.is_early)
