@@ -64,7 +64,8 @@ class Spelling:
                 if v.microbatch == NONE and not (v.is_gradient or v.is_handle):
                     born.setdefault(v, -1)
             for v in map(self.lists.owner, (*names(i, Role.WRITE), *names(i, Role.SUM))):
-                born.setdefault(v, -1 if self.is_first(v) else at)
+                # A list that is filled in places is made before the row, which still reads what ends in it.
+                born.setdefault(v, -1 if self.is_first(v) else at - 0.5 * (v in self.lists.filled))
             for v in map(self.lists.owner, names(i, Role.END)):
                 # What a Free ends was alive until the row before, or after that if that row made it.
                 ends[v] = at if names(i, Role.READ) else max(at - 1, born.get(v, 0) + 0.5)

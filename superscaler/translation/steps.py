@@ -110,6 +110,7 @@ class Step:
         self._head: tuple[Instruction, Spot] | None = None
         self.one = Held(self, names=1)
         self._weights = {str(w.name): Held(self, names=1) for w in device.weights}
+        self._rest = {*self._weights.values()}
         self._at_rest = {w.name: w for w in device.weights}
         self._tensors = [(w.tensor, str(w.name)) for w in device.weights]
         self._env: dict[Value, Held] = {ONE: self.one}
@@ -474,8 +475,7 @@ class Step:
         if not self._waits:
             i, _ = self.take(p.Wait, "wait")
             self._waits[id(self._env[i.work])] = i
-            while self._next is not None and isinstance(self._next[0], p.Wait):
-                self._waits[id(self._env[self._next[0].work])] = self._next[0]
+            while self._next is not None and self._is_among_waits(self._next[0]):
                 self._next = next(self._code, None)
         if id(work) not in self._waits:
             raise Differs("what is waited for is not what the program waits for")
@@ -483,6 +483,16 @@ class Step:
         self._same(f"the shape of {i.out}", shape, i.shape)
         self._end([i.work])
         return self._bind(i.out)
+
+    def _is_among_waits(self, i: Instruction) -> bool:
+        """Return whether an instruction is one more wait, which is noted, or one of weights at rest, which is done."""
+        if isinstance(i, p.Wait):
+            self._waits[id(self._env[i.work])] = i
+        elif isinstance(i, p.Free) and all(self._env.get(name) in self._rest for name in i.names):
+            self._end(i.names)
+        else:
+            return isinstance(i, p.Load) and self._is_silent(i)
+        return True
 
     def wait_all(self, works: Sequence[Held], shapes: int) -> list[Held]:
         found = [data.tables["shapes"][shapes] for data in self.data]
