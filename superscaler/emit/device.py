@@ -16,6 +16,7 @@ from superscaler.emit.repeats import LAYER, Layers, Repeat, line, repeats_of, sp
 from superscaler.emit.segments import emit_segments
 from superscaler.emit.statements import Statements
 from superscaler.emit.tables import AllTables, Entries, Tables, tables_of
+from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import alike
 from superscaler.ir.communication import batches
@@ -132,7 +133,7 @@ class _Writer(Statements):
         self.forwards = {i.task._replace(microbatch=0): i for i in rows if isinstance(i, p.Forward)}
         layers = Layers()
         self.repeats = [self._repeats(run, own, layers) for run, own in zip(self.runs, self.declared, strict=True)]
-        spelling = Spelling(self.runs, self.lists, layers.names(self.lists.taken))
+        spelling = Spelling(self.runs, self.lists, layers.names(self.lists.taken), self.declared)
         super().__init__(program, names, rows, self.lists, spelling)
 
     def _declared(self) -> list[dict[int, list[Value]]]:
@@ -197,10 +198,17 @@ class _Writer(Statements):
 
     def _top(self) -> Iterator[str]:
         """Yield the lines before the first instruction: dicts, sums and weights."""
-        yield from (f"{name} = {{}}" for name in sorted(self.spelling.dicts))
-        for of in dict.fromkeys(of for own in self.declared for some in own.values() for of in some):
-            if self.spelling.is_first(of):
-                yield f"{self.spelling.variable(of)} = rt.sums({self.lists.size[family(of)]})"
+        lists = dict.fromkeys(of for own in self.declared for some in own.values() for of in some)
+        first = [of for of in lists if self.spelling.is_first(of)]
+        by_layer = collect((name, of) for of in first if (name := self.spelling.dict_by_layer(of)))
+        yield from (f"{name} = {{}}" for name in sorted(self.spelling.dicts - by_layer.keys()))
+        for name, own in by_layer.items():
+            layers = [self.spelling.layers[family(of)][1] for of in own]
+            low, high = min(layers), max(layers) + 1
+            yield f"{name} = {{{LAYER}: {self._sums_of(own[0])} for {LAYER} in range({low}, {high})}}"
+        for of in first:
+            if not self.spelling.dict_by_layer(of):
+                yield f"{self.spelling.variable(of)} = {self._sums_of(of)}"
         known = set[Value]()
         for out in self.at_rest:
             owner = self.lists.owner(out)
@@ -235,7 +243,7 @@ class _Writer(Statements):
                     yield f"{indent}# {module}"
             for of in declared.get(at, ()):
                 if not self.spelling.is_first(of):
-                    yield f"{indent}{self.spelling.variable(of)} = rt.sums({self.lists.size[family(of)]})"
+                    yield f"{indent}{self.spelling.variable(of)} = {self._sums_of(of)}"
             if at in ends:
                 yield f"{indent}with rt.together():"
                 end = ends[at]
@@ -248,6 +256,9 @@ class _Writer(Statements):
             if repeat is not None and at == repeat.start + repeat.length:
                 at, repeat, indent, module = repeat.end, None, "", ""
                 self.spelling.leave_layers()
+
+    def _sums_of(self, of: Value) -> str:
+        return f"rt.sums({self.lists.size[family(of)]})"
 
     def _comment(self, run: Section, repeat: Repeat) -> Iterator[str]:
         """Yield a comment with the modules of the first and the last layer of a loop, up to what differs."""

@@ -5,7 +5,7 @@ microbatch, by layer, or by both. A value in a list is named by its place there.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from math import inf
 
@@ -24,10 +24,19 @@ Life = tuple[float, float]
 
 
 class Spelling:
-    """The names of the values of a program, in the current loops."""
+    """The names of the values of a program, in the current loops. `declared`: by section and row, the lists that the
+    row is the first to write to.
+    """
 
-    def __init__(self, runs: Sequence[Section], lists: Lists, layers: Mapping[Value, tuple[Value, int]]) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Section],
+        lists: Lists,
+        layers: Mapping[Value, tuple[Value, int]],
+        declared: Sequence[Mapping[int, Sequence[Value]]],
+    ) -> None:
         self.lists, self.layers = lists, layers
+        self._first_lists = set(self._find_first(runs, declared))
         # The dicts that are used.
         self.dicts = set[str]()
         self._moving, self._first, self._period, self._repeat = set[Value](), 0, 1, _NO_LOOP
@@ -51,7 +60,23 @@ class Spelling:
 
     def is_first(self, value: Value) -> bool:
         """Return whether a value is a list that is made at the start of the program."""
-        return value in self.lists.filled and value.microbatch == NONE and family(value) not in self.layers
+        return value in self._first_lists
+
+    def _find_first(
+        self, runs: Sequence[Section], declared: Sequence[Mapping[int, Sequence[Value]]]
+    ) -> Iterator[Value]:
+        """Yield the lists that are made at the start of the program: those of no layer, and those that a loop over
+        microbatches would make again in each repetition.
+        """
+        for run, by_row in zip(runs, declared, strict=True):
+            for value in (v for some in by_row.values() for v in some if v.microbatch == NONE):
+                if family(value) not in self.layers or run.count > 1:
+                    yield value
+
+    def dict_by_layer(self, value: Value) -> str:
+        """Return the dict by layer of a list that is made at the start; "" if it is in none."""
+        is_keyed = family(value) in self.layers and self._base(value) in self._keyed
+        return self._dict(value)[0] if is_keyed else ""
 
     def _find_lives(self, runs: Sequence[Section]) -> dict[Value, Life]:
         """Return when each value is made and ends, in rows of the code with one repetition of each loop over
