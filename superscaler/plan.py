@@ -74,10 +74,13 @@ class Plan:
         return bool(self.compiled.graph.model.loss)
 
     def validate(self) -> dict[str, Any]:
-        """Certify the whole program: conservation and deadlock freedom. Raises ScheduleError if it does not hold."""
+        """Certify the whole program: conservation and deadlock freedom; and check that the emitted code does what the
+        program says. Raises ScheduleError or TranslationError if it does not hold.
+        """
         if not self._certified:
             with phase("certify"):
                 self._certified = certify(self.compiled.program)
+        _ = self.compiled.emitted
         return {**dict.fromkeys(CHECKS, True), **self.counts}
 
     def verify(

@@ -102,8 +102,11 @@ def tables_of(program: Program, rank: int, entries: Mapping[str, Entries]) -> Ta
     place = fold.place(rank) if fold is not None else ()
 
     def filled(table: str, get: Callable[[Any], Any]) -> list[Any]:
-        pairs = entries[table].pairs()
-        return [evenly((get(entry), get(later)), (turn,)) if turn else get(entry) for entry, later, turn in pairs]
+        found = list[Any]()
+        for some, later, count in entries[table].rows:
+            pairs = [(get(entry), get(other)) for entry, other in zip(some, later, strict=True)]
+            found += (evenly(pair, (turn,)) for turn in range(count) for pair in pairs)
+        return found
 
     def even(table: str) -> list[Any]:
         return filled(table, lambda entry: evenly(entry, place))

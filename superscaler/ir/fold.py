@@ -164,6 +164,8 @@ def evenly(samples: Sequence[T], place: Coordinate) -> T:
     (('x', (12, 16)),)
     """
     found: Any = samples[0]
+    if samples.count(found) == len(samples):
+        return found  # type: ignore[no-any-return]
     if isinstance(found, tuple | list):
         made = getattr(type(found), "_make", type(found))
         return made(evenly(some, place) for some in zip(*samples, strict=True))  # type: ignore[return-value]

@@ -54,22 +54,25 @@ class _Checker:
 
     def check(self, file: str, groups: Sequence[tuple[list[int], list[Device]]]) -> None:
         """Run the code of a file beside the program of devices that run it; these differ in their data only."""
-        code = compile(self._emitted.files[file], file, "exec")
         data = [one for ranks, samples in groups for one in self._data(file, ranks, samples)]
         step = Step(self._program, groups[0][1][0], data, self._check_function)
         names: dict[str, Any] = {"__builtins__": {"range": range, "reversed": reversed, "__import__": _import}}
         try:
-            exec(code, names)
+            exec(compile(self._emitted.files[file], file, "exec"), names)
             step.end(names["step"](step))
         except TranslationError:
             raise
         except Exception as error:
-            raise self._refusal(file, error) from error
+            raise self._refusal(file, _line_of(file, error), error) from error
+        for (run, place, _), asked in step.asked.items():
+            if why := next(filter(None, (one.difference((run, place), asked) for one in data)), ""):
+                raise self._refusal(file, asked.line, Differs(why))
 
     def _data(self, file: str, ranks: Sequence[int], samples: Sequence[Device]) -> list[Data]:
-        """Return the data of the sampled devices of a group, and of its last one."""
-        # The code of a device without any part is that of all of them.
-        some = dict.fromkeys([*(d.rank for d in samples if d.rank in ranks), ranks[-1]])
+        """Return the data of the sampled devices of a group, and of the last one of the first group."""
+        # The sampled devices determine all others; a device without any part has the code of all of them.
+        known = [d.rank for d in samples if d.rank in ranks]
+        some = dict.fromkeys([*known, *ranks[-1:]] if ranks is self._program.groups[0][0] or not known else known)
         found = [Data(self._program, rank, samples, self._emitted.tables[rank]) for rank in some]
         for one in found:
             wanted = [weight_record(w) for w in self._program.weights(one.rank)]
@@ -83,17 +86,25 @@ class _Checker:
                 self._segments = Segments(self._emitted.files[SEGMENTS], SEGMENTS)
             self._segments.check(self._program.model, self._program.functions[number], name)
         except Exception as error:
-            raise self._refusal(SEGMENTS, error) from error
+            raise self._refusal(SEGMENTS, _line_of(SEGMENTS, error), error) from error
 
-    def _refusal(self, file: str, error: Exception) -> TranslationError:
-        """Return the error of a file: its last line that ran, and what that does."""
-        line, trace = 0, error.__traceback__
-        while trace is not None:
-            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == file else line
-            trace = trace.tb_next
+    def _refusal(self, file: str, line: int, error: Exception) -> TranslationError:
+        """Return the error of a line of a file."""
         text = self._emitted.files[file].splitlines()[line - 1].strip() if line else ""
         why = str(error) if isinstance(error, Differs) else f"{type(error).__name__}: {error}"
-        return TranslationError(f"{file}, line {line}, does not do what the program says: {why}\n  {text}")
+        return TranslationError(
+            f"{file}, line {line}, does not do what the program says: {why}.\n  {text}\nThe plan may be right: its code "
+            "is wrong, by a fault of superscaler. Report it with the model and the plan."
+        )
+
+
+def _line_of(file: str, error: Exception) -> int:
+    """Return the last line of a file that ran before an error; 0 if none did."""
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == file else line
+        trace = trace.tb_next
+    return line
 
 
 def _import(name: str, *others: object) -> object:

@@ -1,14 +1,15 @@
 """The data of devices: what a program says of each, and what the tables of its code hold."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 from superscaler.emit.tables import Tables
 from superscaler.ir.fold import Folded, evenly
-from superscaler.ir.loops import Loop, Run, runs_of
+from superscaler.ir.loops import Loop, runs_of
 from superscaler.ir.program import Device, Instruction, Program, Role, Weight
-
 
 # The place of an instruction in its code: the number of its run, its place in a body, the repetition.
 Spot = tuple[int, int, int]
@@ -24,6 +25,22 @@ def code_of(device: Device) -> Iterator[tuple[Instruction, Spot]]:
                 yield i, (number, place, turn)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an instruction needs of a table: `then` of what `get` takes from it. `line`: of the code that asks first.
+
+    `turns` and `numbers`: the repetitions, each with the number of the entry that the code names.
+    """
+
+    table: str
+    role: Role
+    get: Callable[[Any], Any]
+    then: Callable[[Any], Any]
+    line: int
+    turns: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+
 class Data:
     """The data of one device: those of its program, from the sampled devices, beside the tables of its code."""
 
@@ -32,37 +49,32 @@ class Data:
         devices = program.devices
         self._fold = devices.fold if isinstance(devices, Folded) and rank in devices.fold.places else None
         self._place = self._fold.place(rank) if self._fold is not None else ()
-        self._runs: list[Sequence[Run]] = [runs_of(device.instructions) for device in samples]
-        # What is equal in all repetitions, and was found equal to its table, with the number there.
-        self._known = set[tuple[int, int, str, int]]()
+        self._runs = [runs_of(device.instructions) for device in samples]
 
-    def differs(
-        self, spot: Spot, table: str, number: int, role: Role, get: Callable[[Any], Any], then: Callable[[Any], Any]
-    ) -> str:
-        """Return how an entry of a table differs from `then` of what `get` takes from an instruction; '' if it does
-        not.
-        """
-        key = (*spot[:2], table, number)
-        if key in self._known:
-            return ""
-        found = [self._at(runs[spot[0]], spot, get) for runs in self._runs]
-        moved, has_turns = then(self._moved(role, [value for value, _ in found])), any(moves for _, moves in found)
-        entries = self.tables[table]
-        entry = entries[number] if 0 <= number < len(entries) else "nothing"
-        if not is_equal(entry, moved):
-            return f"entry {number} of {table} on device {self.rank} is {entry}, and the program has {moved}"
-        if not has_turns:
-            self._known.add(key)
+    def difference(self, spot: tuple[int, int], asked: Asked) -> str:
+        """Return how the entries of a table differ from what an instruction needs; '' if they do not."""
+        entries, (run, place) = self.tables[asked.table], spot
+        for number in asked.numbers:
+            if not 0 <= number < len(entries):
+                return f"{asked.table} of device {self.rank} has {len(entries)} entries, and none of number {number}"
+        bodies = [runs[run] for runs in self._runs]
+        both = ((b.first[place], b.second[place]) if isinstance(b, Loop) else (b[place], b[place]) for b in bodies)
+        sides = zip(*both, strict=True)
+        first, second = (asked.then(self._moved(asked.role, [asked.get(i) for i in side])) for side in sides)
+        if is_equal(first, second):
+            wrong = next((n for n in dict.fromkeys(asked.numbers) if not is_equal(entries[n], first)), None)
+            return "" if wrong is None else self._told(asked, wrong, first)
+        (form, start), (_, end) = flat(first), flat(second)
+        wanted = start + np.outer(asked.turns, end - start)
+        for number, values in zip(asked.numbers, wanted, strict=True):
+            other, found = flat(entries[number])
+            if other != form or not np.array_equal(found, values):
+                return self._told(asked, number, f"others, as {first} in the first microbatch")
         return ""
 
-    @staticmethod
-    def _at(run: Run, spot: Spot, get: Callable[[Any], Any]) -> tuple[Any, bool]:
-        """Return a value of an instruction, and whether it moves with the repetitions."""
-        _, place, turn = spot
-        if not isinstance(run, Loop):
-            return get(run[place]), False
-        first, second = get(run.first[place]), get(run.second[place])
-        return (first, False) if first == second else (evenly((first, second), (turn,)), True)
+    def _told(self, asked: Asked, number: int, wanted: object) -> str:
+        entry = self.tables[asked.table][number]
+        return f"entry {number} of {asked.table} on device {self.rank} is {entry}, and the program has {wanted}"
 
     def _moved(self, role: Role, values: Sequence[Any]) -> Any:
         """Return the value of this device from those of the sampled ones."""
@@ -89,3 +101,25 @@ def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
+
+
+def flat(value: Any) -> tuple[list[object], Any]:
+    """Return the numbers in data as an array, and all that they are in."""
+    form, numbers = list[object](), list[int]()
+
+    def read(x: Any) -> None:
+        if type(x) is int:
+            numbers.append(x)
+        elif isinstance(x, list | tuple):
+            form.append(len(x))
+            for own in x:
+                read(own)
+        elif isinstance(x, dict):
+            form.append(tuple(x))
+            for own in x.values():
+                read(own)
+        else:
+            form.append((type(x), x))
+
+    read(value)
+    return form, np.array(numbers, dtype=np.int64)

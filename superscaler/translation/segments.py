@@ -49,8 +49,9 @@ def _operator(name: str) -> Callable[..., Symbol]:
     return lambda self, *others: self.run.call(f".{name}", (self, *others), {})
 
 
-_OPERATORS = ("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift").split()
-for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *"eq ne lt le gt ge neg pos invert abs getitem".split()):
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHERS = "eq ne lt le gt ge neg pos invert abs getitem"
+for _name in (*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTHERS.split()):
     setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
 
 

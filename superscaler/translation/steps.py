@@ -7,11 +7,12 @@ call. Loops, lists and names are those of Python: nothing here looks at them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from superscaler.emit.segments import draws_of
 from superscaler.ir import program as p
@@ -19,7 +20,7 @@ from superscaler.ir.mask import Box
 from superscaler.ir.model import Model
 from superscaler.ir.program import ONE, CollectiveArg, Device, Function, Instruction, Program, Role, Shape, Value
 from superscaler.ops.table import PLACED, RANDOM, parts_of
-from superscaler.translation.data import Data, Spot, code_of
+from superscaler.translation.data import Asked, Data, Spot, code_of
 
 I = TypeVar("I")  # noqa: E741
 
@@ -35,7 +36,8 @@ class Held:
 
     def __init__(self, step: Step, names: int = 0) -> None:
         # `names`: how many names of the program it has. `freed`: the last of them, once the program has freed it.
-        self.step, self.names, self.freed = step, names, None
+        self.step, self.names = step, names
+        self.freed: Value | None = None
 
     def __del__(self) -> None:
         if self.freed is not None:
@@ -127,6 +129,8 @@ class Step:
         # By function: whether it draws random numbers, and whether it gets the ranges of its part.
         self._facts_of: dict[int, tuple[bool, bool]] = {}
         self._result: object = None
+        # What the code needs of tables, by run, place and table.
+        self.asked: dict[tuple[int, int, str], Asked] = {}
 
     # The program.
 
@@ -140,7 +144,7 @@ class Step:
             if self._inside:
                 raise Differs(f"{call} is among messages that start together")
         self._head = None
-        return i, spot  # type: ignore[return-value]
+        return i, spot
 
     def _peek(self, call: str) -> tuple[Instruction, Spot]:
         """Return the next instruction that the code has a call for; do what those before it say."""
@@ -205,19 +209,24 @@ class Step:
         env = self._env
         for one, name in zip(given, names, strict=True):
             if one is not (None if name is None else env.get(name)):
-                shown = "nothing" if one is None else next((str(v) for v, x in env.items() if x is one), "another value")
+                shown = (
+                    "nothing" if one is None else next((str(v) for v, x in env.items() if x is one), "another value")
+                )
                 raise Differs(f"{what} has {shown} in the place of {name or 'nothing'}")
 
     def _entry(
         self, spot: Spot, table: str, number: object, role: Role, get: Callable[[Any], Any],
         then: Callable[[Any], Any] = lambda x: x,
     ) -> None:  # fmt: skip
-        """Compare an entry of a table with `then` of what `get` takes from the instruction, on each device."""
+        """Note that an instruction needs an entry of a table: `then` of what `get` takes from it."""
         if type(number) is not int:
             raise Differs(f"the number of an entry in {table} is {number}")
-        for data in self.data:
-            if why := data.differs(spot, table, number, role, get, then):
-                raise Differs(why)
+        run, place, turn = spot
+        asked = self.asked.get((run, place, table))
+        if asked is None:
+            asked = self.asked[run, place, table] = Asked(table, role, get, then, _line())
+        asked.turns.append(turn)
+        asked.numbers.append(number)
 
     def end(self, result: object) -> None:
         """Check that the program has ended, with a result of the code."""
@@ -293,9 +302,7 @@ class Step:
         self._reads("again", again, i.again)
         return self._made(i, range(len(i.outputs)), into)
 
-    def backward_input(
-        self, tag: str, gradients: Sequence[object], first: Sequence[int]
-    ) -> tuple[Held | None, ...]:
+    def backward_input(self, tag: str, gradients: Sequence[object], first: Sequence[int]) -> tuple[Held | None, ...]:
         i = self._backward("input", tag, gradients)
         self._first[tag] = tuple(first)
         return self._made(i, self._first[tag], None)
@@ -405,9 +412,9 @@ class Step:
     # Communication.
 
     def __getattr__(self, name: str) -> Any:
-        kind, _, bucket = name.partition("_bucket")
+        kind = name.removesuffix("_bucket")
         if kind in _GIVEN:
-            return partial(self._collective, kind, name.endswith("_bucket"))
+            return partial(self._collective, kind, kind != name)
         raise Differs(f"rt.{name} is no call of emitted code")
 
     def _collective(self, kind: str, is_bucket: bool, given: Any, group: int, *more: Any, **options: Any) -> Any:
@@ -541,6 +548,14 @@ class Step:
         self._same("the end of a step that trains", bool(self.model.loss), False)
         self._result = object()
         return self._result
+
+
+def _line() -> int:
+    """Return the line of the emitted code that calls."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return frame.f_lineno
 
 
 def _boxes(made: Function, targets: Container[str], i: p.Forward) -> tuple[Box, ...]:

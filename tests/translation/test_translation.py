@@ -1,0 +1,188 @@
+"""Emitted code is executed on symbols: what its program does not say is refused, whatever the way of writing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import superscaler as ss
+from superscaler.compiler import Compiled, compile_graph
+from superscaler.emit.tables import Tables
+from superscaler.errors import TranslationError
+from superscaler.plans import resolve
+from superscaler.translation.check import check_translation
+from tests.graphs import graph_of
+from tests.ran import equal, exact
+from tests.translation.edits import drawn
+
+GPT, DEEP = "gpt2:size=tiny", "gpt2:size=tiny,layers=4,batch=16"
+MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
+PLANS = [
+    (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
+    (GPT, "zb_h1:microbatches=8", 2),
+    (GPT, "swap:what=both,microbatches=2", 2),
+    (DEEP, "zero:stage=3,microbatches=2", 2),
+    (DEEP, "tensor_parallel", 2),
+    (DEEP, "recompute", 1),
+    (MLP, "pipeline_1f1b:microbatches=32", 4),
+    ("gpt2:size=tiny,layers=4,dropout=0.1", "data_parallel", 2),
+]
+
+
+@cache
+def compiled(model: str, plan: str, devices: int) -> Compiled:
+    return compile_graph(graph_of(model), resolve(plan), ss.Cluster.local(devices))
+
+
+def lomo(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Update each block before the block below runs backward."""
+    n = len(cluster.devices)
+    ss.op_trans(graph, graph.forward_ops, ss.Split("batch", n, axis="dp"))
+    for below, block in zip(graph.blocks, graph.blocks[1:], strict=False):
+        read = {o.tensor for op in block.ops for o in op.inputs}
+        own = [update for weight, update in graph.updates.items() if weight in read]
+        ss.op_order(graph, own, graph.select(module=below.path, kind="B"))
+    ss.op_assign(graph, graph.ops, cluster.mesh(dp=n))
+
+
+def shards(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Shard each weight, frozen ones too, and recompute each block."""
+    n = len(cluster.devices)
+    for block in graph.blocks:
+        ss.op_trans(graph, block.ops, ss.Recompute())
+    ss.op_trans(graph, graph.forward_ops, ss.Split("batch", n, axis="dp"))
+    ss.op_assign(graph, graph.forward_ops, cluster.mesh(dp=n))
+    for tensor in graph.model.tensors.values():
+        if tensor.kind == "parameter" and not tensor.origin:
+            ss.place(graph, tensor, ss.Shard(n), cluster.devices, ahead=0)
+
+
+class Adapter(nn.Module):
+    """A linear layer whose base is frozen, with a product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) / 8)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def adapted() -> ss.Graph:
+    """Return a llama with adapters of queries and values."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=5, **sizes)).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = Adapter(layer.self_attn.v_proj)
+    ids, trained = torch.randint(0, 32, (4, 8)), [p for p in model.parameters() if p.requires_grad]
+    return ss.capture(model, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW(trained))
+
+
+def test_updates_between_the_backwards_of_equal_layers_train_the_weights_of_each() -> None:
+    assert (
+        "for l in" in equal(graph_of("llama:size=tiny,layers=5,batch=8"), lomo).compiled.emitted.files["program_0.py"]
+    )
+
+
+def test_gathered_weights_do_not_take_the_name_of_what_they_wait_for() -> None:
+    equal(adapted(), shards)
+
+
+def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where the gradients of each layer are a bucket of their own.
+    monkeypatch.setattr("superscaler.materialize.buckets.BUCKET_BYTES", 20_000)
+    graph = graph_of("gpt2:size=tiny,layers=6,batch=32")
+    files = equal(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=16", 8).compiled.emitted.files
+    assert "{l: rt.sums(" in files["program_0.py"]
+
+
+def refusal(of: Compiled, **changed: Any) -> str:
+    """Return why code is refused; "" if it is not."""
+    try:
+        check_translation(of.program, replace(of.emitted, **changed))
+    except TranslationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("model", "plan", "devices"), PLANS)
+def test_edits_of_code_are_refused(model: str, plan: str, devices: int) -> None:
+    of = compiled(model, plan, devices)
+    files = of.emitted.files
+    edits = [(file, *edit) for file, text in files.items() for edit in drawn(text, 1, 80 // len(files))]
+    assert len(edits) >= 63
+    missed = [(file, kind, text) for file, kind, text in edits if not refusal(of, files={**files, file: text})]
+    assert not missed, missed[0]
+
+
+@pytest.mark.parametrize(("model", "plan", "devices"), PLANS[:1] + PLANS[-2:])
+def test_edits_of_data_are_refused(model: str, plan: str, devices: int) -> None:
+    of = compiled(model, plan, devices)
+    tables = list(of.emitted.tables)
+    checked = of.program.devices.fold.sampled if of.fold else range(devices)  # type: ignore[attr-defined]
+    edits = [(rank, edit) for rank in checked for edit in _edits(tables[rank])]
+    missed = [
+        (rank, *told)
+        for rank, (told, edited) in random.Random(0).sample(edits, min(60, len(edits)))
+        if not refusal(of, tables=[*tables[:rank], edited, *tables[rank + 1 :]])
+    ]
+    assert not missed
+
+
+def _edits(tables: Tables) -> Iterator[tuple[tuple[str, Any], Tables]]:
+    """Yield tables of a device with another number in one entry, each with the entry."""
+    for field in fields(tables):
+        for n, entry in enumerate(getattr(tables, field.name)):
+            changed = asdict(tables)[field.name]
+            changed[n] = _other(deepcopy(entry))
+            yield (field.name, entry), replace(tables, **{field.name: changed})
+
+
+def _other(entry: Any) -> Any:
+    """Return data with another first number, flag or name."""
+    if isinstance(entry, dict):
+        name = next(iter(entry))
+        return {**entry, name: _other(entry[name])}
+    if isinstance(entry, list | tuple):
+        whole = [n for n, x in enumerate(entry) if not isinstance(x, list | tuple) or x]
+        return type(entry)(_other(x) if n == whole[-1] else x for n, x in enumerate(entry)) if whole else (0,)
+    return not entry if isinstance(entry, bool) else entry + 1 if isinstance(entry, int) else f"{entry}_"
+
+
+def test_a_refusal_names_the_line_and_what_the_program_has() -> None:
+    of = compiled(GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8)
+    files = of.emitted.files
+    text = (
+        files["program_0.py"].replace("    rt.send(", "    pass\n    rt.send(", 1).replace("rt.input(1)", "rt.input(0)")
+    )
+    told = refusal(of, files={**files, "program_0.py": text})
+    assert "program_0.py, line " in told
+    assert "entry 0 of inputs on device" in told
+    assert "input_ids_m1 = rt.input(0)" in told or "rt.input(0)" in told
+    assert "a fault of superscaler" in told
+
+
+def test_code_that_calls_nothing_or_something_else_is_refused() -> None:
+    of = exact(graph_of(MLP), "single", 1)
+    files = of.emitted.files
+    for text in (
+        "def step(rt):\n    pass\n",
+        "import os\n",
+        "step = 5\n",
+        "def step(rt):\n    rt.reset()\n",
+        "def step(",
+    ):
+        assert "does not do what the program says" in refusal(of, files={**files, "program_0.py": text})
