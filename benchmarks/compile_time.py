@@ -20,7 +20,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-PHASES = ("capture", "plan", "schedule", "materialize", "emit")
+PHASES = ("capture", "plan", "schedule", "materialize", "emit", "translation")
 
 
 @dataclass(frozen=True)

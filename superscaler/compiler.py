@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from superscaler.cluster import Cluster
-from superscaler.emit.device import Emitted
+from superscaler.emit.device import Emitted, emit
 from superscaler.errors import InputError, PlanError
 from superscaler.ir.communication import TransferRow, bytes_moved, moves
 from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
@@ -27,7 +27,7 @@ from superscaler.schedule.steady_state import SteadyState, first_microbatches, s
 from superscaler.timing import timed, without_garbage_collection
 from superscaler.transform.place import check_cut_first, place_twins
 from superscaler.transform.recompute import keep_slices, recompute_checkpoints
-from superscaler.translation.check import emit_checked
+from superscaler.translation.check import check_translation
 
 SProgram = Callable[[Graph, Cluster], Any]
 
@@ -54,8 +54,12 @@ class Compiled:
 
         Raises TranslationError if the source does something else.
         """
-        with without_garbage_collection(), timed(self.seconds, "emit"):
-            return emit_checked(self.program)
+        with without_garbage_collection():
+            with timed(self.seconds, "emit"):
+                emitted = emit(self.program)
+            with timed(self.seconds, "translation"):
+                check_translation(self.program, emitted)
+        return emitted
 
     @property
     def fold(self) -> Fold | None:
@@ -164,7 +168,7 @@ def _assigned(planned: Graph, op: Op) -> str:
 
 def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:
     """Compile a graph whose parts are already made, all placed, and ordered."""
-    phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
+    phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0, "translation": 0.0}
     with without_garbage_collection():
         with timed(phases, "schedule"):
             full_fold = find_fold(planned)

@@ -33,7 +33,7 @@ _TEXTS = {
     "export": "exporting the model by torch.export",
     "capture": "capturing the model",
     "check": "comparing two steps of the module with the graph",
-    **dict.fromkeys(("plan", "schedule", "materialize", "emit"), "compiling"),
+    **dict.fromkeys(("plan", "schedule", "materialize", "emit", "translation"), "compiling"),
     "certify": "certifying the programs",
     "memory": "predicting the memory",
     "simulate": "predicting a step",

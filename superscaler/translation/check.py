@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from superscaler.emit.device import Emitted, emit
+from superscaler.emit.device import Emitted
 from superscaler.errors import TranslationError
 from superscaler.groups import group_by
 from superscaler.ir.cohorts import alike
@@ -19,13 +19,6 @@ from superscaler.translation.segments import Segments
 from superscaler.translation.steps import Differs, Step
 
 SEGMENTS = "segments.py"
-
-
-def emit_checked(program: Program) -> Emitted:
-    """Return the source of a program. Raises TranslationError if it does something else than the program."""
-    emitted = emit(program)
-    check_translation(program, emitted)
-    return emitted
 
 
 def check_translation(program: Program, emitted: Emitted) -> None:
@@ -93,8 +86,8 @@ class _Checker:
         text = self._emitted.files[file].splitlines()[line - 1].strip() if line else ""
         why = str(error) if isinstance(error, Differs) else f"{type(error).__name__}: {error}"
         return TranslationError(
-            f"{file}, line {line}, does not do what the program says: {why}.\n  {text}\nThe plan may be right: its code "
-            "is wrong, by a fault of superscaler. Report it with the model and the plan."
+            f"{file}, line {line}, does not do what the program says: {why}.\n  {text}\nThe plan may be right: its "
+            "code is wrong, by a fault of superscaler. Report it with the model and the plan."
         )
 
 

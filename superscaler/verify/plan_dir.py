@@ -9,6 +9,7 @@ from typing import Any
 from superscaler.artifact import described, texts
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
+from superscaler.emit.device import emit
 from superscaler.errors import InputError
 from superscaler.ir.program import Program
 from superscaler.report.identity import own_operators
@@ -28,7 +29,7 @@ from superscaler.store.plan import (
 )
 from superscaler.store.program import naming, program_of
 from superscaler.store.tensor_file import kinds, opened
-from superscaler.translation.check import emit_checked
+from superscaler.translation.check import check_translation
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     with naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
         for check in CHECKS.values():
             check(program)
-        emitted = emit_checked(program)
+        emitted = emit(program)
+        check_translation(program, emitted)
         files = texts(program, emitted)
     for name, text in files.items():
         _compare(directory / name, saved.text(name), text)
