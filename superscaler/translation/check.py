@@ -16,7 +16,8 @@ from superscaler.ir.cohorts import alike
 from superscaler.ir.program import Device, Program
 from superscaler.translation.data import Data, is_equal, weight_record
 from superscaler.translation.segments import Segments
-from superscaler.translation.steps import Differs, Step
+from superscaler.translation.steps import Step
+from superscaler.translation.values import Differs
 
 SEGMENTS = "segments.py"
 

@@ -18,7 +18,7 @@ from superscaler.ir.program import Function
 from superscaler.ir.variants import unread_twins
 from superscaler.ops.call import Local, ranges
 from superscaler.ops.table import RANDOM, biased_products, parts_of, reads_inputs, row_of, unfused
-from superscaler.translation.steps import Differs
+from superscaler.translation.values import Differs
 
 # A call: its name, its arguments, and whether only its backward is needed.
 Term = tuple[object, ...]

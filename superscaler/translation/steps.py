@@ -7,235 +7,38 @@ call. Loops, lists and names are those of Python: nothing here looks at them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from superscaler.emit.segments import draws_of
 from superscaler.ir import program as p
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Model
-from superscaler.ir.program import ONE, CollectiveArg, Device, Function, Instruction, Program, Role, Shape, Value
+from superscaler.ir.program import Device, Function, Instruction, Program, Role, Value
 from superscaler.ops.table import PLACED, RANDOM, parts_of
-from superscaler.translation.data import Asked, Data, Spot, code_of
-
-I = TypeVar("I")  # noqa: E741
-
-
-class Differs(Exception):
-    """Emitted code does something else than its program."""
+from superscaler.translation.beside import Beside, is_whole
+from superscaler.translation.collectives import FLAT, GIVEN, bucket, ways
+from superscaler.translation.data import Data, Spot
+from superscaler.translation.values import Differs, Held, Total, View
 
 
-class Held:
-    """A tensor, a sum, or the handle of something started. It tells its step when Python frees it."""
-
-    __slots__ = ("freed", "names", "step")
-
-    def __init__(self, step: Step, names: int = 0) -> None:
-        # `names`: how many names of the program it has. `freed`: the last of them, once the program has freed it.
-        self.step, self.names = step, names
-        self.freed: Value | None = None
-
-    def __del__(self) -> None:
-        if self.freed is not None:
-            self.step.late.pop(id(self), None)
-
-    def reshape(self, shape: Sequence[int]) -> View:
-        return View(self, shape)
-
-    def wait(self) -> Arriving:
-        return Arriving(self)
-
-    def maximum(self, other: object) -> object:
-        return self.step.add([self, other], largest=True)
-
-    def __add__(self, other: object) -> object:
-        return self.step.add([self, other], largest=False)
-
-    def __iadd__(self, other: object) -> object:
-        return self.step.add_in_place(self, other)
-
-
-class View:
-    """A tensor in another shape, as a collective reads it."""
-
-    __slots__ = ("of", "shape")
-
-    def __init__(self, of: Held, shape: Sequence[int]) -> None:
-        self.of, self.shape = of, shape
-
-
-class Arriving:
-    """The result of something started, before it has its shape."""
-
-    __slots__ = ("work",)
-
-    def __init__(self, work: Held) -> None:
-        self.work = work
-
-    def reshape(self, shape: Sequence[int]) -> Held:
-        return self.work.step.arrive(self.work, shape)
-
-
-class Total:
-    """A sum, or the largest, of the first of several pieces."""
-
-    __slots__ = ("largest", "pieces", "step")
-
-    def __init__(self, step: Step, pieces: list[object], largest: bool) -> None:
-        self.step, self.pieces, self.largest = step, pieces, largest
-
-    def maximum(self, other: object) -> object:
-        return self.step.add([*self.pieces, other], largest=True, before=self)
-
-    def __add__(self, other: object) -> object:
-        return self.step.add([*self.pieces, other], largest=False, before=self)
-
-
-class Step:
-    """The stand-in for `rt` while code runs, beside the instructions of the devices that run it.
-
-    `data`: of each device whose data are compared. `check_function`: raises Differs unless a segment of a name does
-    what a function does.
+class Step(Beside):
+    """The stand-in for `rt`. `data`: of each device whose data are compared. `check_function`: raises Differs unless a
+    segment of a name does what a function does.
     """
 
     def __init__(
         self, program: Program, device: Device, data: Sequence[Data], check_function: Callable[[int, str], None]
     ) -> None:
-        self.program, self.model, self.data, self._check_function = program, program.model, data, check_function
-        self._code = code_of(device)
-        # The next instruction; and the next one with a call in the code, once it is looked for.
-        self._next: tuple[Instruction, Spot] | None = next(self._code, None)
-        self._head: tuple[Instruction, Spot] | None = None
-        self.one = Held(self, names=1)
-        self._weights = {str(w.name): Held(self, names=1) for w in device.weights}
-        self._rest = {*self._weights.values()}
-        self._at_rest = {w.name: w for w in device.weights}
-        self._tensors = [(w.tensor, str(w.name)) for w in device.weights]
-        self._env: dict[Value, Held] = {ONE: self.one}
-        # By identity, what the program has freed, and the code still holds.
-        self.late: dict[int, Value] = {}
-        # The rest of the last instruction: waits by their handles, the pieces of a sum, buffers to write.
-        self._waits: dict[int, p.Wait] = {}
-        self._total: tuple[Total, p.Combine] | None = None
-        self._write: p.Update | None = None
+        super().__init__(program, device)
+        self.data, self._check_function = data, check_function
         # The numbers of the gradients of a first half, until the second one runs.
         self._first: dict[str, tuple[int, ...]] = {}
-        # The point of the last message, if only slices ran since; whether messages start together, and any has.
-        self._point, self._inside, self._joined = -1, False, False
         # By function: whether it draws random numbers, and whether it gets the ranges of its part.
-        self._facts_of: dict[int, tuple[bool, bool]] = {}
-        self._result: object = None
-        # What the code needs of tables, by run, place and table.
-        self.asked: dict[tuple[int, int, str], Asked] = {}
-
-    # The program.
-
-    def take(self, kind: type[I], call: str) -> tuple[I, Spot]:
-        """Return the next instruction, which is to be of a kind. `call`: what the code does."""
-        i, spot = self._peek(call)
-        if type(i) is not kind:
-            raise Differs(f"{call} runs where the program has: {self.program.describe(i)}")
-        if kind not in (p.Send, p.Recv, p.Slice):
-            self._point = -1
-            if self._inside:
-                raise Differs(f"{call} is among messages that start together")
-        self._head = None
-        return i, spot
-
-    def _peek(self, call: str) -> tuple[Instruction, Spot]:
-        """Return the next instruction that the code has a call for; do what those before it say."""
-        if self._waits or self._total is not None or self._write is not None:
-            raise Differs(f"{call} runs before the last instruction is done")
-        while self._head is None:
-            if self._next is None:
-                raise Differs(f"{call} comes after the end of the program")
-            i, spot = self._next
-            self._next = next(self._code, None)
-            if isinstance(i, p.Free):
-                self._end(i.names)
-            elif self._is_silent(i):
-                self._point = -1
-            else:
-                self._head = i, spot
-        if self.late and not isinstance(self._head[0], p.Loss):
-            raise Differs(f"{next(iter(self.late.values()))} is held, which the program has freed")
-        return self._head
-
-    def _is_silent(self, i: Instruction) -> bool:
-        """Return whether an instruction has no call in the code; bind what it makes."""
-        if isinstance(i, p.Load) and self.model.tensors[i.tensor].kind != "input":
-            weight = self._at_rest.get(i.out)
-            if weight is None or (weight.tensor, weight.box) != (i.tensor, i.box):
-                raise Differs(f"{i.out} is loaded, which is no weight at rest")
-            self._bind(i.out, self._weights[str(i.out)])
-            return True
-        if isinstance(i, p.Combine) and len(i.pieces) == 1 and _is_whole(i):
-            self._bind(i.out, self._env[i.pieces[0]])
-            return True
-        return isinstance(i, p.Update) and i.is_early and not (i.weights or i.buffers)
-
-    def _bind(self, name: Value, held: Held | None = None) -> Held:
-        """Give a value a name of the program."""
-        held = Held(self) if held is None else held
-        held.names += 1
-        if name in self._env:
-            self._end([name])
-        self._env[name] = held
-        return held
-
-    def _end(self, names: Sequence[Value]) -> None:
-        for name in names:
-            held = self._env.pop(name)
-            held.names -= 1
-            if not held.names:
-                held.freed = name
-                self.late[id(held)] = name
-            # Python then frees what the code does not hold.
-            del held
-
-    def _same(self, what: str, found: object, wanted: object) -> None:
-        if found != wanted or type(found) is not type(wanted):
-            raise Differs(f"{what} is {found}, and the program has {wanted}")
-
-    def _reads(self, what: str, found: object, names: Sequence[Value | None]) -> None:
-        """Compare values given to a call with those of the program."""
-        given = found if isinstance(found, list | tuple) else [found]
-        if len(given) != len(names):
-            raise Differs(f"{what} has {len(given)} values, and the program has {len(names)}")
-        env = self._env
-        for one, name in zip(given, names, strict=True):
-            if one is not (None if name is None else env.get(name)):
-                shown = (
-                    "nothing" if one is None else next((str(v) for v, x in env.items() if x is one), "another value")
-                )
-                raise Differs(f"{what} has {shown} in the place of {name or 'nothing'}")
-
-    def _entry(
-        self, spot: Spot, table: str, number: object, role: Role, get: Callable[[Any], Any],
-        then: Callable[[Any], Any] = lambda x: x,
-    ) -> None:  # fmt: skip
-        """Note that an instruction needs an entry of a table: `then` of what `get` takes from it."""
-        if type(number) is not int:
-            raise Differs(f"the number of an entry in {table} is {number}")
-        run, place, turn = spot
-        asked = self.asked.get((run, place, table))
-        if asked is None:
-            asked = self.asked[run, place, table] = Asked(table, role, get, then, _line())
-        asked.turns.append(turn)
-        asked.numbers.append(number)
-
-    def end(self, result: object) -> None:
-        """Check that the program has ended, with a result of the code."""
-        if self._head is not None or self._next is not None:
-            i, _ = self._head or self._next  # type: ignore[misc]
-            raise Differs(f"the code ends where the program has: {self.program.describe(i)}")
-        if result is not self._result:
-            raise Differs("the code does not return what rt.loss gives")
-        self._env.clear()
+        self._facts: dict[int, tuple[bool, bool]] = {}
 
     # Weights and inputs.
 
@@ -276,10 +79,10 @@ class Step:
         self._check_function(i.function, function)
         self._reads("rt.forward", inputs, i.inputs)
         self._same("the tape", tape, bool(made.grads))
-        if i.function not in self._facts_of:
+        if i.function not in self._facts:
             boxes = made.boxes_at(i.at, PLACED)
-            self._facts_of[i.function] = any(op.target in RANDOM for op in made.ops), bool(self._parts(made, boxes))
-        has_draws, has_parts = self._facts_of[i.function]
+            self._facts[i.function] = any(op.target in RANDOM for op in made.ops), bool(self._parts(made, boxes))
+        has_draws, has_parts = self._facts[i.function]
         self._same("the number of draws", draws is not None, has_draws)
         self._same("the number of parts", parts is not None, has_parts)
         if has_draws:
@@ -394,7 +197,7 @@ class Step:
             raise Differs(f"{call} is of pieces that the program does not add")
         else:
             i, self._total = self._total[1], None
-        if not _is_whole(i) or len(pieces) > len(i.pieces):
+        if not is_whole(i) or len(pieces) > len(i.pieces):
             self._refuse(call, self.program.describe(i))
         self._same("what is made", largest, i.largest)
         self._reads(call, pieces, i.pieces[: len(pieces)])
@@ -413,7 +216,7 @@ class Step:
 
     def __getattr__(self, name: str) -> Any:
         kind = name.removesuffix("_bucket")
-        if kind in _GIVEN:
+        if kind in GIVEN:
             return partial(self._collective, kind, kind != name)
         raise Differs(f"rt.{name} is no call of emitted code")
 
@@ -423,8 +226,8 @@ class Step:
         self._entry(spot, "groups", group, Role.GROUP, lambda j: j.group)
         self._given(i, given if is_bucket else [given])
         if is_bucket and i.kind not in ("all_reduce", "reduce"):
-            self._entry(spot, "ways", options.pop("ways", None), Role.NOTE, _ways)
-        wanted = _bucket(i) if is_bucket else _GIVEN[kind](i, i.ways[0])
+            self._entry(spot, "ways", options.pop("ways", None), Role.NOTE, ways)
+        wanted = bucket(i) if is_bucket else GIVEN[kind](i, i.ways[0])
         self._same(f"the arguments of rt.{kind}", (more, options), wanted)
         made = [None if name is None else self._bind(name) for name in i.works]
         return made if is_bucket else made[0]
@@ -435,7 +238,7 @@ class Step:
         plain = [x.of if isinstance(x, View) else x for x in given]
         self._reads(f"rt.{i.kind}", plain, i.sources)
         for x, way in zip(given, i.ways, strict=True):
-            is_cut = is_alone and x is not None and way.view != way.local and i.kind not in _FLAT
+            is_cut = is_alone and x is not None and way.view != way.local and i.kind not in FLAT
             self._same("the shape of a source", x.shape if isinstance(x, View) else None, way.view if is_cut else None)
 
     @contextmanager
@@ -550,14 +353,6 @@ class Step:
         return self._result
 
 
-def _line() -> int:
-    """Return the line of the emitted code that calls."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    return frame.f_lineno
-
-
 def _boxes(made: Function, targets: Container[str], i: p.Forward) -> tuple[Box, ...]:
     return tuple(made.boxes_at(i.at, targets))
 
@@ -566,37 +361,3 @@ def drawn(model: Model, made: Function, boxes: Sequence[Box]) -> list[dict[str, 
     """Return the random tensors of a segment on boxes of its random ops, as tables have them."""
     rows = (asdict(draw) for draw in draws_of(model, made, boxes))
     return [{name: value for name, value in row.items() if value or name != "ahead"} for row in rows]
-
-
-def _is_whole(i: p.Combine) -> bool:
-    """Return whether each piece of a sum has the size of the sum."""
-    return bool(i.pieces) and all(box == tuple((0, size) for size in i.view) for box in i.boxes)
-
-
-def _ways(i: p.Collective) -> tuple[tuple[Shape, int, Shape], ...]:
-    """Return, for each tensor of a bucket: its shape in slots, the gathered or scattered slot, the sizes of chunks."""
-    return tuple((way.view, way.take if way.take >= 0 else way.give, way.sizes) for way in i.ways)
-
-
-# What a collective of one tensor is given after its group: by position, and by name.
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-_FLAT = ("all_reduce", "broadcast", "reduce")
-_GIVEN: dict[str, Callable[[p.Collective, CollectiveArg], Given]] = {
-    "all_reduce": lambda i, way: ((), {"largest": True} if i.largest else {}),
-    "reduce": lambda i, way: ((i.root,), {}),
-    "rd_gather": lambda i, way: ((i.root, way.take), {}),
-    "all_gather": lambda i, way: ((way.take, *_sizes(way)), {"rounded": i.dtype} if i.given else {}),
-    "reduce_scatter": lambda i, way: ((way.give, *_sizes(way)), {}),
-    "all_to_all": lambda i, way: ((way.give, way.take), {}),
-    "broadcast": lambda i, way: ((way.shape, i.dtype), {}),
-}
-
-
-def _sizes(way: CollectiveArg) -> tuple[Shape, ...]:
-    return (way.sizes,) if way.sizes else ()
-
-
-def _bucket(i: p.Collective) -> Given:
-    """Return what a collective of several tensors is given after its group, but for its ways."""
-    flags = {"largest": i.largest, "wire": i.dtype if i.wide else "", "rounded": i.dtype if i.given else ""}
-    return (i.root,) * (i.root >= 0), {name: value for name, value in flags.items() if value}
