@@ -1,9 +1,9 @@
-"""Torch's optimizer of a rank over its slices, or over float32 copies of these; the loss scale; a check that torch's
-fused updates equal the plain ones.
+"""Torch's optimizer of a rank over its slices, or over float32 copies of these; a check that torch's fused updates
+equal the plain ones.
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -200,6 +200,11 @@ def at_once(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> 
     yield some
 
 
+def changes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an update changes gradients in place, which others may share: that of nesterov over lists."""
+    return any(group.get("nesterov") and not group.get("fused") for group in optimizer.param_groups)
+
+
 def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float) -> None:
     """Move the averages of weights, states of the optimizer, towards the weights; the first averages are the weights.
 
@@ -280,43 +285,3 @@ def _updated(
         optimizer.step()
     states = [x for x in optimizer.state[weight].values() if isinstance(x, Tensor)]
     return [x.detach().double().cpu() for x in (weight, *states)]
-
-
-def scale(gradients: dict[str, Tensor], factor: Tensor | float) -> None:
-    """Multiply gradients by a scalar: in place, but for those whose memory another one may have."""
-    starts = Counter(gradient.data_ptr() for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        own = factor.to(gradient) if isinstance(factor, Tensor) else factor
-        if starts[gradient.data_ptr()] == 1 and gradient.is_contiguous():
-            gradient.mul_(own)
-        else:
-            gradients[name] = gradient * own
-
-
-class Scaler:
-    """A loss scale that is halved or doubled depending on the gradients. `state`: a GradScaler's."""
-
-    def __init__(self, state: Mapping[str, Any], device: torch.device) -> None:
-        self.device = device
-        self.load_state_dict(state)
-
-    def unscale(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Divide the gradients by the scale (see `scale`); return a float32 scalar, 1 if any is not finite."""
-        finite = [g.isfinite().all().to(self.device) for g in gradients.values()]
-        inverse = self.scale.double().reciprocal()
-        scale(gradients, inverse)
-        return (~torch.stack(finite).all()).float() if finite else torch.zeros_like(self.scale)
-
-    def update(self, found: Tensor) -> None:
-        """Choose the next scale. `found`: above 0 if a gradient of any rank was not finite."""
-        factors = self._options["growth_factor"], self._options["backoff_factor"]
-        torch._amp_update_scale_(self.scale, self._tracker, found, *factors, self._options["growth_interval"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of `GradScaler.state_dict`."""
-        return {**self._options, "scale": self.scale.item(), "_growth_tracker": self._tracker.item()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._options = dict(state)
-        self.scale = torch.tensor(state["scale"], dtype=torch.float32, device=self.device)
-        self._tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32, device=self.device)

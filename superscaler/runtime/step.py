@@ -21,7 +21,8 @@ from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.batch import Padding, check_batches, put_together
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.optimizer import Scaler, averaged, for_schedules
+from superscaler.runtime.optimizer import averaged, for_schedules
+from superscaler.runtime.scaling import Scaler
 from superscaler.specs.options import CHOSEN
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from superscaler.comm.communicator import Communicator
-from superscaler.runtime.optimizer import Scaler, at_once, average, laid_out, optimizer_of, scale
+from superscaler.runtime.optimizer import at_once, average, changes_gradients, laid_out, optimizer_of
 from superscaler.runtime.saved_tensors import Copies
+from superscaler.runtime.scaling import Scaler, scale
 from superscaler.runtime.tapes import in_dtypes
 
 Pairs = Sequence[tuple[str, Tensor]]
@@ -79,6 +80,8 @@ class Updates:
             for some in at_once(self.optimizer, {name: self.weights[name] for name in gradients}):
                 kinds = [weight.grad_dtype for weight in some.values()]
                 found = in_dtypes([gradients[name] for name in some], kinds)
+                if changes_gradients(self.optimizer):
+                    found = [gradient.clone() for gradient in found]
                 for weight, gradient in zip(some.values(), found, strict=True):
                     weight.grad = laid_out(gradient, weight)
                 self.optimizer.step()

@@ -21,7 +21,7 @@ from superscaler.ir.text.model import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.runtime.load import modules
-from superscaler.runtime.optimizer import Scaler, scale
+from superscaler.runtime.scaling import Scaler
 from superscaler.runtime.step import Step, build_step
 from superscaler.runtime.updates import Pairs
 
@@ -237,16 +237,6 @@ def test_plans_without_a_scaler_reduce_nothing_for_it() -> None:
         found.append(run_ranks(2, run)[0])
     # The loss; and with a scaler, whether anything overflowed.
     assert found[1] > found[0] > 0
-
-
-def test_gradients_are_scaled_in_place_but_for_shared_memory() -> None:
-    one, shared = torch.ones(4), torch.full((4,), 2.0)
-    spread = torch.ones(()).expand(4)
-    gradients = {"one": one, "first": shared, "second": shared.view(2, 2), "spread": spread}
-    scale(gradients, torch.tensor(0.5, dtype=torch.float64))
-    assert gradients["one"] is one
-    assert [x.flatten().tolist() for x in gradients.values()] == [[0.5] * 4, [1.0] * 4, [1.0] * 4, [0.5] * 4]
-    assert shared.tolist() == [2.0] * 4
 
 
 class Shifted(torch.nn.Module):
