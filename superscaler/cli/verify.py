@@ -27,8 +27,9 @@ def verify(
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
 ) -> bool:
-    """Run two steps of the plan and of the model in float64 and compare, then in the trained dtype. There the plan's
-    error may be as large as the rounding error of the model's own steps. Exit code 1 when they are not equal.
+    """Run two steps of the plan and of the model in float64 and compare; one more that is clipped, and one with a scaled
+    loss; then two in the trained dtype. There the plan's error may be as large as the rounding error of the model's own
+    steps. Exit code 1 when they are not equal.
     """
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
     compiled, built = request.compile()
@@ -61,6 +62,10 @@ def _certificate(result: Mapping[str, Any]) -> str:
     verdict += f", with a capacity of experts that drops {lost} of {of} choices" if of and result["equal"] else ""
     names = [*(_ERRORS if result["trains"] else ()), *(["output_error"] if result["outputs"] else ())]
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in names)
+    options = "".join(
+        f"\n  with {name.replace('_', ' ')} {option['value']:.4g}: {option['error']:.3g}"
+        for name, option in result["options"].items()
+    )
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
     partly = "" if result["module_compared"] else "the module itself was not compared: "
@@ -68,7 +73,7 @@ def _certificate(result: Mapping[str, Any]) -> str:
     ran = _RUNS[result["reference"]].replace("two", f"{most + 2}" if most else "two")
     error, allowed = result["trained_error"], result["trained_allowed"]
     rounding = f"\n  in {result['trained_dtype']}: {error:.2g}, where the rounding of eager steps allows {allowed:.2g}"
-    return f"{verdict} ({ran}{where}){errors}{rounding if allowed else ''}{checks}{why}"
+    return f"{verdict} ({ran}{where}){errors}{options}{rounding if allowed else ''}{checks}{why}"
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:

@@ -113,11 +113,15 @@ class Updates:
         scaler.update(found)
         return not float(found)
 
-    def _clip(self, limit: float, gradients: dict[str, Tensor]) -> None:
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Return the norm of gradients over all ranks, those of replicas once; all ranks call this."""
         device = self.communicator.device
         squares = [gradients[n].double().pow(2).sum().to(device) for n in self._counted if n in gradients]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        self.last_norm = float(self.communicator.sum_of_all(total).sqrt())
+        return float(self.communicator.sum_of_all(total).sqrt())
+
+    def _clip(self, limit: float, gradients: dict[str, Tensor]) -> None:
+        self.last_norm = self.norm(gradients)
         factor = limit / (self.last_norm + 1e-6)
         # As torch does: a norm of nan makes all gradients nan.
         if not factor >= 1.0:

@@ -1,10 +1,9 @@
 """Comparison of a plan's tensors with those of one device, step by step and iteration by iteration."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,26 +13,9 @@ from superscaler.compiler import Compiled
 from superscaler.frontend.oracle import Reference, dense, largest, largest_gap
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
-from superscaler.replaced import replaced
-from superscaler.runtime.executor import Rank, put, take
-from superscaler.runtime.step import Step
+from superscaler.runtime.executor import put, take
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
-
-# Compared steps; a plan that reads weights of n updates ago takes n more.
-STEPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The state of a rank after a step, by local names; `moved`: the bytes that it put on links."""
-
-    loss: Tensor
-    gradients: Mapping[str, Tensor | None]
-    weights: Values
-    state: Mapping[str, Values]
-    moved: int
-    outputs: Values = field(default_factory=dict)
-
+from superscaler.verify.results import Result
 
 # Returns the largest error that a tensor of a kind may have.
 Allowed = Callable[[str, str], float]
@@ -80,6 +62,8 @@ class Comparison:
         # Whole tensors; the weights after each step are written into them.
         self.known = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         self.errors = Errors()
+        # By option: its value, and the largest error of its step.
+        self.options: dict[str, dict[str, float]] = {}
         self.steps = 0
         self.updated = {op.inputs[0].tensor for op in self.model.ops if op.is_update}
         self.weights = [exact.program.weights(rank) for rank in range(exact.program.world)]
@@ -106,7 +90,9 @@ class Comparison:
     def add(self, results: Sequence[Result], expected: Reference, noise: tuple[float, float] = (0.0, 0.0)) -> None:
         """Compare the next step, then keep its weights for the step after it. `noise`: see `noise_of`."""
         self.steps += 1
-        here = "" if self.steps == 1 else f" in step {self.steps}"
+        here, option, self._largest = "" if self.steps == 1 else f" in step {self.steps}", results[0].option, 0.0
+        if option is not None:
+            here, expected = f" in {option}", option.of(expected, self.updated)
         loss = torch.zeros(()) if expected.loss is None else expected.loss
         for result in results:
             error = relative_error(result.loss.detach(), loss.detach(), loss, max(noise[0], 1e-30))
@@ -118,6 +104,8 @@ class Comparison:
         for rank, weight in self._each():
             piece = results[rank].weights[str(weight.name)]
             put(self.known[weight.tensor], slots_of(self.model, weight.tensor), weight.box, piece)
+        if option is not None:
+            self.options[option.name] = {"value": option.value, "error": self._largest}
 
     def _each(self) -> Iterator[tuple[int, Weight]]:
         for rank, weights in enumerate(self.weights):
@@ -180,7 +168,7 @@ class Comparison:
                     error = _state_error(state, states.get(slices[name], {}))
                     self._found("parameter_error", error, weight, rank, "the optimizer's state of ", here)
         for name in expected.buffers.keys() - placed:
-            self.errors.add("parameter_error", float("inf"), name, f"{name}, a buffer that the module changes{here},")
+            self._add("parameter_error", float("inf"), name, name, f"{name}, a buffer that the module changes{here},")
 
     def _updated(self, own: Tensor, state: dict[str, Tensor], weight: Weight, rank: int, here: str) -> Tensor:
         """Return a slice that torch updated. A float32 copy is taken out of `state`, and compared with torch's. Then
@@ -199,6 +187,8 @@ class Comparison:
         self._add(kind, error, weight.tensor, f"{weight.tensor} on device {rank}", text)
 
     def _add(self, kind: str, error: float, tensor: str, where: str, text: str) -> None:
+        if not error <= self._largest:
+            self._largest = error
         self.errors.add(kind, error, where, text, self.allowed(kind, tensor))
 
 
@@ -223,62 +213,6 @@ def _state_error(have: Values, want: Mapping[str, object]) -> float:
     if have.keys() != tensors.keys():
         return float("inf")
     return max((relative_error(have[name], x, x) for name, x in tensors.items()), default=0.0)
-
-
-# The gradient, the value and the optimizer's state of a weight or buffer.
-Kept = tuple[Tensor | None, Tensor, dict[str, Tensor]]
-
-
-def run_steps(step: Step, batch: Mapping[str, Tensor], count: int = STEPS) -> list[Result]:
-    """Return the state of a rank after each iteration of `count` steps, all of them on one batch."""
-    step.state.updates.keep_gradients = True
-    return [result for _ in range(count) for result in _run_step(step, batch)]
-
-
-def _run_step(step: Step, batch: Mapping[str, Tensor]) -> Iterator[Result]:
-    """Yield the state of a rank after each iteration of a step."""
-    kept, rank = _Kept(step.state, step.iterations), step.state
-    with replaced((rank, "update", kept.keeping(rank.update)), (rank, "write", kept.keeping(rank.write))):
-        made = step([batch] * step.iterations if step.iterations > 1 else batch)
-    losses = made.detach().reshape(-1) if step.trains else torch.zeros(1)
-    last = {name: kept.now(name) for name in rank.weights}
-    for loss, changed in zip(losses, [*kept.of, {}], strict=True):
-        gradients, weights, state = ({n: some[k] for n, some in {**last, **changed}.items()} for k in range(3))
-        outputs = {name: _kept(x) for name, x in rank.outputs.items()}
-        yield Result(_kept(loss), gradients, weights, state, step.bytes_moved, outputs)  # type: ignore[arg-type]
-
-
-def _kept(x: Tensor) -> Tensor:
-    """Return a copy on the CPU."""
-    return x.detach().to("cpu", copy=True)
-
-
-class _Kept:
-    """Copies of weights and buffers after each change but the last; change k belongs to iteration k."""
-
-    def __init__(self, rank: Rank, iterations: int) -> None:
-        self.rank = rank
-        self.times = Counter[str]()
-        self.of: list[dict[str, Kept]] = [{} for _ in range(iterations - 1)]
-
-    def now(self, name: str) -> Kept:
-        weight, optimizer = self.rank.weights[name], self.rank.updates.optimizer
-        state = optimizer.state.get(weight, {}) if optimizer is not None else {}
-        tensors = {key: _kept(x) for key, x in state.items() if isinstance(x, Tensor)}
-        gradient = self.rank.updates.gradients.get(name)
-        return None if gradient is None else _kept(gradient), _kept(weight), tensors
-
-    def keeping(self, change: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that calls `change` and then copies the changed weights."""
-
-        def changing(weights: Sequence[Tensor] = (), *more: Any, **options: Any) -> None:
-            change(weights, *more, **options)
-            for name in map(self.rank.name_of, weights):
-                if self.times[name] < len(self.of):
-                    self.of[self.times[name]][name] = self.now(name)
-                self.times[name] += 1
-
-        return changing
 
 
 # A value below _TINY may be a true zero, as a loss that is the divergence of two equal distributions. Then the step is

@@ -19,10 +19,11 @@ from superscaler.ir.model import Model
 from superscaler.launch.launch import call
 from superscaler.runtime.batch import check_batch
 from superscaler.runtime.load import load
-from superscaler.verify.compare import STEPS, Comparison, Errors, Result, noise_of, run_steps
+from superscaler.verify.compare import Comparison, Errors, noise_of
 from superscaler.verify.eager import Unlike
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
 from superscaler.verify.oracles import FLOATS, Oracle, graph_step, oracles_of, recurrence, retype
+from superscaler.verify.results import STEPS, Result, run_steps
 from superscaler.verify.small import shrink
 from superscaler.verify.trained import near, quiet
 
@@ -36,6 +37,7 @@ _LIMITED = "it drops no choices of experts; without a capacity the plan is compa
 def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto") -> Found:
     """Compare two steps of the plan (n + 2, if it reads weights of n updates ago) with the user's module, without
     dropout: in float64, then in the trained dtypes, where sums in parts may round (see `superscaler.verify.trained`).
+    In float64 also a step that is clipped below its norm, and one with a scaled loss.
 
     Each step starts from the plan's current weights. The update of each slice is compared with that of torch's
     optimizer on the plan's gradient. `backend`: "threads" of this process, "processes" under torch.distributed, or
@@ -46,7 +48,9 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
 
     Returns a dict. equal: in both precisions. trained_dtype, trained_error (the one nearest to its limit),
     trained_allowed (that limit). The largest relative errors in float64: loss_error, gradient_error (with a floor),
-    parameter_error (weights, buffers and optimizer state), output_error (of `outputs`). worst_tensor. first_difference:
+    parameter_error (weights, buffers and optimizer state), output_error (of `outputs`). options: by "clip" and
+    "loss_scale" the `value` and the largest `error` of that step; empty where nothing trains, or several iterations run
+    at once, which take neither. worst_tensor. first_difference:
     text, empty when equal: the first failed check, the first wrong tensor in execution order, or a fault of capture.
     conservation and deadlock_free: see `certify.certificate`. trains. reference: "eager", "export" or "graph";
     module_compared: whether it is the user's module; note: why not. bytes_moved: on links in a step, measured on all
@@ -61,7 +65,7 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
         check_batch(batch, reads(compiled.graph.model))
     if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
         exact = finish(retype(compiled.graph, "float64"), compiled.cluster)
-        found = {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
+        found = {**certify(exact, backend, batch, with_options=True), "shapes": "model", "shrunk": {}}
         values, inputs = initial_values(compiled.graph.model, captured.values), batch or captured.batch
         return _as_trained(found, compiled, backend, values, inputs)
     refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
@@ -69,7 +73,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
     exact, own = (finish(retype(small.graph, kind), small.cluster) for kind in ("float64", None))
     values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
     inputs = {k: retyped(v, torch.float64) for k, v in small.batch.items()}
-    found = _certificate(exact, backend, 60.0, values, inputs, {"graph": lambda: graph_step(exact, inputs)})
+    oracles = {"graph": lambda: graph_step(exact, inputs)}
+    found = _certificate(exact, backend, 60.0, values, inputs, oracles, with_options=True)
     first = next((text for text in refused.values() if text), "") or found["first_difference"]
     whole = {name: not text and found[name] for name, text in refused.items()}
     found |= {**whole, "equal": found["equal"] and not first, "first_difference": first}
@@ -90,7 +95,7 @@ def _as_trained(found: Found, plan: Compiled, backend: str, values: Values, inpu
         return {**found, **trained, "trained_error": error, "trained_allowed": TOLERANCE}
     try:
         own = quiet(plan)
-        results = _BACKENDS[backend](own, values, inputs, 60.0)
+        results = _BACKENDS[backend](own, values, inputs, 60.0, False)
         errors = near(own, values, results, oracles_of(own, inputs, None)[found["reference"]]())
     except (RuntimeFailure, Unlike) as why:
         errors = Errors(first=str(why), nearest=(float("inf"), 0.0))
@@ -107,14 +112,24 @@ def _is_large(compiled: Compiled) -> bool:
     return len(compiled.cluster.devices) > MOST_RANKS or elements > MOST_ELEMENTS or flops > MOST_FLOPS
 
 
-def certify(exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0) -> Found:
-    """Verify a plan in float64. `timeout`: of a message, in seconds. A plan that a check refuses is not run."""
+def certify(
+    exact: Compiled,
+    backend: str = "threads",
+    batch: Values | None = None,
+    timeout: float = 60.0,
+    with_options: bool = False,
+) -> Found:
+    """Verify a plan in float64. `timeout`: of a message, in seconds. A plan that a check refuses is not run.
+
+    `with_options`: also a step that is clipped, and one with a scaled loss.
+    """
     captured, model = exact.graph.captured, exact.graph.model
     values = {k: retyped(v, torch.float64) for k, v in initial_values(model, captured.values).items()}
     inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}
     oracles = oracles_of(exact, inputs, torch.float64)
     used = ["graph"] if _limits(model) else ["eager", "export"]
-    return _certificate(exact, backend, timeout, values, inputs, {name: oracles[name] for name in used})
+    oracles = {name: oracles[name] for name in used}
+    return _certificate(exact, backend, timeout, values, inputs, oracles, with_options)
 
 
 def _limits(model: Model) -> dict[str, int]:
@@ -142,6 +157,7 @@ def _certificate(
     values: Values,
     inputs: Values,
     oracles: Mapping[str, Callable[[], Oracle]],
+    with_options: bool,
 ) -> Found:
     """Check the program, run it, and compare it with the first available oracle.
 
@@ -155,20 +171,21 @@ def _certificate(
     results: list[list[Result]] = []
     try:
         with default_dtype(torch.float64):
-            results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout)
+            results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout, with_options)
     except RuntimeFailure:
         first = _first_difference(exact, values, inputs, timeout)
         if not first:
             raise
     judged = _judged(exact, values, results, oracles) if results else []
-    errors = judged[0][1] if judged else Errors(dict.fromkeys(Errors().largest, float("inf")))
+    errors = judged[0][1].errors if judged else Errors(dict.fromkeys(Errors().largest, float("inf")))
     if not first and not errors.is_equal:
-        is_plan_right = judged[-1][1].is_equal
+        is_plan_right = judged[-1][1].errors.is_equal
         first = f"the captured graph is not the module: {errors.first}; the plan equals the graph" * is_plan_right
         first = first or _first_difference(exact, values, inputs, timeout) or errors.first
     return {
         "equal": errors.is_equal,
         **errors.largest,
+        "options": judged[0][1].options if judged else {},
         "worst_tensor": errors.worst,
         "first_difference": first,
         **{name: not text for name, text in refused.items()},
@@ -194,8 +211,8 @@ def _first_difference(exact: Compiled, values: Values, inputs: Values, timeout: 
 
 def _judged(
     exact: Compiled, values: Values, results: Sequence[Sequence[Result]], oracles: Mapping[str, Callable[[], Oracle]]
-) -> list[tuple[str, Errors, str]]:
-    """Return (oracle, errors, reason against the oracle before it), until one oracle finds the plan equal."""
+) -> list[tuple[str, Comparison, str]]:
+    """Return (oracle, comparison, reason against the oracle before it), until one oracle finds the plan equal."""
     found, note = [], ""
     for name, make in oracles.items():
         try:
@@ -210,7 +227,7 @@ def _judged(
         except Unlike as why:
             note = str(why)
             continue
-        found.append((name, comparison.errors, note))
+        found.append((name, comparison, note))
         if comparison.errors.is_equal:
             break
     return found
@@ -230,41 +247,44 @@ def _steps(compiled: Compiled) -> int:
 
 
 def _threads(
-    compiled: Compiled, values: Values, batch: Values, timeout: float, device: str = "cpu"
+    compiled: Compiled, values: Values, batch: Values, timeout: float, with_options: bool, device: str = "cpu"
 ) -> list[list[Result]]:
-    return on_threads(compiled, values, lambda step: run_steps(step, batch, _steps(compiled)), timeout, device)
+    run = partial(run_steps, batch=batch, count=_steps(compiled), with_options=with_options)
+    return on_threads(compiled, values, run, timeout, device)
 
 
-def _gpu(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
+def _gpu(compiled: Compiled, values: Values, batch: Values, timeout: float, with_options: bool) -> list[list[Result]]:
     if not torch.cuda.is_available():
         raise InputError(
             "verify on a GPU needs a CUDA device, and torch sees none; leave out --gpu (backend 'threads') for the CPU."
         )
-    return _threads(compiled, values, batch, timeout, "cuda")
+    return _threads(compiled, values, batch, timeout, with_options, "cuda")
 
 
-def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[list[Result]]:
+def _processes(compiled: Compiled, values: Values, batch: Values, _: float, with_options: bool) -> list[list[Result]]:
     with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as name:
         folder = Path(name)
         write(compiled, folder / "plan", values)
         torch.save(dict(batch), folder / "batch")
         default = str(torch.get_default_dtype()).removeprefix("torch.")
-        call(_rank, compiled.program.world, name, str(_steps(compiled)), default)
+        more = str(_steps(compiled)), "options" * with_options, default
+        call(_rank, compiled.program.world, name, *more)
         files = [folder / f"rank{rank}" for rank in range(compiled.program.world)]
         # These files were written by this program.
         return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def _rank(name: str, count: str, default: str) -> None:
+def _rank(name: str, count: str, options: str, default: str) -> None:
     """Run the plan in a folder on this rank under a default dtype, and write its states after each step."""
     torch.set_default_dtype(getattr(torch, default))
     folder = Path(name)
     step = load(folder / "plan")
-    torch.save(run_steps(step, torch.load(folder / "batch"), int(count)), folder / f"rank{step.rank}")
+    results = run_steps(step, torch.load(folder / "batch"), int(count), bool(options))
+    torch.save(results, folder / f"rank{step.rank}")
     step.close()
 
 
-_BACKENDS: Mapping[str, Callable[[Compiled, Values, Values, float], list[list[Result]]]] = {
+_BACKENDS: Mapping[str, Callable[[Compiled, Values, Values, float, bool], list[list[Result]]]] = {
     "threads": _threads,
     "processes": _processes,
     "gpu": _gpu,

@@ -22,9 +22,10 @@ from superscaler.compiler import Compiled, finish
 from superscaler.frontend.oracle import Reference, largest
 from superscaler.ir.model import Model
 from superscaler.runtime.optimizer import ROUNDING
-from superscaler.verify.compare import Comparison, Errors, Result, floor_of, relative_error
+from superscaler.verify.compare import Comparison, Errors, floor_of, relative_error
 from superscaler.verify.locate import Values
 from superscaler.verify.oracles import Oracle, recurrence, retype
+from superscaler.verify.results import Result
 
 # Numbers of parts of sums, a sample of eager rounding each; further samples are taken if a plan exceeds those before.
 SAMPLES = (range(2, 3), range(2, 9), range(2, 33))

@@ -221,6 +221,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
+        "options": {"clip": {"value": 0.25, "error": 0.75}},
         **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": [0]},
         "module_compared": False,
         **{"trains": True, "outputs": [], "dropped": [0, 0]},
@@ -232,6 +233,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     assert json.loads(out.splitlines()[-1]) == {**result, "gradient_error": None}
     assert "NOT equal: head.weight[0:10, 0:64] on device 1" in err
     assert "deadlock free: NO" in err
+    assert "with clip 0.25: 0.75" in err
     assert "two steps in float64 against the export of the module only" in err
     assert "note: the module itself was not compared: the module has no data" in err
 

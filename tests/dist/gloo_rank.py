@@ -11,7 +11,7 @@ from superscaler.comm.distributed import connect
 from superscaler.launch.process import run_rank
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import build_step
-from superscaler.verify.compare import run_steps
+from superscaler.verify.results import run_steps
 
 
 def work(folder: Path) -> None:

@@ -16,17 +16,18 @@ import torch
 from random_graphs import random_model, random_plan, whole_step
 from torch import Tensor
 
-from superscaler.ir.communication import bytes_moved
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import ScheduleError
 from superscaler.frontend.oracle import retyped
+from superscaler.ir.communication import bytes_moved
 from superscaler.launch.launch import launch
 from superscaler.plans import resolve
-from superscaler.verify.compare import Comparison, Result
+from superscaler.verify.compare import Comparison
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracles import draw_of, recurrence
+from superscaler.verify.results import Result
 from tests.graphs import graph_of
 from tests.materialize.test_collectives import narrowing, weights_shared_out, widened
 from tests.plans.test_dualpipe import MIXTRAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.artifact import describe
 from superscaler.runtime.scaling import scale
 from superscaler.runtime.step import Step
+from superscaler.runtime.updates import Updates
+from tests.graphs import graph_of
 from tests.ran import exact, on_ranks
 
 SHARED = {
@@ -115,3 +119,41 @@ def test_gradients_that_share_memory_train_as_by_torch(
             for name, want in weights.items():
                 columns = want.chunk(2, 1)[rank] if plan is by_columns else want
                 torch.testing.assert_close(own[name], columns, rtol=1e-11, atol=1e-12)
+
+
+def test_verify_runs_steps_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification compares a clipped step, and one with a scaled loss: a fault of these alone is a difference."""
+    module = Joined()
+    graph = ss.capture(module, kwargs=batch(), optimizer=torch.optim.SGD(module.parameters(), 0.1))
+    plan = ss.compile(graph, by_columns, "local:2")
+    found = plan.verify()
+    assert found["equal"]
+    assert found["options"]["loss_scale"]["value"] == 1024
+    assert all(option["error"] < 1e-12 for option in found["options"].values())
+    monkeypatch.setattr("superscaler.runtime.scaling._shared", lambda tensors: set())
+    found = plan.verify()
+    assert not found["equal"]
+    # The rows of `a` that are those of `d`, too, are scaled twice: 1/100 less one, and 1/1024 less one.
+    assert found["options"]["clip"]["error"] > 0.5
+    assert found["options"]["loss_scale"]["error"] > 0.5
+    assert re.fullmatch(
+        r"the gradient of [ad]\[.*\] on device 0 in a step with clip \S+ is off by .*", found["first_difference"]
+    )
+
+
+def test_verify_finds_a_norm_of_too_many_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ss.compile(graph_of("mlp"), "data_parallel", "local:2")
+    for entry in describe(plan.compiled)["devices"][1]["weights"]:
+        assert not entry["counted"]
+    made = Updates.__init__
+
+    def counting_all(self: Updates, *given: Any) -> None:
+        made(self, *given)
+        self._counted = list(self.weights)
+
+    monkeypatch.setattr(Updates, "__init__", counting_all)
+    found = plan.verify()
+    assert not found["equal"]
+    assert found["options"]["clip"]["error"] == pytest.approx(1 - 2**-0.5, rel=1e-4)
+    assert found["options"]["loss_scale"]["error"] < 1e-12
+    assert "in a step with clip" in found["first_difference"]
