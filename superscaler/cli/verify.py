@@ -27,7 +27,7 @@ def verify(
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
 ) -> bool:
-    """Run two steps of the plan and of the model in float64 and compare; one more that is clipped, and one with a scaled
+    """Run two steps of the plan and of the model in float64 and compare; one more that is clipped, one with a scaled
     loss; then two in the trained dtype. There the plan's error may be as large as the rounding error of the model's own
     steps. Exit code 1 when they are not equal.
     """
