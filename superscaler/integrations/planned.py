@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from superscaler.bits import bytes_of
+from superscaler.comm.alike import ranks
 from superscaler.comm.distributed import connect
 from superscaler.errors import InputError, PlanError, a
 from superscaler.integrations import state
@@ -153,7 +154,7 @@ class Planned:
             name = next(name for name in now if now[name] != self._before.get(name))
             raise InputError(
                 f"{name} was {self._before.get(name)} and is {now[name]} now on rank {dist.get_rank()}, but "
-                f"{_ranks(others)} began step {self._steps + 1} without that change, with the plan of before; make it "
+                f"{ranks(others)} began step {self._steps + 1} without that change, with the plan of before; make it "
                 "on all ranks before the same step."
             )
         _check_alike(now)
@@ -345,11 +346,6 @@ def _named(batch: Any) -> tuple[dict[str, Tensor], Any]:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def _check_alike(facts: Mapping[str, str]) -> None:

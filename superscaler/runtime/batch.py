@@ -1,14 +1,15 @@
 """The batches that a step takes: checked, and filled where they are smaller; and the results that it returns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, named
 from superscaler.ir.names import later
+from superscaler.store.pieces import runs
 
 Batch = dict[str, Tensor]
 
@@ -41,8 +42,7 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
             has = ", ".join(batch) or "nothing"
             raise InputError(f"the batch has {has}, but no '{name}'; this plan reads {', '.join(inputs)}.")
         if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
-            given = getattr(batch[name], "dtype", type(batch[name]).__name__)
-            raise InputError(f"'{name}' is of {given}, but this plan was compiled for torch.{dtype} tensors.")
+            raise wrong_dtype(name, batch[name], dtype)
         if tuple(batch[name].shape) != tuple(shape):
             raise InputError(
                 f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {tuple(shape)}; "
@@ -52,6 +52,37 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
             kind = "meta" if batch[name].is_meta else batch[name].layout
             raise InputError(f"'{name}' is a {kind} tensor; give a dense one with data.")
         _check_rows(name, batch[name], plan)
+
+
+def wrong_dtype(name: str, given: Any, dtype: str) -> InputError:
+    """Return the error of an input of another dtype than a plan's."""
+    found = getattr(given, "dtype", type(given).__name__)
+    return InputError(
+        f"'{name}' is of {found}, but this plan was compiled for torch.{dtype} tensors; cast it where it is made, or "
+        "capture with inputs of that dtype."
+    )
+
+
+def in_dtype(name: str, given: Any, dtype: str) -> Tensor:
+    """Return the value of an input in data, as a tensor of a plan's dtype: float64, numpy's own, becomes float32, and
+    Python's numbers become what they fit in. Raises InputError for another dtype.
+
+    >>> in_dtype("x", [1, 2.5], "bfloat16").tolist(), in_dtype("x", [True, 3], "int64").tolist()
+    ([1.0, 2.5], [1, 3])
+    >>> in_dtype("x", torch.tensor(1.9), "int64")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    superscaler.errors.InputError: 'x' is of torch.float32, but this plan was compiled for torch.int64 tensors; ...
+    """
+    wanted = getattr(torch, dtype)
+    try:
+        found = torch.as_tensor(given)
+        if not hasattr(given, "dtype") and torch.can_cast(found.dtype, wanted):
+            return torch.as_tensor(given, dtype=wanted)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"'{name}' is no tensor, but {named(given)}, of which torch makes none: {error}") from None
+    if found.dtype == wanted or (found.dtype, wanted) == (torch.float64, torch.float32):
+        return found.to(wanted)
+    raise wrong_dtype(name, found, dtype)
 
 
 def _check_rows(name: str, values: Tensor, plan: Mapping[str, Any]) -> None:
@@ -120,6 +151,22 @@ def _end(x: Tensor, dim: int, value: int | None, count: int) -> Tensor:
     last = x.narrow(dim, x.shape[dim] - 1, 1)
     last = last if value is None else torch.full_like(last, value)
     return last.expand(*(count if d == dim else size for d, size in enumerate(x.shape)))
+
+
+def rows_read(plan: Mapping[str, Any], rank: int) -> dict[str, set[int]]:
+    """Return the rows of each input that a rank reads under a plan; all if it runs several iterations a step."""
+    shapes = {name: shape for name, (shape, _) in plan["inputs"].items() if shape}
+    if plan.get("iterations", 1) > 1:
+        return {name: set(range(shape[0])) for name, shape in shapes.items()}
+    found: dict[str, set[int]] = {name: set() for name in shapes}
+    for name, box in plan["devices"][rank]["inputs"]:
+        if name in found:
+            found[name].update(_rows(plan["slots"][name][0], box))
+    return found
+
+
+def _rows(sizes: Sequence[int], box: Sequence[Sequence[int]]) -> Iterator[int]:
+    return (row for low, high in runs(sizes, box[: len(sizes)]) for row in range(low, high))
 
 
 class Outputs(dict[str, Any]):

@@ -69,6 +69,8 @@ class Rank:
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     # The outputs of the last step, by name.
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    # Numbers that travel with the loss, and their sums over all ranks after it; None: there are none.
+    beside: Tensor | None = None
     # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
     # Gives the code that runs in the place of a segment, and its other arguments; None: segments run as they are.
@@ -273,7 +275,12 @@ class Rank:
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         here = [torch.stack(some).sum() if some else zero for some in kept]
         self.steps += self.iterations
-        return self.communicator.sum_of_all(torch.stack(here) if self.iterations > 1 else here[0])
+        if self.beside is None:
+            return self.communicator.sum_of_all(torch.stack(here) if self.iterations > 1 else here[0])
+        found = self.communicator.sum_of_all(torch.cat([torch.stack(here), self.beside]))
+        self.beside = found[self.iterations :]
+        # A loss may be kept, the numbers need not be.
+        return found[: self.iterations].clone() if self.iterations > 1 else found[0].clone()
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from superscaler.comm.alike import Alike
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
 from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
-from superscaler.runtime.batch import Padding, check_batches, put_together
+from superscaler.runtime.batch import Padding, check_batches, put_together, rows_read
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import averaged, for_schedules
 from superscaler.runtime.scaling import Scaler
@@ -69,6 +70,9 @@ class Step:
         self.trains = bool(plan["loss_dtype"])
         self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
+        # Compares the batches of several ranks.
+        rows = rows_read(plan, self.rank)
+        self.alike = Alike(rank.communicator, rows, rank.dtype) if self.world > 1 and self.inputs else None
         self._function = programs[plan["programs"][self.rank]].step
         # All parameter groups, also those without a weight on this rank: all ranks must agree whether they are equal.
         self._options = [{**group, "lr": float(group["lr"])} for group in plan["optimizer"]["groups"]]
@@ -93,9 +97,12 @@ class Step:
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
         self._follow()
         self.state.batch, self.state.updates.clip = batch, clip
+        self.state.beside = self.alike.numbers(batch) if self.alike else None
         # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
             loss: Tensor = finite.run(self, self._function) if check_finite else self._function(self.state)
+        if self.alike is not None and self.state.beside is not None:
+            self.alike.check(self.state.beside, batch, self.state.steps)
         return loss
 
     def _infer(self, batch: Mapping[str, Tensor], is_asked: bool) -> Any:
@@ -104,6 +111,8 @@ class Step:
         self.state.batch = batch
         with torch.autocast(self.state.device.type, enabled=False), torch.no_grad():
             self._function(self.state)
+        if self.alike is not None:
+            self.alike.meet(batch, self.state.steps)
         return self.outputs
 
     def infer(self, batch: Mapping[str, Tensor]) -> Any:

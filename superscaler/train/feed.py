@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from superscaler.errors import InputError, a, some
 from superscaler.replaced import own_numbers
-from superscaler.runtime.batch import Batch, Padding
+from superscaler.runtime.batch import Batch, Padding, in_dtype, rows_read
 from superscaler.specs.user_file import from_file
-from superscaler.store.pieces import runs
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -69,7 +68,9 @@ class Samples:
         (self._count,) = counts
         if len(data) < self._count:
             raise InputError(f"the data has {len(data)} samples, but one batch of this plan has {self._count}.")
-        self._rows = rows_read(step)
+        self._rows = rows_read(step.plan, step.rank)
+        if step.alike is not None:
+            step.alike.has_own_rows = True
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
 
     def at(self, number: int) -> Batch:
@@ -83,7 +84,8 @@ class Samples:
             for row in sorted(set[int]().union(*self._rows.values())):
                 position = place * self._count + row
                 sample = self._sample(epoch, position)
-                own = {name: torch.as_tensor(sample[name])[None] for name, rows in self._rows.items() if row in rows}
+                read = [name for name, rows in self._rows.items() if row in rows]
+                own = {name: in_dtype(name, sample[name], self._inputs[name][1])[None] for name in read}
                 for name, value in self._padding.lengthened(own, self._inputs).items():
                     _put(batch[name], row, name, value[0])
                     if position >= size and name in self._padding.rows:
@@ -145,15 +147,15 @@ class Stream:
 def fitting(
     given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Padding
 ) -> Iterator[Batch]:
-    """Yield the inputs of each batch, in the dtypes of the plan. A batch of other shapes is filled by `padding`; if
-    that cannot be, it is left out, and `say` gets a line.
+    """Yield the inputs of each batch, in the dtypes of the plan (see `in_dtype`). A batch of other shapes is filled by
+    `padding`; if that cannot be, it is left out, and `say` gets a line.
     """
     left_out: dict[str, int] = {}
     count = 0
     for batch in given:
         count += 1
         check_names(batch, inputs, "a batch")
-        found = {n: torch.as_tensor(batch[n]).to(getattr(torch, dtype)) for n, (_, dtype) in inputs.items()}
+        found = {name: in_dtype(name, batch[name], dtype) for name, (_, dtype) in inputs.items()}
         if odd := _odd(found := padding.filled(found, inputs), inputs):
             left_out[odd] = left_out.get(odd, 0) + 1
         else:
@@ -169,18 +171,6 @@ def _odd(batch: Batch, inputs: Mapping[str, Any]) -> str:
     """Return the input of a batch whose shape differs from the plan's, if any."""
     pairs = ((name, tuple(batch[name].shape), tuple(shape)) for name, (shape, _) in inputs.items())
     return next((f"{name} of shape {found}, not {wanted}" for name, found, wanted in pairs if found != wanted), "")
-
-
-def rows_read(step: Step) -> dict[str, set[int]]:
-    """Return the rows of each input that this rank reads under the plan; all if it runs several iterations a step."""
-    every = {name: set(range(shape[0])) for name, (shape, _) in step.inputs.items()}
-    if step.iterations > 1:
-        return every
-    found: dict[str, set[int]] = {name: set() for name in every}
-    for name, box in step.plan["devices"][step.rank]["inputs"]:
-        sizes = step.plan["slots"][name][0]
-        found[name].update(row for low, high in runs(sizes, box[: len(sizes)]) for row in range(low, high))
-    return found
 
 
 def _is_samples(made: Any, step: Step) -> bool:

@@ -35,7 +35,7 @@ SHARED = {
 
 @pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
 def test_each_gradient_is_scaled_once(views: Any) -> None:
-    gradients = dict(enumerate(views(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))))
+    gradients = dict(zip("abc", views(torch.randn(6, 4, generator=torch.Generator().manual_seed(0))), strict=False))
     expected = {name: gradient.double().clone() * 0.5 for name, gradient in gradients.items()}
     scale(gradients, 0.5)
     assert all(torch.equal(gradients[name].double(), want) for name, want in expected.items())

@@ -315,13 +315,45 @@ def test_bad_data_is_one_line() -> None:
             ([{x: 1.0}] * 5, f"has no '{y}'"),
             ([1, 2], "is an int; give a dict with"),
             (7, "data is an int; give a data set"),
-            ([{x: torch.zeros(2, 7), y: torch.zeros(2)}], "the data has no batch of the shapes of this plan"),
+            ([{x: torch.zeros(2, 7), y: torch.zeros(2).long()}], "the data has no batch of the shapes of this plan"),
             (short, "of shape (7,), but this plan was compiled for (8,)"),
+            ([{x: [0.0] * 8, y: 1.5}] * 5, f"'{y}' is of torch.float32, but this plan was compiled for torch.int64"),
+            ([{x: [0.0] * 8, y: "cat"}] * 5, f"'{y}' is no tensor, but 'cat'"),
+            ([{x: torch.zeros(4, 8), y: [[1], [2, 3]]}], f"'{y}' is no tensor, but [[1], [2, 3]]"),
         ):
             with pytest.raises(InputError) as caught:
                 feed(step, data, 0, lambda _: None)(0)
             assert message in str(caught.value)
         assert not list(fitting([], step.inputs, print, step.padding))
+
+    on_ranks(plan("single", 1), work)
+
+
+WIDER = {"float64": "float32"}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_data_of_another_dtype_is_refused_as_by_a_step(is_stream: bool) -> None:
+    """Only float64 becomes float32, in silence."""
+    tensor = {"inputs_0": torch.arange(32.0).reshape(4, 8) / 7, "inputs_1": torch.arange(4)}
+
+    def work(step: Step) -> None:
+        for name, wanted in zip(names(step), ("float32", "int64"), strict=True):
+            for kind in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"):
+                given = {**tensor, name: tensor[name].to(getattr(torch, kind))}
+                rows = [{n: x[k] for n, x in given.items()} for k in range(4)]
+                once = [given] if is_stream else rows
+                if kind == wanted or WIDER.get(kind) == wanted:
+                    found = feed(step, once, 0)(0)
+                    assert found[name].dtype == getattr(torch, wanted)
+                    assert torch.equal(found[name].sort(0).values, tensor[name].sort(0).values)
+                    continue
+                with pytest.raises(InputError) as direct:
+                    step(given)
+                with pytest.raises(InputError) as fed:
+                    feed(step, once, 0)(0)
+                assert str(fed.value) == str(direct.value)
+                assert f"'{name}' is of torch.{kind}, but this plan was compiled for torch.{wanted}" in str(fed.value)
 
     on_ranks(plan("single", 1), work)
 
