@@ -25,7 +25,7 @@ from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.residents import check_copies, place_updates
 from superscaler.schedule.steady_state import SteadyState, first_microbatches, steady_states
 from superscaler.timing import timed, without_garbage_collection
-from superscaler.transform.place import check_cut_first, place_twins
+from superscaler.transform.place import check_axes_cut, check_cut_first, place_twins
 from superscaler.transform.recompute import keep_slices, recompute_checkpoints
 from superscaler.translation.check import check_translation
 
@@ -133,6 +133,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
     place_twins(planned)
     check_assigned(planned)
     check_cut_first(planned)
+    check_axes_cut(planned)
     place_updates(planned, len(cluster.devices))
     last = len(cluster.devices) - 1
     for op in planned.model.ops:

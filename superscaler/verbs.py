@@ -21,6 +21,7 @@ from superscaler.ir.parts import Block, Flat, Parts
 from superscaler.specs.arguments import checked
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.attention_blocks import AttentionBlocks
+from superscaler.transform.check_rows import check_rows
 from superscaler.transform.cut import cut
 from superscaler.transform.experts import Dispatch
 from superscaler.transform.losses import Decompose
@@ -280,21 +281,31 @@ def op_order(
 
 @checked
 def order(
-    graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Action | Pair]], stages: Sequence[Sequence[Op]] = ()
+    graph: Graph,
+    rows: Iterable[Iterable[Target | Group | Groups | Action | Pair]],
+    stages: Sequence[Sequence[Op]] = (),
+    whole: bool = True,
 ) -> None:
     """Make the items of each row happen one after the other: targets of `op_order`, actions (`2F0`) of `stages`, or
     pairs of actions that take turns.
 
     Actions that do not exist are left out: the backward of a stage without training, the recomputation of a stage that
-    recomputes nothing. Raises InputError for an unknown stage.
+    recomputes nothing. Raises InputError for an unknown stage; and, if the rows are to be `whole`, where they have
+    forwards and backwards but lack one of a stage: it would run at any place that is left.
     """
-    where, known, rows = _where(graph), Known(), list(rows)
+    where, known, rows = _where(graph), Known(), list(map(list, rows))
     if not rows:
         raise InputError(f"order at {where}: no rows; give one for each device.")
+    if whole:
+        check_rows(graph, [[work for item in row for work in _works(item)] for row in rows], stages, where)
     for row in rows:
         found = (_of_row(graph, item, stages, known, where) for item in row)
         for before, after in pairwise(item for item in found if item is not None):
             op_order(graph, before, after)
+
+
+def _works(item: Target | Group | Groups | Action | Pair) -> list[Action]:
+    return [work for work in (item if isinstance(item, tuple) else (item,)) if isinstance(work, Action)]
 
 
 def _of_row(
@@ -304,7 +315,7 @@ def _of_row(
     known: Known,
     where: str,
 ) -> Target | Group | Groups | None:
-    works = [work for work in (item if isinstance(item, tuple) else (item,)) if isinstance(work, Action)]
+    works = _works(item)
     if not works:
         return cast(Target | Group | Groups, item)
     groups = Groups(group for work in works if (group := _work(graph, work, stages, known, where)))

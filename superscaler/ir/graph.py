@@ -65,6 +65,10 @@ class Graph:
         self.hosted: set[str] = set()
         # The sizes of the axes along which all devices lie in order, as the plan names them; for readers only.
         self.mesh: dict[str, int] = {}
+        # The axes of meshes along which plans cut forward ops; and, by axis, the first op that is only copied along it
+        # though it was cut without a name.
+        self.cut_along: set[str] = set()
+        self.only_copied: dict[str, str] = {}
         # Whether gradients of weights are sent while others are computed.
         self.overlaps = True
         # Whether gradients of weights in halves travel in halves, where they are summed in slices.

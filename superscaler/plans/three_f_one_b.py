@@ -36,7 +36,7 @@ def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = No
             f"the model's {len(graph.blocks)} blocks; choose fewer devices, or more layers."
         )
     table = schedules.three_f_one_b(n, count_microbatches(graph, n, microbatches), len(calls))
-    place_table(graph, axis, table, others + parts)
+    place_table(graph, axis, table, others + parts, forward_only=len(others))
 
 
 def _like(ops: list[Op], blocks: dict[str, int], n: int) -> list[list[Op]]:

@@ -42,6 +42,13 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
         raise InputError(
             f"op_assign at {where}: {op.name} is cut along {name}, but {unknown('axis of the mesh', name, sizes)}"
         )
+    if op.is_forward:
+        graph.cut_along |= named
+        copied = [name for name, size in sizes.items() if size > 1 and name not in named]
+        for name in (
+            copied if any(_is_nameless_cut(axis) for grid, _ in _grids(graph, parts) for axis in grid.axes) else ()
+        ):
+            graph.only_copied.setdefault(name, op.name)
     for name in (name for name in sizes if name not in named):
         parts = cut(graph, parts, Replicate(sizes[name], axis=name), where)
     places: dict[str, tuple[int, Ints]] = {}
@@ -68,6 +75,24 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
     # All parts in the shape of their grid; the numbers repeat along its axes.
     shape = parts.grid.devices.shape
     return (replace(parts, cells=parts.cells.reshape(shape)) if covers(parts.cells, prod(shape)) else parts), number
+
+
+def _is_nameless_cut(axis: Axis) -> bool:
+    is_cut = axis.index is not None or axis.partial_inputs
+    return bool(is_cut and not axis.name and not axis.is_microbatch and len(axis.sizes) > 1)
+
+
+def check_axes_cut(graph: Graph) -> None:
+    """Raise InputError for an axis of a mesh that cuts no op, beside a cut that names none: its devices do the same."""
+    for name, op in graph.only_copied.items():
+        if name not in graph.cut_along:
+            entries = [e for e in graph.journal if e.op == op and e.verb == "op_trans"]
+            e = next((e for e in entries if not e.detail.startswith(("Replicate", "Microbatch"))), entries[0])
+            raise InputError(
+                f"op_trans at {e.where}: {e.detail} of {op} names no axis, so that its parts share a device, and no op "
+                f"is cut along {name} of the mesh: all devices along {name} would compute the same. Name it, as "
+                f"Split(..., axis='{name}'); for copies on purpose write Replicate(n, axis='{name}')."
+            )
 
 
 def check_cut_first(graph: Graph) -> None:

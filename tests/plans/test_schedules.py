@@ -22,6 +22,7 @@ from superscaler.plans.lib.stages import stages
 from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from superscaler.transform.place import place_twins
+from tests.graphs import graph_of
 from tests.ran import Around, captured, equal
 from tests.schedule.clock import run
 from tests.simulate.by_hand import chain, linear
@@ -220,6 +221,17 @@ def test_tables_can_run_print_and_parse_back(rule: Callable[[int, int], Table]) 
         table = rule(p, m)
         check(table)
         assert parse_schedule(print_schedule(table)) == table
+
+
+def test_a_first_stage_that_trains_has_its_backwards(tmp_path: Path) -> None:
+    """A stage without backwards in the table ran them at the end, in silence; one that trains nothing has none."""
+    (tmp_path / "table").write_text("0F0 0F1\n1F0 1B0 1F1 1B1\n")
+    with pytest.raises(InputError, match="microbatch 0 of stage 0 has F, not FB or FIW"):
+        ss.compile(graph_of("gpt2:size=tiny"), f"pipeline:schedule={tmp_path}/table", "local:2")
+    layers = {name: nn.Linear(8, 8) for name in ("first", "last")}
+    layers["first"].requires_grad_(False)
+    frozen = captured(lambda: (Around(lambda m, x: m.last(m.first(x)).square().sum(), **layers), torch.ones(4, 8)))
+    equal(frozen, f"pipeline:schedule={tmp_path}/table")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
 from superscaler.ir.graph import Graph
+from superscaler.ir.orders import parse_schedule
 from superscaler.ir.parts import Parts
 from superscaler.ir.program import Backward, Forward
 from superscaler.verbs import (
@@ -22,6 +26,7 @@ from superscaler.verbs import (
     Replicate,
     Save,
     Split,
+    SplitBackward,
     op_assign,
     op_order,
     op_trans,
@@ -193,6 +198,64 @@ def test_rows_are_ordered_each_in_turn() -> None:
     code = compile_graph(chain(), plan, Cluster.local(1)).program.devices[0].instructions
     assert [i.task.microbatch for i in code if isinstance(i, Forward)] == [1, 0]
     assert [i.task.microbatch for i in code if isinstance(i, Backward)] == [0, 1]
+
+
+TABLES = [
+    ("0F0 0F1 0B0", "1F0 1B0 1F1 1B1", "row 0 (0F0 0F1 0B0) has works of stage 0, but no row has 0B1 (or 0I1 and 0W1)"),
+    ("0F0 0F1", "1F0 1B0 1F1 1B1", "row 0 (0F0 0F1) has works of stage 0, but no row has 0B0 (or 0I0 and 0W0)"),
+    ("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W1", "row 1 (1F0 1I0 1F1 1I1 1W1) has works of stage 1, but no row has 1W0,"),
+    ("0F0 0F1 0B0 0B1", "1F0 1B0 1B1", "row 1 (1F0 1B0 1B1) has works of stage 1, but no row has 1F1,"),
+    ("0F0 0B0", "1F0 1B0", "row 0 (0F0 0B0) has works of stage 0, but no row has 0F1,"),
+    ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", ""),
+    # Rows of forwards, of backwards, and of some stages order these.
+    ("0F0 0F1", "1F0", ""),
+    ("0B1", "1B1 1B0", ""),
+    ("0F1 0B1", "", ""),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "message"), TABLES)
+def test_rows_lack_no_work_of_a_stage(first: str, second: str, message: str) -> None:
+    """One that is missing was done at any place that was left, in silence."""
+
+    def plan(graph: Graph, cluster: Cluster, whole: bool = True) -> None:
+        stages = [[op for op in graph.forward_ops if (op.module == "blocks.0") == (k == 0)] for k in range(2)]
+        for device, ops in enumerate(stages):
+            op_assign(graph, op_trans(graph, ops, Microbatch(2)), device)
+        if "I" in second:
+            op_trans(graph, stages[1], SplitBackward())
+        order(graph, parse_schedule(f"{first}\n{second}"), stages, whole=whole)
+
+    if message:
+        with pytest.raises(InputError, match=rf"^order at .*test_verbs.py:\d+: {re.escape(message)}"):
+            plan(chain().copy(), Cluster.local(2))
+        plan(chain().copy(), Cluster.local(2), whole=False)
+    else:
+        plan(chain().copy(), Cluster.local(2))
+
+
+def test_a_cut_without_a_name_is_refused_where_nothing_is_cut_along_an_axis() -> None:
+    """Its parts share a device, and both devices computed everything."""
+
+    def plan(graph: Graph, cluster: Cluster, axis: str = "", copies: bool = False) -> None:
+        op_trans(graph, graph.forward_ops, Split("batch", 2, axis=axis))
+        if copies:
+            op_trans(graph, graph.forward_ops, Replicate(2, axis="dp"))
+        op_assign(graph, graph.forward_ops, cluster.mesh(dp=2))
+
+    with pytest.raises(InputError) as caught:
+        compile_graph(chain(), plan, Cluster.local(2))
+    found = re.fullmatch(
+        r"op_trans at .*test_verbs.py:(\d+): Split\('batch', parts=2\) of \S+ names no axis, .* no op is cut along dp "
+        r"of the mesh: .* would compute the same. Name it, as Split\(..., axis='dp'\); .* Replicate\(n, axis='dp'\).",
+        str(caught.value),
+    )
+    assert found is not None
+    assert "Split(" in Path(__file__).read_text().splitlines()[int(found[1]) - 1]
+    # Parts of a named cut are on two devices; of copies that are asked for, each device has both parts.
+    for options, each in (({"axis": "dp"}, 1), ({"copies": True}, 2)):
+        devices = compile_graph(chain(), partial(plan, **options), Cluster.local(2)).program.devices
+        assert [sum(isinstance(i, Forward) for i in d.instructions) for d in devices] == [each, each]
 
 
 def test_joined_groups_are_ordered_as_one() -> None:

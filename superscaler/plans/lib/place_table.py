@@ -62,13 +62,15 @@ def place_table(
     parts: Sequence[Sequence[Op]],
     slices: int = 1,
     rows: Iterable[Sequence[Action | tuple[Action, Action]]] = (),
+    forward_only: int = 0,
 ) -> None:
     """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them by a table.
 
     Stages of several devices are left to be cut along the axis, or replicated. Each microbatch comes in `slices` along
-    the sequence, which the table counts as microbatches. `rows`: the table with pairs of works that take turns.
+    the sequence, which the table counts as microbatches. `rows`: the table with pairs of works that take turns. The
+    table has no backward of the first `forward_only` stages: those of the few ops that train there run at any place.
     """
-    check(table)
+    check(table, [stage for stage, ops in enumerate(parts) if stage >= forward_only and any(o.has_mirror for o in ops)])
     place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
     numbers = 1 + max(k for _, k in place)
     if numbers % slices:
@@ -93,7 +95,7 @@ def place_table(
     halved = {work.stage for row in table for work in row if work.kind == "I"}
     if trained := [op for stage in halved for op in parts[stage] if op.has_mirror]:
         op_trans(graph, trained, SplitBackward())
-    order(graph, rows or table, parts)
+    order(graph, rows or table, parts, whole=False)
 
 
 def slice_tokens(graph: Graph, slices: int) -> None:

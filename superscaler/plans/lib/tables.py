@@ -93,18 +93,18 @@ def _needs(works: Collection[Action]) -> dict[Action, set[Action]]:
     return needs
 
 
-def check(table: Table) -> None:
+def check(table: Table, trained: Collection[int] = ()) -> None:
     """Raise InputError, with the grid and the step, for a table that misses work, repeats it, or cannot run.
 
     Every stage needs the forward of each microbatch and its backward (B, or I and W) on the same device, or on the same
     devices together. Neighbours must take microbatches in the same order, so that no messages cross. The first stages
-    may have forwards only.
+    may have forwards only, but for those that are `trained`.
     """
     if not any(table):
         raise InputError("a schedule without work; write a row for each device, as 0F0 0B0.")
     place = {work: (d, at) for d, row in enumerate(table) for at, work in enumerate(row)}
     for faults in (_repeated, _incomplete, _crossing, _stuck):
-        for (device, at), why in faults(table, place):
+        for (device, at), why in faults(table, place, trained):
             rows = [Row(d, dict(enumerate(map(str, row))), "") for d, row in enumerate(table)]
             done = {k: work for k, work in rows[device].done.items() if k <= at}
             rows[device] = Row(device, done, f"<-- {why}")
@@ -116,7 +116,7 @@ Step = tuple[int, int]
 Faults = Iterator[tuple[Step, str]]
 
 
-def _repeated(table: Table, place: Mapping[Action, Step]) -> Faults:
+def _repeated(table: Table, place: Mapping[Action, Step], trained: Collection[int]) -> Faults:
     for d, row in enumerate(table):
         first: dict[Action, int] = {}
         for at, work in enumerate(row):
@@ -124,12 +124,12 @@ def _repeated(table: Table, place: Mapping[Action, Step]) -> Faults:
                 yield (d, at), f"{work} is there already, at step {first[work]}"
 
 
-def _incomplete(table: Table, place: Mapping[Action, Step]) -> Faults:
+def _incomplete(table: Table, place: Mapping[Action, Step], trained: Collection[int]) -> Faults:
     stages, numbers = (1 + max(getattr(work, name) for work in place) for name in ("stage", "microbatch"))
-    trained = min((work.stage for work in place if work.kind != "F"), default=stages)
+    last = min((work.stage for work in place if work.kind != "F"), default=stages)
     where = devices_of(table)
     for stage, k in itertools.product(range(stages), range(numbers)):
-        complete = ("FB", "FIW") if stage >= trained else ("F",)
+        complete = ("FB", "FIW") if stage >= last or stage in trained else ("F",)
         own = {kind: place[work] for kind in "FRBIW" if (work := Action(stage, kind, k)) in place}
         first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own).replace("R", "")
         homes = {kind: where[Action(stage, kind, k)] for kind in own}
@@ -140,7 +140,7 @@ def _incomplete(table: Table, place: Mapping[Action, Step]) -> Faults:
             yield first, f"microbatch {k} of stage {stage} has {kinds or 'nothing'}, not {' or '.join(complete)}"
 
 
-def _crossing(table: Table, place: Mapping[Action, Step]) -> Faults:
+def _crossing(table: Table, place: Mapping[Action, Step], trained: Collection[int]) -> Faults:
     """Messages from one device to another arrive in the order in which they leave."""
     sent: dict[tuple[int, int, int, bool], list[Action]] = {}
     needs, where = _needs(place), devices_of(table)
@@ -156,7 +156,7 @@ def _crossing(table: Table, place: Mapping[Action, Step]) -> Faults:
                 yield place[second], f"{second} is before {first}, but device {device} sends to {first} before"
 
 
-def _stuck(table: Table, place: Mapping[Action, Step]) -> Faults:
+def _stuck(table: Table, place: Mapping[Action, Step], trained: Collection[int]) -> Faults:
     """Return the stuck actions; those that wait for an action behind them in their own row come first."""
     ends, needs = finish(table), _needs(place)
     firsts = [next((work for work in row if work not in ends), None) for row in table]
