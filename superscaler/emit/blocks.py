@@ -146,11 +146,20 @@ class Blocks:
                 continue
             if there is None:
                 self.deleted.setdefault(end, []).append(value)
-            elif self._index.get(value, (None,))[0] in self._moving[there.start]:
-                if (end - there.start) // there.length == 1 and value in self._second[there.start]:
+            elif (own := self._index.get(value, (None,))[0]) in self._moving[there.start]:
+                turn = (end - there.start) // there.length
+                if turn == 1 and value in self._second[there.start]:
                     self.deleted.setdefault(end, []).append(value)
+                elif turn == there.count - 1 and own not in self._ended_by_turn(there):
+                    # All of the family share the memory of the last one.
+                    self.after.setdefault(there.start, []).append(value)
             else:
                 self.after.setdefault(there.start, []).append(value)
+
+    def _ended_by_turn(self, repeat: Repeat) -> set[int]:
+        """Return the families whose value of a repetition ends in that repetition."""
+        ends = ((v, self._ends[v] - repeat.start) for v in self._second[repeat.start] if v in self._ends)
+        return {self._index[v][0] for v, row in ends if row // repeat.length == 1 and v in self._index}
 
     def _last(self, repeat: Repeat, row: int) -> int:
         """Return the last row of the repetition that has this row."""

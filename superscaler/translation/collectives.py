@@ -31,6 +31,6 @@ def _sizes(way: CollectiveArg) -> tuple[Shape, ...]:
 
 
 def bucket(i: p.Collective) -> Given:
-    """Return what a collective of several tensors is given after its group, but for its ways."""
+    """Return the arguments of a collective of several tensors after its group, but for its ways."""
     flags = {"largest": i.largest, "wire": i.dtype if i.wide else "", "rounded": i.dtype if i.given else ""}
     return (i.root,) * (i.root >= 0), {name: value for name, value in flags.items() if value}

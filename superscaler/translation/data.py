@@ -52,7 +52,7 @@ class Data:
         self._runs = [runs_of(device.instructions) for device in samples]
 
     def difference(self, spot: tuple[int, int], asked: Asked) -> str:
-        """Return how the entries of a table differ from what an instruction needs; '' if they do not."""
+        """Return the difference between entries of a table and the needs of an instruction; '' if there is none."""
         entries, (run, place) = self.tables[asked.table], spot
         for number in asked.numbers:
             if not 0 <= number < len(entries):

@@ -293,5 +293,5 @@ class _Marks:
 
 
 def _import(name: str, *others: object) -> object:
-    """Return what `segments.py` imports: names that each run replaces."""
+    """Return the modules that `segments.py` imports, with names that each run replaces."""
     return SimpleNamespace(functional=_Marks, nn=SimpleNamespace(functional=None))

@@ -13,7 +13,7 @@ class Differs(Exception):
 
 
 class Held:
-    """A tensor, a sum, or the handle of something started. It tells its step when Python frees it."""
+    """A tensor, a sum, or the handle of something started. Its step learns when Python frees it."""
 
     __slots__ = ("freed", "names", "step")
 
