@@ -194,8 +194,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "is_cut = source is None and way.view != way.local and", "emit/test_steps plans/test_equal"),
     # The runtime.
     ("small gradients are clipped", "if not factor >= 1.0:", "if factor > 1.0:", "integration/test_equality"),
-    ("gradients of one memory are scaled twice", "if starts[gradient.data_ptr()] == 1 and", "if",
-     "runtime/test_scaler"),
+    ("gradients of one memory are scaled twice", "if name not in shared and", "if",
+     "runtime/test_scaling runtime/test_scaler"),
+    ("only gradients of one start share memory", "sum((size - 1) * stride", "sum(0 * stride", "runtime/test_scaling"),
+    ("ranks are not compared", "return self._calls <= FIRST or", "return self._calls < 0 or", "comm/test_alike"),
     ("the gradient of the loss is the scale itself", "self.dtype, copy=True)", "self.dtype)", "runtime/test_scaler"),
     ("a GPU updates as a CPU does", "works.on_gpu and is_listed", "not works.on_gpu and is_listed",
      "simulate/test_predict"),
