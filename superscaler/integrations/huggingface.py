@@ -16,17 +16,19 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
-from superscaler.integrations.planned import Changing, Planned, put, users, warn_of_stale
+from superscaler.integrations.hooks import Changing, tell_of_gradients, users, warn_of_stale
+from superscaler.integrations.planned import Planned, follow, put
 
 # In the folder of the run.
 _FOLDER = "plan"
 # The input of a plan that is the Trainer's count of labels.
 _COUNT = "num_items_in_batch"
 # Events of callbacks between steps, where the model has older weights, and those around an epoch's end.
-_STEPS = (
-    "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_log"
-)  # fmt: skip
+_STEPS = ("on_step_begin", "on_substep_end", "on_step_end", "on_log")
 _EPOCHS = ("on_epoch_end", "on_epoch_begin")
+# Events around the update, and methods around backward and update, which get whole gradients.
+_AROUND = ("on_pre_optimizer_step", "on_optimizer_step")
+_METHODS = ("training_step", "_clip_grad_norm", "_get_grad_norm")
 # Of the state: what changes from step to step.
 _CHANGING = (
     "global_step", "epoch", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
@@ -41,16 +43,20 @@ class Trainer(transformers.Trainer):
     `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
     Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
     rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of
-    an epoch or of the training; at other events after `put_weights`. Raises InputError for gradient accumulation, fp16,
-    FSDP, DeepSpeed and a `parallelism_config`.
+    an epoch or of the training; at other events after `put_weights`. With callbacks or methods of a subclass around
+    backward and update each rank has whole gradients and weights in every step. Raises InputError for gradient
+    accumulation, fp16, FSDP, DeepSpeed and a `parallelism_config`.
     """
 
     current_flos: float
+    # Whether the plan has computed a loss since the last step's end.
+    has_run_plan: bool
 
     def __init__(self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._plan, self._cluster = plan, cluster
         self._planned: Planned | None = None
+        self.has_run_plan = False
         self.callback_handler.callbacks.insert(0, _First(self))
         # All ranks have the same batches, so that no count, loss or prediction of another rank is missing.
         self.args.average_tokens_across_devices = False
@@ -74,23 +80,40 @@ class Trainer(transformers.Trainer):
                 )
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run the whole step. The optimizer of the Trainer then finds no gradients, and changes nothing."""
+        """Run the whole step. The optimizer of the Trainer then finds no gradients, and changes nothing.
+
+        With hooks around backward and update it is the forward and the backward, and the update waits.
+        """
         model.train()
         if self._planned is None:
             self._planned = self._new()
         batch = dict(self._prepare_inputs(dict(inputs)))
         if num_items_in_batch is not None:
             batch[_COUNT] = torch.as_tensor(num_items_in_batch)
+        self.has_run_plan = True
+        if self.hooked():
+            loss = self._planned.differentiate(batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
         # The log has the norm of the gradients also where they are not clipped.
         return self._planned(batch, self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf)
+
+    def hooked(self) -> list[str]:
+        """Return the user's functions around backward and update."""
+        return [
+            *users(self.callback_handler.callbacks, _AROUND, "transformers"),
+            *users((self,), _METHODS, "transformers"),
+        ]
 
     def _new(self) -> Planned:
         def compute(module: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
             inputs = dict(batch)
-            with patch.object(self, "state", Changing(self.state, "self.state", _CHANGING, "training_step")):
+            shown = Changing(self.state, "self.state", _CHANGING, "training_step")
+            with patch.object(self, "state", shown), self.compute_loss_context_manager():
                 return self.compute_loss(module, inputs, num_items_in_batch=inputs.pop(_COUNT, None)), {}
 
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        follow(optimizer, self)
         return Planned(
             self.model, optimizer, compute, self._plan, self._cluster,
             Path(self.args.output_dir) / _FOLDER, seed=self.args.seed, steps=self.state.global_step,
@@ -127,9 +150,17 @@ class Trainer(transformers.Trainer):
             return super()._prepare_for_training(*args, **options)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._get_grad_norm(model)
+        return super()._clip_grad_norm(model) if self._is_open else self._last_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(model, grad_norm) if self._is_open else self._last_norm
+
+    @property
+    def _is_open(self) -> bool:
+        return self._planned is not None and self._planned.is_open
+
+    @property
+    def _last_norm(self) -> float | None:
         return None if self._planned is None or self._planned.step is None else self._planned.step.last_norm
 
     def put_weights(self) -> None:
@@ -151,7 +182,7 @@ class Trainer(transformers.Trainer):
         return super().evaluation_loop(*args, **options)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
-        put(self._planned)
+        put(self._planned, is_last=True)
         return super()._finalize_training(*args, **options)
 
 
@@ -167,14 +198,31 @@ class _First(transformers.TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         # A cycle would keep the processes' groups up to the end of Python.
-        self._trainer = proxy(trainer)
+        self._trainer: Any = proxy(trainer)
 
     def _users(self, events: Sequence[str]) -> list[str]:
         return users(self._trainer.callback_handler.callbacks, events, "transformers")
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Say which callbacks get older weights."""
-        warn_of_stale(self._users(_STEPS), "trainer.put_weights()")
+        """Say which callbacks get whole gradients, or older weights."""
+        found = self._trainer.hooked()
+        tell_of_gradients(found)
+        warn_of_stale([] if found else self._users(_STEPS), "trainer.put_weights()")
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Forget the step before."""
+        self._trainer.has_run_plan = False
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Refuse an update without the plan."""
+        if not self._trainer.has_run_plan:
+            # The type of a proxy is its own.
+            kind = self._trainer.__class__.__name__
+            raise InputError(
+                f"{kind}.training_step computes a loss without the plan, so that each rank would train the whole "
+                "model: call super().training_step(model, inputs, num_items_in_batch) in it, or write the loss as "
+                f"{kind}.compute_loss."
+            )
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Give the model the trained weights if a callback may read them."""

@@ -16,20 +16,31 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from superscaler.errors import InputError, a
-from superscaler.integrations.planned import Changing, Planned, put, users, warn_of_stale
+from superscaler.integrations.hooks import Changing, Unread, tell_of_gradients, users, warn_of_stale
+from superscaler.integrations.planned import Planned, follow, put
 
 # In the folder of the run.
 _FOLDER = "plan"
 # Hooks between steps, where the module has older weights, and those around an epoch's end.
-_STEPS = (
-    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-    "on_before_zero_grad", "on_train_batch_end",
-)  # fmt: skip
+_STEPS = ("on_train_batch_start", "on_train_batch_end")
 _EPOCHS = ("on_train_epoch_end", "on_train_epoch_start")
+# Hooks around backward and update, which get whole gradients: of callbacks and the module; the module's and a
+# strategy's own parts of a step.
+_AROUND = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+)  # fmt: skip
+_OF_MODULE = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients",
+)  # fmt: skip
+_OF_STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step")
+# Options of a DDPStrategy that change gradients or average weights.
+_OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 # Of the trainer: what changes from step to step.
 _CHANGING = (
     "global_step", "current_epoch", "is_last_batch", "callback_metrics", "logged_metrics", "progress_bar_metrics",
 )  # fmt: skip
+# Where a user can add to a batch.
+_HOOK = "on_before_batch_transfer"
 # Lightning's callbacks that read or change weights between steps.
 _REFUSED = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 _AUTOCAST = {"32-true": None, "bf16-mixed": "bf16"}
@@ -39,17 +50,21 @@ class PlanStrategy(DDPStrategy):
     """A Lightning strategy whose training steps run under a plan: `Trainer(strategy=PlanStrategy("zero:stage=3"))`.
 
     `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `training_step` of the
-    module is captured, with the tensors that it logs, for the first batch number that it gets. The batches of the
+    module is captured, with the tensors that it logs, and may not read the number of the batch. The batches of the
     module's loader are the global ones. Callbacks, loggers, schedules and checkpoints are Lightning's own. Validation
     runs in the whole module on each rank. Callbacks find the trained weights in the module at a validation, a
-    checkpoint and the end of an epoch or of the training; in other hooks after `put_weights`. Raises InputError for
-    loops that no plan can run: see `_check`.
+    checkpoint and the end of an epoch or of the training; in other hooks after `put_weights`. With hooks around
+    backward and update each rank has whole gradients and weights in every step. Raises InputError for loops that no
+    plan can run: see `_check`.
     """
 
     def __init__(self, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._plan, self._cluster = plan, cluster
         self._planned: Planned | None = None
+        for name in _OF_DDP:
+            if options.get(name) is not None:
+                raise InputError(f"{name} changes what the ranks of DDP send, which a plan does not run: leave it out.")
 
     def setup_environment(self) -> None:
         """Connect the ranks, and go on with the random numbers of before, as on one device."""
@@ -63,6 +78,10 @@ class PlanStrategy(DDPStrategy):
         trainer._accelerator_connector.use_distributed_sampler = False
         _set_random(self.broadcast(_random()))
         super().setup(trainer)
+        if trainer.state.fn == "fit":
+            self._check()
+        for optimizer in self.optimizers:
+            follow(optimizer, self)
         if not any(isinstance(one, _First) for one in trainer.callbacks):
             trainer.callbacks.insert(0, _First(self))
 
@@ -74,20 +93,35 @@ class PlanStrategy(DDPStrategy):
         """Leave the module as it is: nothing sums its gradients."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the whole step, and log what the module logs. Its optimizer then finds no gradients."""
+        """Run the whole step, and log what the module logs. Its optimizer then finds no gradients.
+
+        With hooks around backward and update it is the forward, and its backward gives the gradients.
+        """
         batch, *rest = (*args, *kwargs.values())
+        # A callback may have changed the trainer.
+        self._check()
         if self._planned is None:
             self._planned = self._new(rest)
-        loss = self._planned(batch, self._trainer.gradient_clip_val or None)
-        assert self._planned.step is not None
+        if self.hooked():
+            loss = self._planned.differentiate(batch)
+        else:
+            loss = self._planned(batch, self._trainer.gradient_clip_val or None)
         assert self.lightning_module is not None
-        logged = self._planned.step.outputs["logged"]
+        logged = self._planned.logged
         for name, options in self._planned.notes.items():
-            self.lightning_module.log(name, loss if logged[name] is None else logged[name], **options)
+            self.lightning_module.log(name, loss.detach() if (value := logged[name]) is None else value, **options)
         return loss
 
+    def hooked(self) -> list[str]:
+        """Return the user's hooks around backward and update, and clipping that needs whole gradients."""
+        trainer, module = self._trainer, self.lightning_module
+        found = users((*trainer.callbacks, module), _AROUND, "lightning")
+        found += [*users((module,), _OF_MODULE, "lightning"), *users((self,), _OF_STRATEGY, "lightning")]
+        is_by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
+        return [*found, *(["gradient_clip_algorithm='value'"] if is_by_value else [])]
+
     def _new(self, rest: list[Any]) -> Planned:
-        self._check()
+        rest = [Unread("batch_idx", _HOOK) if isinstance(x, int) else x for x in rest]
         notes: dict[str, Any] = {}
 
         def compute(module: Any, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -105,14 +139,19 @@ class PlanStrategy(DDPStrategy):
                 for name, value in values.items():
                     log(name, value, **options)
 
-            shown = Changing(trainer, "self.trainer", _CHANGING, "on_before_batch_transfer")
+            shown = Changing(trainer, "self.trainer", _CHANGING, _HOOK)
             with (
                 patch.object(module, "log", log),
                 patch.object(module, "log_dict", log_dict),
                 patch.object(module, "_trainer", shown),
             ):
                 found: Any = module.training_step(batch, *rest)
-            loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+            loss = found.get("loss") if isinstance(found, Mapping) else found
+            if not isinstance(loss, Tensor):
+                raise InputError(
+                    f"training_step returns {a(type(found).__name__)} without a loss; a plan trains on the loss of "
+                    "each batch: leave batches to skip out of the loader."
+                )
             # The loss itself is no other output: one that reads the loss would wait for all microbatches.
             return loss, {name: value if value is loss else value.detach() for name, value in logged.items()}
 
@@ -134,8 +173,17 @@ class PlanStrategy(DDPStrategy):
                 "accumulate_grad_batches; give larger batches, and the plan gradient_accumulation",
             ),
             (
-                trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value",
-                "clipping by value; clip by the norm",
+                any(isinstance(one, callbacks.GradientAccumulationScheduler) for one in trainer.callbacks),
+                "GradientAccumulationScheduler; give larger batches, and the plan gradient_accumulation",
+            ),
+            (
+                not type(self.precision_plugin).__module__.startswith("lightning."),
+                f"{type(self.precision_plugin).__name__}, a precision plugin of your own; take precision='bf16-mixed', "
+                "or hooks of the module",
+            ),
+            (
+                bool(users((self,), ("training_step",), "lightning")),
+                f"{type(self).__name__}.training_step; override that of the module",
             ),
             *(
                 (
@@ -151,9 +199,10 @@ class PlanStrategy(DDPStrategy):
             if is_wrong:
                 raise InputError(f"a plan does not run {what}.")
 
-    def backward(self, closure_loss: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Do nothing: the step had its backward."""
-        return closure_loss
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the gradients to the module if hooks read them; otherwise the step had its backward."""
+        assert self._planned is not None
+        return super().backward(closure_loss, *args, **kwargs) if self._planned.is_open else closure_loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, with the trained weights; the state of the optimizer is set, too."""
@@ -182,8 +231,10 @@ class _First(callbacks.Callback):
         return users((*self._strategy._trainer.callbacks, self._strategy.lightning_module), events, "lightning")
 
     def on_train_start(self, *_: Any) -> None:
-        """Say which hooks get older weights."""
-        warn_of_stale(self._users(_STEPS), "trainer.strategy.put_weights()")
+        """Say which hooks get whole gradients, or older weights."""
+        found = self._strategy.hooked()
+        tell_of_gradients(found)
+        warn_of_stale([] if found else self._users(_STEPS), "trainer.strategy.put_weights()")
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """Give the module the trained weights if a hook may read them."""
@@ -196,4 +247,4 @@ class _First(callbacks.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         """Give the module the trained weights."""
-        self._strategy.put_weights()
+        put(self._strategy._planned, is_last=True)

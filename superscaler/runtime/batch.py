@@ -114,7 +114,17 @@ class Padding:
         return Padding(plan["ignored"] if plan.get("pads") else {}, plan.get("shorter", {}))
 
     def filled(self, batch: Batch, inputs: Mapping[str, Any]) -> Batch:
-        """Return a batch of the shapes of a plan, if this one can be filled; itself, otherwise."""
+        """Return a batch of the shapes of a plan, if this one can be filled; itself, otherwise.
+
+        >>> whole = {"x": ((2, 1), "float32"), "labels": ((2,), "int64")}
+        >>> given = {"x": torch.ones(1, 1), "labels": torch.tensor([3])}
+        >>> Padding(rows={"labels": -100}).filled(given, whole)["labels"].tolist()
+        [3, -100]
+        >>> Padding(rows={"labels": -100}).filled(given, {**whole, "image": ((2, 3), "float32")}) is given
+        True
+        """
+        if not inputs.keys() <= batch.keys():
+            return batch
         longer = self.lengthened(batch, inputs)
         counts = {(len(longer[name]), shape[0]) for name, (shape, _) in inputs.items() if shape and longer[name].dim()}
         if not self.rows or len(counts) != 1 or not 0 < (count := min(counts)[0]) < (rows := min(counts)[1]):

@@ -122,6 +122,94 @@ def own(plans: list[str], folder: Path) -> list[float]:
     return found + [float((a - b).abs().max()) for a, b in pairs]
 
 
+class Sighted(nn.Module):
+    """A module that takes images or none, whose rows its norm mixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image, self.norm = nn.Linear(6, 8), nn.Linear(5, 8), nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, text: Tensor, labels: Tensor, image: Tensor | None = None) -> Tensor:
+        x = self.text(text) if image is None else self.text(text) + self.image(image)
+        return nn.functional.cross_entropy(self.out(self.norm(x).tanh()), labels)
+
+
+def hooked(plans: list[str], folder: Path) -> list[float]:
+    """Return the largest differences from a plain loop that works on gradients and weights between backward and update.
+
+    The second batch lacks an input, the sixth has None there, and the third, of three rows, cannot be divided.
+    """
+    from superscaler.integrations.gradients import follow
+    from superscaler.integrations.planned import Planned
+
+    torch.manual_seed(0)
+    module = Sighted().double()
+    plain = copy.deepcopy(module)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (module, plain))
+
+    def batch_of(turn: int) -> dict[str, Any]:
+        rows = 3 if turn % 4 == 2 else 4
+        batch = {"text": drawn(turn, rows, 6).double(), "labels": drawn(turn, rows, high=4)}
+        return batch if turn == 1 else {**batch, "image": None if turn == 5 else drawn(turn, rows, 5).double()}
+
+    def around(module: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, turn: int) -> float:
+        """Do what hooks do, and return the norm that one would log."""
+        (loss * 2 if turn == 1 else loss).backward()
+        weights = [*module.parameters()]
+        norm = float(sum(p.grad.norm() for p in weights if p.grad is not None))
+        nn.utils.clip_grad_value_(weights, 0.05)
+        if turn == 3:
+            weights[0].grad = None
+            weights[2].grad.zero_()  # type: ignore[union-attr]
+        draw = torch.Generator().manual_seed(turn)
+        for p in weights:
+            p.grad = None if p.grad is None else p.grad + 0.01 * torch.randn(p.shape, generator=draw)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        # A skipped update whose gradients stay for the next step.
+        if turn != 5:
+            optimizer.step()
+            module.text.weight.data.clamp_(-0.4, 0.4)  # type: ignore[union-attr, operator]
+            norm += float(sum(p.grad.norm() for p in weights if p.grad is not None))
+            optimizer.zero_grad()
+        return norm
+
+    found = []
+    for number, plan in enumerate(plans):
+        compute = lambda module, batch: (module(**batch), {})  # noqa: E731
+        planned = Planned(module, ours, compute, plan, None, folder / f"hooked{number}", steps=number * 8)
+        follow(ours, lambda planned=planned: planned)  # type: ignore[misc]
+        for turn in range(8):
+            losses = planned.differentiate(batch_of(turn)), plain(**batch_of(turn))
+            found.append(float((losses[0] - losses[1]).detach().abs()))
+            norms = around(module, ours, losses[0], turn), around(plain, theirs, losses[1], turn)
+            found.append(abs(norms[0] - norms[1]))
+            pairs = [*zip(module.state_dict().values(), plain.state_dict().values(), strict=True)]
+            found += [float((a - b).abs().max()) for a, b in pairs]
+        # One that needs no gradients, which the plan clips, and the whole module where it does not divide the batch.
+        for turn in (8, 10):
+            expected = plain(**batch_of(turn))
+            expected.backward()
+            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+            theirs.step()
+            theirs.zero_grad()
+            found.append(float((planned(batch_of(turn), 0.1) - expected).detach().abs()))
+            assert planned.step is not None
+            found.append(abs(norm - float(planned.step.last_norm or 0.0)))
+        planned.put()
+        pairs = [*zip(module.state_dict().values(), plain.state_dict().values(), strict=True)]
+        found += [float((a - b).abs().max()) for a, b in pairs]
+    # What one rank does alone.
+    other = os.environ["RANK"] == "1"
+    planned.differentiate(batch_of(0)).backward()
+    module.out.bias.grad *= 1.0 + other  # type: ignore[operator]
+    with pytest.raises(InputError, match=r"the gradient of out\.bias is not equal on ranks 0 and 1 after step"):
+        ours.step()
+    with pytest.raises(InputError, match="rank 0 updates the weights, and rank 1 computes a loss: hooks must skip the"):
+        planned.differentiate(batch_of(0)) if other else ours.step()
+    return found
+
+
 @record
 def alone(kind: str, plan: str, folder: Path) -> list[float]:
     """Train with a number of the module, or a batch, that is another on rank 1 alone from the second step on."""
@@ -272,8 +360,8 @@ def lightning(kind: str, plan: str, folder: Path, stop: int) -> Log:
 if __name__ == "__main__":
     library, kind, plan, where, stop = sys.argv[1:6]
     made: Any
-    if library == "own":
-        made = own(plan.split("+"), Path(where))
+    if library in ("own", "hooked"):
+        made = {"own": own, "hooked": hooked}[library](plan.split("+"), Path(where))
     elif library == "alone":
         made = alone(kind, plan, Path(where))
     else:

@@ -45,6 +45,12 @@ def test_a_loop_goes_on_under_another_plan_and_with_a_last_batch_of_another_size
 
 
 @pytest.mark.dist
+def test_hooks_around_backward_and_update_have_whole_gradients_and_weights(tmp_path: Path) -> None:
+    found = ran(2, "hooked", "", "zero:stage=3+data_parallel", tmp_path)
+    assert max(found) < 1e-12
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "change"),
     [

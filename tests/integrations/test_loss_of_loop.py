@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import CaptureError
-from superscaler.integrations.planned import LossOfLoop
+from superscaler.integrations.loss import LossOfLoop
 
 
 class Loop:
