@@ -33,6 +33,7 @@ from superscaler.frontend.rewrites.packed_weights import cut_segments
 from superscaler.frontend.rewrites.several_losses import separate
 from superscaler.frontend.trace import Trace, base_of, read
 from superscaler.frontend.training import Given, Optimizers, Training, given_optimizers, read_optimizers
+from superscaler.frontend.untouched import untouched
 from superscaler.ir.model import Model, Optimizer
 from superscaler.specs.options import WHOLE
 from superscaler.specs.reads import watched
@@ -210,7 +211,7 @@ class _Request:
         return torch.autocast(self.device.type, enabled=False)
 
     def _export(self) -> tuple[ExportedProgram, str]:
-        with self._without_autocast():
+        with self._without_autocast(), untouched(self.module, *self.inputs):
             losses = self.training.losses
             return export(self.module, *self.inputs, self.autocast, self.is_trained, self.is_kept, losses)
 
@@ -272,7 +273,10 @@ def _copy_given(trace: Trace) -> None:
             with trace.graph.inserting_before(end):
                 copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
             plain = {"module": node.meta.get("module", ""), "source": "", "region": None}
-            (results[at],) = trace.name_call(copy, name.replace(".", "_") + "_copy", plain, node.meta["val"])
+            # The name of a module in a Sequential is a number.
+            copied = f"{name.replace('.', '_')}_copy"
+            copied = copied if copied.isidentifier() else f"_{copied}"
+            (results[at],) = trace.name_call(copy, copied, plain, node.meta["val"])
     end.args = (tuple(results),)
 
 

@@ -5,8 +5,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.refusals import blocked, forward_line, is_model, line_of, user_line
-from superscaler.replaced import replaced
+from superscaler.frontend.places import Lines, Places, join, line_of_set, recorded
+from superscaler.frontend.refusals import blocked, forward_line, is_model, line_of
 
 _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, str)
@@ -91,10 +90,11 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     The graph of a second run is taken if the first one sets state once (a cache). A tensor as state needs no other
     export; any other state raises StateWasSet, so that the caller exports once more.
     """
-    with blocked(), _recorded() as places:
+    with blocked(), recorded() as lines:
         given, before, draws = _flat(args, kwargs), _state(module), _draws()
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        buffers, named = [(buffer, buffer.clone()) for buffer in module.buffers()], Places(module, lines)
         result = forward(*args, **kwargs)
+        named.take()
         after = _state(module)
         if (drawn := _draws()) != draws:
             raise CaptureError(
@@ -105,25 +105,26 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         if found := _changed(before, after):
             if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(after[path][1])):
                 owned = [(after[path][0], path.rpartition(".")[2]) for path in found]
-                raise StateWasSet(_message(module, found[0], after, places), owned)
+                raise StateWasSet(_message(module, found[0], after, lines), owned)
             # Changes of buffers by the first run are undone: a step runs the forward once.
             for buffer, value in buffers:
                 buffer.copy_(value)
             result = forward(*args, **kwargs)
+            named.take()
         if found := _changed(after, state := _state(module)):
-            raise CaptureError(_message(module, found[0], state, places))
+            raise CaptureError(_message(module, found[0], state, lines))
         if _flat(args, kwargs) != given:
             raise CaptureError(
                 f"{forward_line(module)} changes the lists or dicts among its inputs, which the captured step would "
                 "not; build new ones."
             )
+        named.write()
     return result
 
 
-def _message(module: nn.Module, path: str, state: State, places: Mapping[tuple[int, str], str]) -> str:
+def _message(module: nn.Module, path: str, state: State, lines: Lines) -> str:
     owner = state[path][0]
-    forward = forward_line(owner if isinstance(owner, nn.Module) else module)
-    where = places.get((id(owner), path.rpartition(".")[2])) or forward
+    where = line_of_set(lines, owner if isinstance(owner, nn.Module) else module, path.rpartition(".")[2])
     return (
         f"{where} changes {path} in every call, which the captured step would not; pass such state in as an input, and "
         "return what you want to watch."
@@ -150,9 +151,10 @@ def _state(module: nn.Module) -> State:
     for name, owner in module.named_modules():
         for attribute, value in owner.__dict__.items():
             if attribute not in _STANDARD:
-                path = ".".join(filter(None, ("self", name, attribute)))
+                path = join("self", name, attribute)
                 found[path] = owner, _held(value)
                 found |= _fields(path, value)
+        found |= {join("self", name, key): (owner, x) for key, x in owner._buffers.items()}
         hooks = (*owner._forward_hooks.values(), *owner._forward_pre_hooks.values())
         for function in (type(owner).forward, *hooks):
             if id(function) not in seen:
@@ -209,18 +211,3 @@ def _differs(before: Any, after: Any) -> bool:
     if isinstance(after, _PLAIN):
         return bool(before != after)
     return isinstance(after, Tensor) and before is not after
-
-
-@contextmanager
-def _recorded() -> Iterator[dict[tuple[int, str], str]]:
-    """Record the line that last set each attribute of a module."""
-    places: dict[tuple[int, str], str] = {}
-    original = nn.Module.__setattr__
-
-    def record(self: nn.Module, name: str, value: Any) -> None:
-        frame = sys._getframe(1)
-        places[id(self), name] = user_line([(frame.f_code.co_filename, frame.f_lineno)])
-        original(self, name, value)
-
-    with replaced((nn.Module, "__setattr__", record)):
-        yield places

@@ -1,18 +1,19 @@
 """Export: a module and its example arguments become a program whose outputs are its loss and other kept results."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, _trace
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -22,7 +23,7 @@ from superscaler.frontend import checkpoints
 from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.composites import decomposed
 from superscaler.frontend.effects import StateWasSet, call, refuse_hooks
-from superscaler.frontend.refusals import Lost, explain, forward_line
+from superscaler.frontend.refusals import Lost, explain, forward_line, is_users
 from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
 from superscaler.frontend.trace import argument, source_of
@@ -36,6 +37,14 @@ subtract tensordot tile triplet_margin_loss true_divide type_as"""
 _DROPOUTS = {F.dropout: 0, F.dropout1d: 2, F.dropout2d: 0, F.dropout3d: 4}
 
 _SWITCHES = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+_DATA = (vars(torch._C.TensorBase)["data"].__get__, vars(torch._C.TensorBase)["data"].__set__)
+
+# What torch does during an export, and needs not: the validity of a distribution's arguments is no part of a graph, and
+# `effects` writes what is assigned to buffers.
+_UNUSED = (
+    (Distribution, "_validate_args", False),
+    (_trace, "register_buffer_assignment_hook", lambda *_: SimpleNamespace(remove=lambda: None)),
+)
 
 # These loggers print errors with a traceback that torch raises too, and that are reported in one line.
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -61,9 +70,8 @@ def export(
     with (
         _only_wanted(module, autocast, partial(returned, is_trained=is_trained, is_kept=is_kept, keys=losses), forms),
         experts.chosen(module), checkpoints.marked(), _on_one_device(module), _with_shapes(),
-        replaced((Distribution, "_validate_args", False)), warnings.catch_warnings(),
+        replaced(*_UNUSED), warnings.catch_warnings(),
     ):  # fmt: skip
-        # Validity of a distribution's arguments is no part of a graph.
         warnings.simplefilter("ignore")
         try:
             exported = _exported(module, args, dict(kwargs))
@@ -252,6 +260,11 @@ class _Explicit(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():
                 return func(*args)
+        if func in _DATA and is_users(sys._getframe(1)):
+            raise Lost(
+                "reads or sets .data of a tensor, which the captured step does not see; read x.detach(), and change a "
+                "buffer by x.copy_(value), or by x.mul_(0.9) and the like, under torch.no_grad()"
+            )
         if func in _SWITCHES and isinstance(args[0], nn.Parameter) and args[0].requires_grad != (*args[1:], True)[0]:
             raise Lost(
                 "switches requires_grad of a parameter, but a captured step trains what it did before; do it once"

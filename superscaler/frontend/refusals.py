@@ -59,7 +59,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"fake tensor in the exported program constant",
-        "changes a tensor through .data, or keeps one of an earlier call",
+        "keeps a tensor of an earlier call",
         "compute a new tensor instead",
     ),
     (
@@ -186,6 +186,12 @@ def is_model(file: str, own: bool = False) -> bool:
     )
 
 
+def is_users(frame: FrameType) -> bool:
+    """Return whether a frame runs the code of a model, not of Python or torch."""
+    file = frame.f_code.co_filename
+    return is_model(file) and not file.startswith(_TORCH)
+
+
 def _refusing(text: str) -> Callable[[Any], Any]:
     """Return a function that replaces any call by a refusal."""
 
@@ -199,7 +205,7 @@ def _refusing_to_users(original: Any) -> Any:
     """torch keeps the state of random numbers around what it traces."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not is_model(caller := sys._getframe(1).f_code.co_filename) or caller.startswith(_TORCH):
+        if not is_users(sys._getframe(1)):
             return original(*args, **kwargs)
         raise Lost(
             "sets the state of torch's random numbers, but a captured step draws its own; seed them before the step, "

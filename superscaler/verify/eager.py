@@ -31,6 +31,7 @@ from superscaler.frontend.oracle import (
     retyped,
 )
 from superscaler.frontend.results import form_and_tensors, loss_of
+from superscaler.frontend.untouched import untouched
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
 from superscaler.replaced import replaced
@@ -129,7 +130,15 @@ class Eager:
         try:
             modes = [(m, "training", t) for m, t in zip(self.call.module.modules(), self.call.training, strict=True)]
             # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
-            with default, replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
+            with (
+                untouched(self.call.module),
+                default,
+                replaced(*modes),
+                mode,
+                marked(),
+                torch.enable_grad(),
+                torch.autocast(*self.autocast),
+            ):
                 whole = _Gradients(self.call, self.model)
                 ran: _Ran = call_with(whole, state, (self.args, self.kwargs, leaves))
                 return ran

@@ -58,7 +58,7 @@ def iterating(between: Callable[[Any, Tensor], Tensor], *first: int) -> nn.Modul
 FROZEN: dict[str, tuple[Callable[[Any, Tensor], Tensor] | nn.Module, str]] = {
     "iterator": (iterating(lambda m, h: h * next(m.counter)), "in step 1 .* the loss is"),
     "second step": (iterating(lambda m, h: h * next(m.counter), 2), "in step 2 .* the loss is"),
-    "closure": (closure(), "in step 1 .* the loss is"),
+    "closure": (closure(), "in step 2 .* the loss is"),
     "time": (lambda m, h: h * (time.perf_counter() % 1), "in step 1 .* the loss is"),
     "gradient": (foreach, r"in step 1 .* the gradient first\.weight\[\d, \d\] is"),
     "buffer": (

@@ -190,6 +190,84 @@ def test_what_moves_in_place_is_that_of_the_module(between: Callable[[Any, Tenso
     assert assert_equal(graph, "single", 1)["parameter_error"] <= 1e-12
 
 
+class Centred(nn.Module):
+    """Runs a function that sets its buffer to a new value, or does something else to it."""
+
+    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.change, self.linear = change, nn.Linear(8, 8)
+        self.register_buffer("center", torch.ones(8))
+        self.register_buffer("other", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, h = self.center, self.linear(x)
+        self.change(self, h.detach() * 0.1 + self.center * 0.9)
+        return (h - self.center).pow(2).mean() + before.sum()
+
+
+def swap(m: Any, new: Tensor) -> None:
+    m.center, m.other = m.other, new.mean(0)
+
+
+def forget(m: Any, new: Tensor) -> None:
+    with torch.no_grad():
+        m.center.copy_(new.mean(0))
+
+
+SET: dict[str, Callable[[Any, Tensor], None]] = {
+    "attribute": lambda m, new: setattr(m, "center", new.mean(0)),
+    "table": lambda m, new: m._buffers.update(center=new.mean(0)),
+    "registered": lambda m, new: m.register_buffer("center", new.mean(0)),
+    "passing": lambda m, new: m.register_buffer("center", new.mean(0), persistent=False),
+    "constant": lambda m, new: setattr(m, "center", torch.full((8,), 2.0)),
+    "weight": lambda m, new: setattr(m, "center", m.linear.weight[0]),
+    "swapped": swap,
+    "as advised": forget,
+}
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["root", "submodule"])
+@pytest.mark.parametrize("change", SET.values(), ids=SET)
+def test_a_buffer_that_is_set_has_its_new_value(change: Callable[[Any, Tensor], None], is_inside: bool) -> None:
+    """No check of capture is needed for it: those of large models are left out."""
+    module = Centred(change)
+    graph = step_of(nn.Sequential(module) if is_inside else module, torch.randn(6, 8), check=False)
+    written = {op.inputs[0].tensor for op in graph.ops if op.is_write}
+    assert f"{'0.' * is_inside}center" in written
+    assert_equal(graph, "single", 1)
+
+
+LINES = {
+    "data": (
+        lambda m, new: setattr(m.center, "data", new.mean(0)),
+        r"reads or sets \.data of a tensor, .* change a bu",
+    ),
+    "read data": (lambda m, new: m.center.data.mul_(2), r"reads or sets \.data of a tensor, .* read x\.detach\(\)"),
+    "shape": (
+        lambda m, new: setattr(m, "center", new),
+        r"sets buffer .*center of \w+, which has shape \(8,\) .* \(6, 8\)",
+    ),
+    "dtype": (
+        lambda m, new: setattr(m, "center", new.mean(0).double()),
+        "sets buffer .* to a tensor of .* dtype float64; a cap",
+    ),
+    "none": (lambda m, new: setattr(m, "other", None), "sets buffer .*other .* to no tensor; a captured step keeps"),
+    "new": (lambda m, new: m.register_buffer("mean", new.mean(0)), r"changes self\..*mean in every call"),
+    "parameter": (
+        lambda m, new: setattr(m.linear, "weight", nn.Parameter(m.linear.weight * 0.9)),
+        r"sets parameter .*linear\.weight of \w+ in the forward, but the optimizer of a captured step has the one",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["root", "submodule"])
+@pytest.mark.parametrize(("change", "message"), LINES.values(), ids=LINES)
+def test_a_tensor_that_cannot_be_set_is_named_with_its_line(change: Any, message: str, is_inside: bool) -> None:
+    module = Centred(change)
+    with pytest.raises(CaptureError, match=f"{HERE} {message}"):
+        step_of(nn.Sequential(module) if is_inside else module, torch.randn(6, 8), check=False)
+
+
 def view(module: nn.Module, tensor: Tensor, kind: str) -> nn.Module:
     if kind == "buffer":
         module.register_buffer("shared", tensor)

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from superscaler.errors import CaptureError, brief
 from superscaler.frontend.capture_cache import values_of
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.oracle import Reference, dense, gaps, is_same, largest, largest_gap, packed, reference_step
+from superscaler.frontend.oracle import Reference, dense, gaps, largest, largest_gap, packed, reference_step
 from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.frontend.trace import source_of
 from superscaler.frontend.training import optimizers_of
-from superscaler.replaced import own_numbers
+from superscaler.frontend.untouched import untouched
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -83,7 +83,7 @@ def agree(captured: Captured, optimizer: Optimizers | None) -> str:
     """
     try:
         _require_small(captured)
-        with untouched(captured.call.module):
+        with untouched(captured.call.module, optimizer, captured.call.args, captured.call.kwargs):
             largest = _compared(captured, optimizer)
     except Unchecked as why:
         return f"{SKIPPED}: {why}"
@@ -267,22 +267,6 @@ def _lowest(captured: Captured) -> torch.dtype:
     values = (node.meta.get("val") for node in captured.exported.graph.nodes)
     dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype in _CLOSE}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-
-@contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Restore the random generators and the buffers of a module after the block."""
-    # Batch norm changes its statistics without a new version of these tensors.
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with own_numbers(devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not is_same(buffer, value).all():
-                        buffer.copy_(value)
 
 
 class WithoutDropout(TorchFunctionMode):

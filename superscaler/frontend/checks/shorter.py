@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout, untouched
+from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout
 from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
+from superscaler.frontend.untouched import untouched
 from superscaler.ops.inputs import bounds, fillings, ignored, pads_rows
-from superscaler.replaced import own_numbers
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -47,8 +47,7 @@ def shorter(captured: Captured) -> dict[str, int]:
         return {}
     sizes = sorted({model.tensors[name].shape[dim] for name, dim in dims.items()})
     some = chain.from_iterable(combinations(sizes, count) for count in range(1, len(sizes) + 1))
-    with untouched(captured.call.module):
-        return dims if all(_trains_alike(captured, *_batches(captured, dims, cut), dtypes) for cut in some) else {}
+    return dims if all(_trains_alike(captured, *_batches(captured, dims, cut), dtypes) for cut in some) else {}
 
 
 def needs_all_rows(captured: Captured) -> bool:
@@ -65,8 +64,7 @@ def needs_all_rows(captured: Captured) -> bool:
     if is_large or not (dtypes := _dtypes(captured)):
         numbers = _numbers(captured, full)
         return numbers is None or numbers != _numbers(captured, few)
-    with untouched(captured.call.module):
-        return not _trains_alike(captured, full, few, dtypes)
+    return not _trains_alike(captured, full, few, dtypes)
 
 
 class _Numbers(TorchDispatchMode):
@@ -93,7 +91,7 @@ def _numbers(captured: Captured, batch: Mapping[str, Tensor]) -> list[object] | 
     own = dict(chain(module.named_parameters(), module.named_buffers()))
     # The meta device is faster, but does not mix with tensors of others.
     for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(allow_non_fake_inputs=True), None)):
-        with suppress(Exception), own_numbers(), torch.no_grad(), mode, _Numbers() as recorder:
+        with untouched(module), suppress(Exception), torch.no_grad(), mode, _Numbers() as recorder:
             # A module's code may raise any exception.
             some, tensors = ({n: _empty(x, device) for n, x in named.items()} for named in (batch, own))
             args, kwargs = captured.call.arguments(some)
@@ -183,12 +181,12 @@ def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -
     leaves = {n: retyped(p.detach(), dtype).requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
     buffers = {n: retyped(b.detach(), dtype).clone() for n, b in module.named_buffers()}
     args, kwargs = captured.call.arguments({n: retyped(x, dtype) for n, x in batch.items()})
-    torch.manual_seed(0)
     trained = [x for x in leaves.values() if x.requires_grad]
     try:
-        with WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
+        with untouched(module), WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
+            torch.manual_seed(0)
             loss = loss_of(call_with(module, {**leaves, **buffers}, args, kwargs), "the module")
-        found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+            found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
     except Exception:
         # A module's code may raise any exception, in its backward too.
         return []
