@@ -73,27 +73,29 @@ class _Kept:
         self._seen: dict[int, Any] = {}
         # torch.export and the checks put other tensors in their place, and a copy of all would need as much memory.
         self._parameters = {id(p) for p in module.parameters()}
+        # By class: what keeps its objects, and which of its bases are searched.
+        self._keepers: dict[type, Keep | None] = {}
+        self._bases: dict[type, tuple[list[str], list[type]]] = {}
 
     def search(self, values: Iterable[Any]) -> None:
         todo = list(values)
         while todo:
             value = todo.pop()
-            if not isinstance(value, _ATOMS) and id(value) not in self._seen:
+            kind = type(value)
+            if kind not in self._keepers:
+                self._keepers[kind] = _keeper(kind)
+            keep = self._keepers[kind]
+            if keep is not None and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                todo += [one for one in self._inside(value) if not isinstance(one, _ATOMS)]
-
-    def _inside(self, value: Any) -> Iterable[Any]:
-        """Keep the contents of an object; return the objects in it."""
-        for kind, keep in _KEEPERS:
-            if isinstance(value, kind):
-                return keep(self, value) or ()
-        return self._object(value) if _is_searched(type(value)) else ()
+                todo += keep(self, value)
 
     def _dict(self, held: dict[Any, Any]) -> Iterable[Any]:
         kind, saved = OrderedDict if isinstance(held, OrderedDict) else dict, list(held.items())
 
         def put() -> None:
-            if not _is_alike([x for pair in held.items() for x in pair], [x for pair in saved for x in pair]):
+            if len(held) != len(saved) or any(
+                k is not a or v is not b for (k, v), (a, b) in zip(held.items(), saved, strict=True)
+            ):
                 kind.clear(held)
                 for key, value in saved:
                     kind.__setitem__(held, key, value)
@@ -124,12 +126,12 @@ class _Kept:
         return ()
 
     def _object(self, owner: Any) -> Iterable[Any]:
-        names = _slotnames(type(owner))
-        self._attributes(owner, names)
-        inside = [getattr(owner, name, None) for name in names]
-        fields = getattr(owner, "__dict__", None)
-        bases = [kind for kind in type(owner).__mro__ if _is_searched(kind)]
-        return [*inside, *([fields] if isinstance(fields, dict) else ()), *bases]
+        if (kind := type(owner)) not in self._bases:
+            self._bases[kind] = _slotnames(kind), [base for base in kind.__mro__ if _is_searched(base)]
+        names, bases = self._bases[kind]
+        if names:
+            self._attributes(owner, names)
+        return [*(getattr(owner, name, None) for name in names), getattr(owner, "__dict__", None), *bases]
 
     def _attributes(self, owner: Any, names: Iterable[str]) -> None:
         saved = {name: getattr(owner, name, _MISSING) for name in names}
@@ -223,10 +225,11 @@ class _Kept:
             self.puts.append(lambda: None if held.tobytes() == saved.tobytes() else np.copyto(held, saved))
         return held.tolist() if held.dtype == object else ()
 
-    def _draws(self, generator: Any) -> None:
+    def _draws(self, generator: Any) -> Iterable[Any]:
         read, write = next((read, write) for kind, read, write in _GENERATORS if isinstance(generator, kind))
         saved = read(generator)
         self.puts.append(lambda: write(generator, saved))
+        return ()
 
 
 # Random generators -> how their states are read and set.
@@ -240,8 +243,9 @@ _GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]],
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 )
-# What an object is -> what keeps its contents.
-_KEEPERS: tuple[tuple[Any, Callable[[_Kept, Any], Iterable[Any] | None]], ...] = (
+Keep = Callable[[_Kept, Any], Iterable[Any]]
+# What an object is -> what keeps its contents, and returns the objects in it.
+_KEEPERS: tuple[tuple[Any, Keep], ...] = (
     (Tensor, _Kept._tensor),
     (type, _Kept._class),
     (_NAMESPACES, _Kept._object),
@@ -251,12 +255,18 @@ _KEEPERS: tuple[tuple[Any, Callable[[_Kept, Any], Iterable[Any] | None]], ...] =
     ((tuple, frozenset), lambda kept, held: held),
     (FunctionType, _Kept._function),
     (MethodType, lambda kept, bound: (bound.__self__, bound.__func__)),
-    (functools.partial, lambda kept, made: (made.func, made.args, made.keywords)),
+    (functools.partial, lambda kept, made: (made.func, made.args, made.keywords, vars(made))),
     (CellType, _Kept._cell),
     (_LRU, _Kept._cache),
     (np.ndarray, _Kept._array),
     (tuple(kind for kind, *_ in _GENERATORS), _Kept._draws),
 )
+
+
+def _keeper(kind: type) -> Keep | None:
+    """Return what keeps the objects of a class, None for those that cannot change or are not searched."""
+    found = next((keep for kinds, keep in _KEEPERS if issubclass(kind, kinds)), None)
+    return None if issubclass(kind, _ATOMS) else found or (_Kept._object if _is_searched(kind) else None)
 
 
 def _is_alike(some: Iterable[Any], others: list[Any]) -> bool:
