@@ -33,6 +33,7 @@ _TEXTS = {
     "export": "exporting the model by torch.export",
     "capture": "capturing the model",
     "check": "comparing two steps of the module with the graph",
+    "smaller": "trying smaller batches on the module",
     **dict.fromkeys(("plan", "schedule", "materialize", "emit", "translation"), "compiling"),
     "certify": "certifying the programs",
     "memory": "predicting the memory",

@@ -84,7 +84,7 @@ class Captured:
 
     `values` lacks tensors on the meta device. `fixed` has the buffers of the module's state that became constants, or
     that nothing reads: with the model's own tensors they are that state, whole. `seconds`: of `export` (torch),
-    `capture` (the rest) and `check`. `checked`: one line about the check of the module.
+    `capture` (the rest), `check` and `smaller` (batches). `checked`: one line about the check of the module.
     """
 
     model: Model
@@ -173,7 +173,7 @@ class _Request:
 
     def capture(self, cache: str | None, check: bool) -> Captured:
         """Return the captured step, from the cache if it has the entry of this name; see `capture`."""
-        seconds = dict.fromkeys(("export", "capture", "check"), 0.0)
+        seconds = dict.fromkeys(("export", "capture", "check", "smaller"), 0.0)
         with timed(seconds, "capture"):
             key = self._key(cache) if cache else ""
             kept = load(key, self.module, check) if cache else None
@@ -188,14 +188,15 @@ class _Request:
         # the model reads in its forward are not part of any key.
         is_saved = bool(cache and not seen.own and not seen.unknown and key == self._key(cache))
         captured = self._captured(kept, lambda: exported, seconds)
-        if check:
-            with timed(seconds, "check"), self._without_autocast():
-                captured = replace(captured, checked=agree(captured, self.optimizer))
-                captured = replace(captured, model=replace(captured.model, shorter=shorter(captured)))
-        if check or not any(x.is_meta for x in self.module.parameters()):
-            with timed(seconds, "check"), self._without_autocast():
-                model = replace(captured.model, is_whole=needs_all_rows(captured))
-                captured = replace(captured, model=model)
+        with self._without_autocast(), without_garbage_collection():
+            if check:
+                with timed(seconds, "check"):
+                    captured = replace(captured, checked=agree(captured, self.optimizer))
+            if check or not any(x.is_meta for x in self.module.parameters()):
+                with timed(seconds, "smaller"):
+                    model = replace(captured.model, shorter=shorter(captured) if check else {})
+                    captured = replace(captured, model=model)
+                    captured = replace(captured, model=replace(model, is_whole=needs_all_rows(captured)))
         if is_saved:
             save(key, self.module, captured.model, captured.values, captured.call.inputs, captured.checked)
         return captured

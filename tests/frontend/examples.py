@@ -37,6 +37,22 @@ def llama(layers: int = 2) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
+def longrope() -> nn.Module:
+    """Return an unmodified module of the library, whose rotary frequencies are others for more than 24 tokens."""
+    transformers = _transformers()
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0 + 0.1 * k for k in range(8)], "long_factor": [2.0 + 0.5 * k for k in range(8)],
+    }  # fmt: skip
+    config = transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=96, original_max_position_embeddings=24, pad_token_id=0,
+        use_cache=False, attention_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, rope_parameters=rope,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Phi3ForCausalLM(config).train()
+
+
 def _transformers():
     import pytest
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.frontend.untouched import untouched
 from superscaler.models import build, names
-from tests.frontend.examples import Net
+from tests.frontend.examples import Net, longrope
 from tests.graphs import assert_equal, step_of
 from tests.sweeps import few
 
@@ -221,22 +221,6 @@ def test_the_loss_of_a_longrope_model_is_that_of_before() -> None:
     assert graph.captured.checked.startswith("2 steps are those of the module")
     assert float(module(ids, labels=ids).loss.detach()) == want
     assert_equal(graph, "single", 1)
-
-
-def longrope() -> nn.Module:
-    """Return an unmodified module of the library, whose rotary frequencies are others for more than 24 tokens."""
-    transformers = pytest.importorskip("transformers")
-    rope = {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
-        "short_factor": [1.0 + 0.1 * k for k in range(8)], "long_factor": [2.0 + 0.5 * k for k in range(8)],
-    }  # fmt: skip
-    config = transformers.Phi3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=96, original_max_position_embeddings=24, pad_token_id=0,
-        use_cache=False, attention_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, rope_parameters=rope,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.Phi3ForCausalLM(config).train()
 
 
 def test_everything_that_is_reached_is_put_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import threading
 from functools import cache
@@ -20,6 +21,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.checks import shorter
 from superscaler.runtime.step import Step
 from superscaler.train.feed import Samples, feed, fitting
+from tests.frontend.examples import longrope
 from tests.ran import Around, on_ranks
 from tests.sweeps import few
 
@@ -300,6 +302,68 @@ def test_a_batch_of_shorter_sequences_is_filled_where_the_module_trains_alike(ki
         for name in ("single", "data_parallel", "gradient_accumulation:microbatches=2", "tensor_parallel") * fills:
             found = on_ranks(ss.compile(graph, name, f"local:{1 + (name != 'single')}"), work)
             assert found[0] == pytest.approx([x.item() for x in losses], rel=near)
+
+
+class Lengths(nn.Module):
+    """Scores of the next token from those before, in a form that depends on the number of tokens above some length."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.head = kind, nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.register_buffer("near", torch.linspace(0.5, 1.0, 8))
+        self.register_buffer("far", torch.linspace(2.0, 3.0, 8))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, long = self.table(input_ids), input_ids.shape[1]
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        positions = torch.arange(long, device=input_ids.device)
+        if self.kind == "branch":
+            x = x * (self.far if long > 24 else self.near)
+        elif self.kind == "values":
+            x = x * torch.where(positions.max() + 1 > 24, self.far, self.near)
+        elif self.kind == "number":
+            x = x * math.log(max(long, 24))
+        elif self.kind == "kept":
+            x = x * self.frequencies(long)
+        elif self.kind == "positions":
+            x = x * torch.cos(positions[:, None] * self.near)
+        attended = nn.functional.scaled_dot_product_attention(x, x.tanh(), x, is_causal=True)
+        return nn.functional.cross_entropy(self.head(x + attended).mT, labels)
+
+    def frequencies(self, long: int) -> Tensor:
+        if long > 24:
+            self.register_buffer("near", self.far, persistent=False)
+        return self.near
+
+
+@pytest.mark.parametrize(
+    ("kind", "fills"),
+    [("branch", False), ("values", False), ("number", False), ("kept", False), ("positions", True), ("plain", True)],
+)
+def test_sequences_below_a_length_at_which_the_module_changes_are_not_filled(kind: str, fills: bool) -> None:
+    """Lengths of a few elements are all alike: the captured one is beyond the change."""
+    torch.manual_seed(0)
+    batch = {name: torch.randint(0, 16, (4, 48)) for name in ("input_ids", "labels")}
+    short = {name: x[:, :20] for name, x in batch.items()}
+    module = Lengths(kind)
+    plain = copy.deepcopy(module)
+    graph = ss.capture(module, kwargs=batch, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    assert bool(graph.model.shorter) == fills
+
+    def work(step: Step) -> float:
+        return float(step(step.padding.filled(short, step.inputs)))
+
+    if fills:
+        (found,) = on_ranks(ss.compile(graph, "single", "local:1"), work)
+        assert found == pytest.approx(float(plain(**short).detach()), rel=1e-5)
+
+
+def test_a_rotary_embedding_of_two_lengths_is_not_filled() -> None:
+    module, ids = longrope(), torch.randint(1, 64, (4, 48))
+    graph = ss.capture(module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters()))
+    assert not graph.model.shorter
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:

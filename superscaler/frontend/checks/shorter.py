@@ -1,24 +1,23 @@
 """Batches smaller than that of the capture: whether the module trains alike by a filled batch and by the small one.
 
-Labels are filled with the one that losses ignore, masks with 0, other inputs with anything. Torch runs the module on a
-few rows with short sequences and with filled ones, and on fewer rows and filled ones, in float64 if it can; a module
-that is too large, on the shapes of fewer rows.
+Labels are filled with the one that losses ignore, masks with 0, other inputs with anything. What a module reads must be
+the same at the captured length and at smaller ones (`reading`). Torch runs it on a few rows with short sequences and
+with filled ones, and on fewer rows and filled ones, in float64 if it can, with a few of its equal layers. Without data
+or for several losses, it is only read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, combinations
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout
+from superscaler.frontend.checks.reading import Reading, few_layers, reading
 from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
 from superscaler.frontend.untouched import untouched
@@ -28,12 +27,13 @@ if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
     from superscaler.ir.model import Model
 
+Batch = Mapping[str, Tensor]
 # Rows and elements of a sequence that are run, and how many of these elements are filled.
 _ROWS, _LONG, _FILLED = 2, 16, 5
 # The largest difference relative to the largest element of a tensor, whose size is at least a share of the largest one.
 _CLOSE, _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-4}, 1e-6
-# Types of the arguments of operators that may be numbers.
-_OF_NUMBERS = ("Tensor", "number")
+# Larger parameters get no gradient in float32.
+_SMALL = 10**5
 # Gradients of larger models would take too much memory.
 _MOST = 10**9
 
@@ -42,66 +42,84 @@ def shorter(captured: Captured) -> dict[str, int]:
     """Return the dim of each input along which sequences may be shorter, all of a length by as much; none if the module
     differs.
     """
-    model, dims = captured.model, sequences(captured.model)
+    dims = sequences(captured.model)
     if not dims or not (dtypes := _dtypes(captured)):
         return {}
-    sizes = sorted({model.tensors[name].shape[dim] for name, dim in dims.items()})
-    some = chain.from_iterable(combinations(sizes, count) for count in range(1, len(sizes) + 1))
-    return dims if all(_trains_alike(captured, *_batches(captured, dims, cut), dtypes) for cut in some) else {}
+    sizes = sorted({captured.model.tensors[name].shape[dim] for name, dim in dims.items()})
+    some = list(chain.from_iterable(combinations(sizes, count) for count in range(1, len(sizes) + 1)))
+
+    def trains_alike() -> bool | None:
+        whole = reading(captured, _few_rows(captured, captured.batch))
+        for cut in some:
+            reads = _reads_alike(captured, whole, dims, cut)
+            if reads is False or (reads is None and _is_large(captured)):
+                return False
+            # A module that cannot be read runs on sequences of the captured length.
+            found = _trains_alike(captured, *_batches(captured, dims, cut, _LONG if reads else max(sizes)), dtypes)
+            if not found:
+                return found
+        return True
+
+    return dims if _by_few_layers(captured, trains_alike) else {}
 
 
 def needs_all_rows(captured: Captured) -> bool:
     """Return whether the module trains otherwise by filled rows than by fewer, although its ops keep rows apart.
 
-    One that is large, has several losses or no data is run on shapes alone: whether its operators read a number that
+    One that is large, has several losses or no data is only read: whether its operators read a number or a tensor that
     depends on how many rows there are.
     """
-    model, rows = captured.model, max((len(x) for x in captured.batch.values() if x.dim()), default=1)
-    is_large = sum(op.flops for op in model.ops) * (_ROWS + 1) > MOST_FLOPS * rows
-    if not pads_rows(model):
+    if not pads_rows(captured.model):
         return False
-    full, few = _fewer(captured)
-    if is_large or not (dtypes := _dtypes(captured)):
-        numbers = _numbers(captured, full)
-        return numbers is None or numbers != _numbers(captured, few)
-    return not _trains_alike(captured, full, few, dtypes)
+    dims = captured.model.shorter
+    dtypes = _dtypes(captured) if dims or not _is_large(captured) else ()
+    full, few = ({n: _begin(x, dims.get(n)) for n, x in batch.items()} for batch in _fewer(captured))
+
+    def trains_alike() -> bool | None:
+        if dtypes:
+            return _trains_alike(captured, full, few, dtypes)
+        some, others = reading(captured, full), reading(captured, few)
+        return None if some is None or others is None else some.is_alike(others)
+
+    return not _by_few_layers(captured, trains_alike)
 
 
-class _Numbers(TorchDispatchMode):
-    """A recorder of the numbers that operators compute with: no sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[object] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(a, kwargs[a.name]) for a in func._schema.arguments if kwargs and a.name in kwargs]
-        if func.overloadpacket is torch.ops.aten.lift_fresh and args[0].numel() == 1:
-            # torch.tensor(number)
-            self.found.append(args[0].item())
-        elif func.overloadpacket is not torch.ops.aten.arange:
-            self.found += [x for a, x in given if str(a.type) in _OF_NUMBERS and isinstance(x, int | float)]
-        return func(*args, **(kwargs or {}))
+def _is_large(captured: Captured) -> bool:
+    """Return whether steps on a few whole rows take too long."""
+    rows = max((len(x) for x in captured.batch.values() if x.dim()), default=1)
+    return sum(op.flops for op in captured.model.ops) * (_ROWS + 1) > MOST_FLOPS * rows
 
 
-def _numbers(captured: Captured, batch: Mapping[str, Tensor]) -> list[object] | None:
-    """Return the numbers in the module's operators on a batch of these shapes, None if its code raises."""
-    module = captured.call.module
-    own = dict(chain(module.named_parameters(), module.named_buffers()))
-    # The meta device is faster, but does not mix with tensors of others.
-    for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(allow_non_fake_inputs=True), None)):
-        with untouched(module), suppress(Exception), torch.no_grad(), mode, _Numbers() as recorder:
-            # A module's code may raise any exception.
-            some, tensors = ({n: _empty(x, device) for n, x in named.items()} for named in (batch, own))
-            args, kwargs = captured.call.arguments(some)
-            call_with(module, tensors, args, kwargs)
-            return recorder.found
-    return None
+def _by_few_layers(captured: Captured, is_alike: Callable[[], bool | None]) -> bool:
+    """Return whether something holds of the module with a few of its equal layers, of all if it does not run so."""
+    with few_layers(captured.call.module, captured.model) as is_less:
+        found = is_alike() if is_less else None
+    return bool(is_alike() if found is None else found)
 
 
-def _empty(x: Tensor, device: str | None) -> Tensor:
-    return torch.empty_like(x, device=device or ("cpu" if x.is_meta else x.device))
+def _reads_alike(
+    captured: Captured, whole: Reading | None, dims: Mapping[str, int], cut: Collection[int]
+) -> bool | None:
+    """Return whether the module reads the same of shorter sequences; None if it cannot be read."""
+    batch, least = _few_rows(captured, captured.batch), min(cut)
+    if whole is None:
+        return None
+    for length in {2, least - 1}:
+        less = {n: _begin(x, dims[n], length) if n in dims and x.shape[dims[n]] in cut else x for n, x in batch.items()}
+        found = reading(captured, less)
+        if found is None or not whole.is_alike(found):
+            return None if found is None else False
+    return True
+
+
+def _few_rows(captured: Captured, batch: Batch) -> Batch:
+    rows = {x.shape[0] for x in captured.batch.values() if x.dim()}
+    return {n: x[:_ROWS] if x.dim() and len(rows) == 1 else x for n, x in batch.items()}
+
+
+def _begin(x: Tensor, dim: int | None, length: int = _LONG) -> Tensor:
+    """Return the first elements of a sequence along its dim."""
+    return x if dim is None else x.narrow(dim, 0, min(length, x.shape[dim]))
 
 
 def _dtypes(captured: Captured) -> Sequence[torch.dtype]:
@@ -113,15 +131,13 @@ def _dtypes(captured: Captured) -> Sequence[torch.dtype]:
     return (torch.float64, torch.float32)[elements > MOST_ELEMENTS :]
 
 
-def _trains_alike(
-    captured: Captured, full: Mapping[str, Tensor], short: Mapping[str, Tensor], dtypes: Sequence[torch.dtype]
-) -> bool:
-    """Return whether the module trains by a filled batch as by the small one."""
+def _trains_alike(captured: Captured, full: Batch, short: Batch, dtypes: Sequence[torch.dtype]) -> bool | None:
+    """Return whether the module trains by a filled batch as by the small one; None if it does not run."""
     for dtype in dtypes:
         some, others = (_step(captured, batch, dtype) for batch in (full, short))
         if some and others:
             return _is_same(some, others, _CLOSE[dtype])
-    return False
+    return None
 
 
 def sequences(model: Model) -> dict[str, int]:
@@ -134,33 +150,32 @@ def sequences(model: Model) -> dict[str, int]:
     return {name: found[0] for name, found in dims.items() if found} if max(map(len, dims.values())) == 1 else {}
 
 
-def _batches(
-    captured: Captured, dims: Mapping[str, int], lengths: Collection[int]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a drawn batch whose sequences of some lengths are filled at the end, and the batch without that end."""
+def _batches(captured: Captured, dims: Mapping[str, int], lengths: Collection[int], most: int) -> tuple[Batch, Batch]:
+    """Return a drawn batch of at most so many elements whose sequences of some lengths are filled at the end, and the
+    batch without that end.
+    """
     full, cut, fills = {}, {}, fillings(captured.model)
-    rows = {x.shape[0] for x in captured.batch.values() if x.dim()}
-    for name, x in _drawn(captured).items():
+    for name, x in _few_rows(captured, _drawn(captured)).items():
         x = torch.ones_like(x) if fills[name] == 0 and name not in bounds(captured.model) else x
-        x = x[:_ROWS] if x.dim() and len(rows) == 1 else x
         is_cut = name in dims and x.shape[dims[name]] in lengths
         if name in dims:
-            x = x.narrow(dims[name], 0, min(_LONG, x.shape[dims[name]])).clone()
-            short, end = x.split((x.shape[dims[name]] - _FILLED, _FILLED), dims[name])
+            x = _begin(x, dims[name], most).clone()
+            left = min(_LONG, x.shape[dims[name]]) - _FILLED
+            short, end = x.split((left, x.shape[dims[name]] - left), dims[name])
             if is_cut and (value := fills[name]) is not None:
                 end.fill_(value)
         full[name], cut[name] = x, short.clone() if is_cut else x
     return full, cut
 
 
-def _drawn(captured: Captured) -> dict[str, Tensor]:
+def _drawn(captured: Captured) -> Batch:
     """Return the example batch, with drawn values of the inputs that select rows or classes."""
     limits, generator = bounds(captured.model), torch.Generator().manual_seed(0)
     pairs = captured.batch.items()
     return {n: torch.randint(limits[n], x.shape, generator=generator).to(x) if n in limits else x for n, x in pairs}
 
 
-def _fewer(captured: Captured) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _fewer(captured: Captured) -> tuple[Batch, Batch]:
     """Return a drawn batch whose last row is filled, and the batch without that row."""
     full, few, labels, limits = {}, {}, ignored(captured.model), bounds(captured.model)
     for name, x in _drawn(captured).items():
@@ -181,6 +196,9 @@ def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -
     leaves = {n: retyped(p.detach(), dtype).requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
     buffers = {n: retyped(b.detach(), dtype).clone() for n, b in module.named_buffers()}
     args, kwargs = captured.call.arguments({n: retyped(x, dtype) for n, x in batch.items()})
+    if dtype == torch.float32:
+        # The model is large. All of its layers have small parameters, too.
+        leaves = _of_small(leaves)
     trained = [x for x in leaves.values() if x.requires_grad]
     try:
         with untouched(module), WithoutDropout(), torch.enable_grad(), torch.autocast(device, enabled=False):
@@ -192,6 +210,12 @@ def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -
         return []
     gradients = [dense(g, x.detach()) for g, x in zip(found, trained, strict=True)]
     return [loss.detach(), *gradients, *(b for b in buffers.values() if b.is_floating_point())]
+
+
+def _of_small(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters of which large ones get no gradient, unless all are large."""
+    is_mixed = any(x.requires_grad and x.numel() <= _SMALL for x in leaves.values())
+    return {n: x.detach() if is_mixed and x.numel() > _SMALL else x for n, x in leaves.items()}
 
 
 def _is_same(some: list[Tensor], others: list[Tensor], close: float) -> bool:
