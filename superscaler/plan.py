@@ -204,7 +204,6 @@ def capture(
     optimizer: Optimizers | None = _UNSAID,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    cache: str | None = None,
     outputs: bool = False,
     check: bool = True,
     precision: str | None = None,
@@ -224,12 +223,42 @@ def capture(
     `precision`, instead of autocast, is "bf16" or "fp16": a copy of the module in that dtype is captured, and the
     optimizer updates float32 copies of its weights (docs/precision.md).
 
-    `cache` is a name: a capture of equal files, versions, options and shapes under that name is read from disk. The
-    name stands for everything that is in no file: give another one if the module is built with other options. `check`
-    compares two steps of the graph with those of a copy of the module run by torch; the result is
-    `graph.captured.checked`, made once for each name of a cache. For a large module, or one without data, a logged line
-    replaces the comparison.
+    `check` compares two steps of the graph with those of a copy of the module run by torch; the result is
+    `graph.captured.checked`. For a large module, or one without data, a logged line replaces the comparison.
     """
+    return _capture(None, module, args, kwargs, optimizer, autocast, scaler, outputs, check, precision)
+
+
+def capture_named(
+    name: str,
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    optimizer: Optimizers | None = _UNSAID,
+    autocast: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    outputs: bool = False,
+    check: bool = True,
+    precision: str | None = None,
+) -> Graph:
+    """Return the graph of a training step as `capture` does, read from disk if it was captured under this name: a
+    model of the library, which is its name, its options and versions of packages.
+    """
+    return _capture(name, module, args, kwargs, optimizer, autocast, scaler, outputs, check, precision)
+
+
+def _capture(
+    name: str | None,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    optimizer: Optimizers | None,
+    autocast: str | None,
+    scaler: torch.amp.GradScaler | None,
+    outputs: bool,
+    check: bool,
+    precision: str | None,
+) -> Graph:
     if not isinstance(module, torch.nn.Module):
         raise InputError(
             f"capture needs a torch.nn.Module, not {named(module)}; give the module whose forward is the step, and its "
@@ -250,7 +279,7 @@ def capture(
     is_trained = optimizer is not None
     is_kept = outputs or not is_trained
     captured = capture_model(
-        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check,
+        module, args, kwargs, optimizer, autocast, scaler, name, is_trained, is_kept=is_kept, check=check,
         precision=precision,
     )  # fmt: skip
     if check and captured.checked.startswith(SKIPPED):

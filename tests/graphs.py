@@ -4,10 +4,12 @@ tests, since compiling changes no graph; processes share what is captured by its
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch import nn
 import superscaler as ss
 from superscaler.frontend.training import given_optimizers, read_optimizer
 from superscaler.models import build
+from superscaler.plan import capture_named
 from tests.ran import equal
 
 OPTIMIZERS = {
@@ -50,11 +53,10 @@ def captured_with(spec: str, optimizer: str) -> ss.Graph:
 def captured_once(
     name: str, module: nn.Module, args: Any, kwargs: Any, made: torch.optim.Optimizer, **options: Any
 ) -> ss.Graph:
-    """Capture a training step, once for all processes of a run. Files of code are the same in all of them, but those of
-    users that tests of one process have loaded: none is part of the key.
-    """
-    with patch("superscaler.frontend.capture_cache._files", return_value=()):
-        return ss.capture(module, args, kwargs, made, cache=name, **options)
+    """Capture a training step, once for all processes, until the file of its module changes."""
+    file = Path(inspect.getfile(type(module)))
+    text = f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    return capture_named(text, module, args, kwargs, made, **options)
 
 
 def optimizer_of(module: nn.Module, name: str, lr: float | None = None) -> torch.optim.Optimizer:

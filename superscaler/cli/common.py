@@ -166,13 +166,14 @@ class ModelRequest:
 
     def _captured(self, built: BuiltModel) -> Callable[..., Graph]:
         """Return a function that captures a built model with an optimizer."""
-        from superscaler.plan import capture
+        from superscaler.plan import capture, capture_named
 
-        name = None if self.no_cache else built.cache
-        precision = None if self.precision == FULL else self.precision
+        # Only its author knows what a model of a file depends on.
+        is_kept = built.is_named and not self.no_cache
         return partial(
-            capture, built.module, built.args, built.kwargs, autocast=self.autocast, precision=precision,
-            cache=name, check=not self.no_check,
+            partial(capture_named, built.name) if is_kept else capture, built.module, built.args, built.kwargs,
+            autocast=self.autocast, precision=None if self.precision == FULL else self.precision,
+            check=not self.no_check,
         )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ from superscaler.frontend.training import Given, Optimizers, Training, given_opt
 from superscaler.frontend.untouched import untouched
 from superscaler.ir.model import Model, Optimizer
 from superscaler.specs.options import WHOLE
-from superscaler.specs.reads import watched
 from superscaler.timing import timed, without_garbage_collection
 
 
@@ -108,7 +107,7 @@ def capture(
     optimizer: Optimizers | None = None,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    cache: str | None = None,
+    name: str | None = None,
     is_trained: bool = True,
     is_kept: bool = False,
     check: bool = False,
@@ -116,16 +115,12 @@ def capture(
 ) -> Captured:
     """Return the captured step of a module; `superscaler.plan.capture` describes the common arguments.
 
+    `name`: that of a model of the library, whose captures are kept on disk (`capture_cache`).
     `is_trained`: the step has a backward and updates. `is_kept`: it returns the module's results beside its loss.
     Raises CaptureError for a graph that differs from the module (`check`), for a module that gives no scalar loss,
     cannot be exported, changes its inputs, or is on two devices, or for another optimizer; InputError for other wrong
     arguments.
     """
-    if cache and not isinstance(cache, str):
-        raise InputError(
-            f"cache={cache!r} is not the name of a model; name this one, as cache='mine', and use another name "
-            "for a model that differs in anything outside its files."
-        )
     refuse_scripted(module)
     refuse_set_weights(module)
     refuse_averages(module)
@@ -147,7 +142,7 @@ def capture(
         module, args, kwargs or {}, examples(module, args, kwargs or {}), optimizer, made, training, device, cast,
         is_trained, is_kept, precision,
     )  # fmt: skip
-    return request.capture(cache, check)
+    return request.capture(name, check)
 
 
 @dataclass(frozen=True)
@@ -171,22 +166,19 @@ class _Request:
     is_kept: bool
     precision: str | None
 
-    def capture(self, cache: str | None, check: bool) -> Captured:
-        """Return the captured step, from the cache if it has the entry of this name; see `capture`."""
+    def capture(self, name: str | None, check: bool) -> Captured:
+        """Return the captured step, from the cache if it has an entry of this name; see `capture`."""
         seconds = dict.fromkeys(("export", "capture", "check", "smaller"), 0.0)
         with timed(seconds, "capture"):
-            key = self._key(cache) if cache else ""
-            kept = load(key, self.module, check) if cache else None
+            key = self._key(name) if name else ""
+            kept = load(key, self.module, check) if name else None
         if kept is not None:
             return self._captured(kept, lambda: self._export()[0], seconds)
-        with self._without_autocast(), without_garbage_collection(), watched(False) as seen:
+        with self._without_autocast(), without_garbage_collection():
             with timed(seconds, "export"):
                 exported, form = self._export()
             with timed(seconds, "capture"):
                 kept = (*_read(self.module, exported, form, self.training, self.device), inputs_of(exported), "")
-        # A key that changed while the model ran (it loaded code, or set a buffer) is no later capture's key. Files that
-        # the model reads in its forward are not part of any key.
-        is_saved = bool(cache and not seen.own and not seen.unknown and key == self._key(cache))
         captured = self._captured(kept, lambda: exported, seconds)
         with self._without_autocast(), without_garbage_collection():
             if check:
@@ -197,7 +189,7 @@ class _Request:
                     model = replace(captured.model, shorter=shorter(captured) if check else {})
                     captured = replace(captured, model=model)
                     captured = replace(captured, model=replace(model, is_whole=needs_all_rows(captured)))
-        if is_saved:
+        if name:
             save(key, self.module, captured.model, captured.values, captured.call.inputs, captured.checked)
         return captured
 
@@ -327,7 +319,7 @@ def _warn_of_repeated(model: Model) -> None:
             f"{source} changes {name} inside torch.utils.checkpoint ({len(found)} buffers in all). torch runs that "
             "line again in the backward, and so changes it twice a step; a plan changes it once, as without "
             "checkpoint.",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
@@ -337,5 +329,5 @@ def _warn_of_underflow(model: Model) -> None:
         warnings.warn(
             f"{len(found)} tensors of this model, {found[0]} first, have float16 gradients, which are 0 where "
             "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
-            stacklevel=6,
+            stacklevel=7,
         )

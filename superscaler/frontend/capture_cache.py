@@ -1,19 +1,17 @@
-"""The cache of captures: the model as text, and the constants that capture computed.
+"""The cache of captures of the library's models: the model as text, and the constants that capture computed.
 
-An entry belongs to a name, which stands for everything that no file holds, and to facts that are known without a look
-into live objects: options, versions, files of code, and the module as seen from outside. The exported program is not
-kept: `verify` exports it again.
+An entry belongs to a name, with its options, to the versions of packages and of this one, and to the module as seen
+from outside. A model of a user's file is captured anew each time: nothing shows all that its code reads. The exported
+program is not kept: `verify` exports it again.
 """
 
 import hashlib
 import json
 import platform
 import sys
-import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +25,10 @@ from torch.utils import _pytree as pytree
 from superscaler.bits import bytes_of
 from superscaler.frontend.oracle import pieces
 from superscaler.frontend.rewrites.constants import compact
-from superscaler.frontend.trace import shorten
 from superscaler.ir.model import Model
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.store import cache
 
-# Code below these folders is identified by versions.
-_LIBRARIES = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "scripts"))
 _INSTALLED = "-packages"
 
 
@@ -55,7 +50,7 @@ def inputs_of(exported: ExportedProgram) -> Inputs:
 
 
 def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
-    """Return the hash of everything that a capture depends on; files of code count as they are on disk.
+    """Return the hash of everything that the capture of a named model depends on.
 
     Values of parameters and of input tensors do not count, because no capture reads them. Values of buffers do.
     """
@@ -65,25 +60,10 @@ def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
     seen = [name, options, flags, torch.get_default_device(), torch.cuda.is_available(), versions, spec]
     seen += [_layout(x) if isinstance(x, Tensor) else x for x in leaves]
     # transformers marks modules that it checkpoints by an attribute.
-    seen += _functions(module)
     seen += [module, [(m.training, vars(m).get("gradient_checkpointing")) for m in module.modules()]]
     seen += [(n, _layout(x)) for n, x in module.named_parameters(remove_duplicate=False)]
     seen += [(n, _layout(x), _bits(x)) for n, x in module.named_buffers(remove_duplicate=False)]
-    return hashlib.sha256("\n".join(map(repr, [*seen, *_files()])).encode()).hexdigest()
-
-
-def _functions(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Yield torch's functions and the methods of a module by name: no file shows that one was replaced."""
-    kinds = {kind for m in module.modules() for kind in type(m).__mro__ if kind is not object}
-    owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds} | {"functional": nn.functional}
-    for home, owner in sorted(owners.items()):
-        for name, value in sorted(vars(owner).items()):
-            code = getattr(value, "__code__", None)
-            if isinstance(code, CodeType):
-                plain = [x for x in code.co_consts if isinstance(x, bool | int | float | str)]
-                yield home, name, f"{code.co_firstlineno} {code.co_names} {plain} {code.co_code.hex()}"
-            elif callable(value):
-                yield home, name, getattr(value, "__qualname__", "")
+    return hashlib.sha256("\n".join(map(repr, seen)).encode()).hexdigest()
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
@@ -100,17 +80,6 @@ def _bits(x: Tensor) -> str:
 def _installed() -> list[str]:
     """Return the importable packages with their versions, read from pip's folders."""
     return sorted(f.name for home in sys.path if _INSTALLED in home for f in Path(home).glob("*-info"))
-
-
-def _files() -> Iterator[tuple[str, str, str]]:
-    """Yield (name, path, hash) of each loaded module outside of Python, of packages and of this library."""
-    for name, module in sorted(sys.modules.items()):
-        # Not getattr: a lazy module would import the attribute.
-        file = getattr(module, "__dict__", {}).get("__file__") or ""
-        if name.split(".")[0] != "superscaler" and _INSTALLED not in file and not file.startswith(_LIBRARIES):
-            # Some modules, as torch.ops, name a file that does not exist.
-            with suppress(OSError):
-                yield name, shorten(file), hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:

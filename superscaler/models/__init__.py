@@ -13,7 +13,6 @@ from superscaler.errors import InputError, a, unknown
 from superscaler.models.families import FAMILIES
 from superscaler.models.without_data import forget, without_data
 from superscaler.specs.options import ALIASES, Options, options_of, read_pairs
-from superscaler.specs.reads import Reads, watched
 from superscaler.specs.user_file import from_file
 
 _SHAPE = "(module, args) or (module, args, kwargs)"
@@ -24,7 +23,7 @@ class BuiltModel:
     """A module in training mode whose `module(*args, **kwargs)` gives a scalar loss or an object with `.loss`.
 
     `make_batch(step)` returns real tensors for the inputs by name, equal for equal steps, even if the module is on the
-    meta device. It is None for a model from a file: only its author knows the inputs. `reads`: the reads of that file.
+    meta device. It is None for a model from a file: only its author knows the inputs.
     """
 
     name: str
@@ -32,14 +31,11 @@ class BuiltModel:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     make_batch: Callable[[int], dict[str, Tensor]] | None
-    reads: Reads | None = None
 
     @property
-    def cache(self) -> str | None:
-        """Return the name of its captures on disk, with the reads of its file's build; None if these are unknown."""
-        if self.reads is None:
-            return self.name
-        return None if self.reads.unknown else f"{self.name} {sorted(self.reads.found)}"
+    def is_named(self) -> bool:
+        """Return whether it is a model of the library, which its name identifies."""
+        return self.make_batch is not None
 
 
 def names() -> list[str]:
@@ -99,8 +95,7 @@ def _read(spec: str) -> tuple[set[str], Options]:
 
 def _from_file(spec: str) -> BuiltModel:
     """Call the function of the file. Raises InputError for one that fails, and for a result of another shape."""
-    with watched() as reads:
-        where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
+    where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         result = f"a tuple of {len(made)}" if isinstance(made, tuple) else a(type(made).__name__)
         raise InputError(f"{where} returned {result}; return {_SHAPE}.")
@@ -109,4 +104,4 @@ def _from_file(spec: str) -> BuiltModel:
         if not isinstance(value, kind):
             hint = "; write (x,) for one argument" if name == "args" else ""
             raise InputError(f"{where} returned {a(type(value).__name__)} as {name}; return {_SHAPE}{hint}.")
-    return BuiltModel(spec, module, tuple(args), dict(kwargs), None, reads)
+    return BuiltModel(spec, module, tuple(args), dict(kwargs), None)

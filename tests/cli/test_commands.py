@@ -311,7 +311,7 @@ def test_train_in_float16_scales_the_loss(tmp_path: Path, capfd: pytest.CaptureF
     assert None not in found["losses"] + found["gradient_norms"]
 
 
-def test_plans_of_one_model_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_one_model_of_the_library_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
@@ -319,16 +319,16 @@ def test_plans_of_one_model_are_captured_once(tmp_path: Path, monkeypatch: pytes
         "def build():\n    return Net(4, 4), (torch.ones(8, 4),)\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model, one = f"{file}:build", ["--plan", "single", "--cluster", "local:1"]
-    assert run("validate", model, *TWO, "--no-cache") == 0
+    one = ["--plan", "single", "--cluster", "local:1"]
+    assert run("validate", "mlp", *TWO, "--no-cache") == 0
+    assert run("validate", f"{file}:build", *TWO) == 0
     assert cache.usage() == (0, 0)
     for command, plan in (("validate", TWO), ("verify", one), ("compile", TWO)):
-        assert run(command, model, *plan) == 0
+        assert run(command, "mlp", *plan) == 0
         assert cache.usage()[0] == 1
-    assert run("verify", model, *TWO, "--lr", "0.5") == 0
+    assert run("verify", "mlp", *TWO, "--lr", "0.5") == 0
     assert cache.usage()[0] == 1
-    file.write_text(file.read_text().replace("square", "exp"))
-    assert run("verify", model, *TWO) == 0
+    assert run("verify", "mlp:hidden=16", *TWO) == 0
     assert cache.usage()[0] == 2
 
 

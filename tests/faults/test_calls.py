@@ -123,7 +123,6 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "precision of a dtype": (lambda c: capture(precision=torch.bfloat16), "unknown precision 'torch.bfloat16'"),
     "autocast of a dtype": (lambda c: capture(autocast=torch.bfloat16), "unknown autocast 'torch.bfloat16'"),
     "a scaler of a number": (lambda c: capture(scaler=1), "takes a torch.amp.GradScaler as scaler, not 1"),
-    "a cache of a number": (lambda c: capture(cache=3), "cache"),
     "capture of nothing": (lambda c: ss.capture(None), "capture needs a torch.nn.Module, not None; give the module"),
     "no optimizer": (lambda c: ss.capture(Net(), kwargs=batch()), "needs the optimizer of the training step"),
     "an optimizer of another module": (lambda c: foreign(), "optimizer"),
