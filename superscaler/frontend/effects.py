@@ -1,28 +1,24 @@
 """Side effects of a forward that a captured step would lose: found while it runs, and refused."""
 
-import inspect
 import pickle
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.places import Lines, Places, join, line_of_set, recorded
-from superscaler.frontend.refusals import blocked, forward_line, is_model, line_of
+from superscaler.frontend.places import Lines, Places, line_of_set, recorded
+from superscaler.frontend.refusals import SETS_DRAWS, blocked, forward_line, line_of
+from superscaler.frontend.state import Array, State, changed, of_draws, state_of
 
-_STANDARD = frozenset(nn.Module().__dict__)
-_PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, deque)
-_HELD = (*_PLAIN, *_CONTAINERS, Tensor)
-# The place of a value, as the user's code names it -> its owner, and the value.
-State = dict[str, tuple[Any, Any]]
+# The seed of torch's generators during an export. No forward sets the same one.
+_SEED = 0x5CA1AB1E
 
 
 class StateWasSet(Exception):
@@ -30,7 +26,7 @@ class StateWasSet(Exception):
 
     def __init__(self, message: str, found: Sequence[tuple[Any, str]]) -> None:
         super().__init__(message)
-        kept = ((owner, name) for owner, name in found if name in vars(owner) and not isinstance(owner, type))
+        kept = ((o, n) for o, n in found if n in getattr(o, "__dict__", ()) and not isinstance(o, type))
         self._values = [(owner, name, vars(owner)[name]) for owner, name in kept]
 
     def restore(self) -> None:
@@ -55,20 +51,40 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:
-    """Raise CaptureError for a view of a trained parameter in a module: its copy would not follow updates."""
+    """Raise CaptureError for a view of a trained parameter in a module: its copy would not follow updates. Raise it for
+    memory of numpy's that the module holds, too: its changes would not come into the copy.
+    """
     parameters = [(name, p) for name, p in module.named_parameters() if name in trained]
     spans = {p.untyped_storage()._cdata: (name, p) for name, p in parameters}
     others: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
-    others += [(path, x) for path, (_, value) in _state(module).items() for x in pytree.tree_leaves(value)]
+    leaves = [(path, x) for path, (_, value) in state_of(module).items() for x in pytree.tree_leaves(value)]
+    others = [(n, x) for n, x in [*others, *leaves] if isinstance(x, Tensor) and not x.is_sparse and x.numel() > 0]
+    _refuse_arrays(module, others, [(path, x) for path, x in leaves if isinstance(x, Array)])
     for name, x in others:
-        is_dense = isinstance(x, Tensor) and not x.is_sparse and x.numel() > 0
-        found = spans.get(x.untyped_storage()._cdata) if is_dense else None
+        found = spans.get(x.untyped_storage()._cdata)
         if found is not None and found[1] is not x and _overlap(found[1], x):
             raise CaptureError(
                 f"{name.removeprefix('self.')} of {type(module).__name__} shares memory with parameter {found[0]}, "
                 "which training changes, but a captured step has a copy of it; compute it from the parameter in the "
                 "forward, or tie modules by assigning the parameter itself."
             )
+
+
+def _refuse_arrays(
+    module: nn.Module, tensors: Sequence[tuple[str, Tensor]], arrays: Sequence[tuple[str, Array]]
+) -> None:
+    """Raise CaptureError for a tensor in the memory of an array that the module holds."""
+    for name, x in tensors:
+        if x.device.type != "cpu" or is_traceable_wrapper_subclass(x) or not arrays:
+            continue
+        start = x.data_ptr()
+        for path, array in arrays:
+            if start < array.address + array.size and array.address < start + x.nbytes:
+                raise CaptureError(
+                    f"{name.removeprefix('self.')} of {type(module).__name__} shares memory with the array {path} of "
+                    "numpy, but a captured step has a copy of it, which does not follow the array; give it "
+                    "torch.tensor(array), and change that by torch."
+                )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -91,18 +107,15 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     export; any other state raises StateWasSet, so that the caller exports once more.
     """
     with blocked(), recorded() as lines:
-        given, before, draws = _flat(args, kwargs), _state(module), _draws()
+        for generator in _generators():
+            generator.manual_seed(_SEED)
+        given, before, draws = _flat(args, kwargs), state_of(module), _draws()
         buffers, named = [(buffer, buffer.clone()) for buffer in module.buffers()], Places(module, lines)
         result = forward(*args, **kwargs)
         named.take()
-        after = _state(module)
-        if (drawn := _draws()) != draws:
-            raise CaptureError(
-                f"{forward_line(module)} draws random numbers of "
-                f"{'Python' if drawn[0] != draws[0] else 'numpy'}, but a captured step would have the same ones "
-                "always; draw them by torch, or pass them in as an input."
-            )
-        if found := _changed(before, after):
+        after = state_of(module)
+        _refuse_draws(module, draws, _draws())
+        if found := changed(before, after):
             if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(after[path][1])):
                 owned = [(after[path][0], path.rpartition(".")[2]) for path in found]
                 raise StateWasSet(_message(module, found[0], after, lines), owned)
@@ -111,7 +124,7 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
                 buffer.copy_(value)
             result = forward(*args, **kwargs)
             named.take()
-        if found := _changed(after, state := _state(module)):
+        if found := changed(after, state := state_of(module)):
             raise CaptureError(_message(module, found[0], state, lines))
         if _flat(args, kwargs) != given:
             raise CaptureError(
@@ -136,78 +149,26 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], str
     return [id(leaf) for leaf in leaves], str(spec)
 
 
-def _draws() -> list[Any]:
-    """Return the states of the random numbers of Python and of numpy."""
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def _draws() -> dict[str, Any]:
+    """Return the states of the random numbers of Python, of numpy and of torch."""
     numpy = sys.modules.get("numpy")
-    return [random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())]
+    return {
+        "Python": random.getstate(),
+        "numpy": None if numpy is None else pickle.dumps(numpy.random.get_state()),
+        "torch": [of_draws(g) for g in _generators()],
+    }
 
 
-def _state(module: nn.Module) -> State:
-    """Return the state of modules, their classes, plain objects and the user's functions between calls, by path."""
-    found: State = {f"{name}.requires_grad": (p, p.requires_grad) for name, p in module.named_parameters()}
-    seen: set[int] = set()
-    for kind in dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__ if _is_own(kind)):
-        found |= {f"{kind.__name__}.{n}": (kind, _held(x)) for n, x in vars(kind).items() if isinstance(x, _HELD)}
-    for name, owner in module.named_modules():
-        for attribute, value in owner.__dict__.items():
-            if attribute not in _STANDARD:
-                path = join("self", name, attribute)
-                found[path] = owner, _held(value)
-                found |= _fields(path, value)
-        found |= {join("self", name, key): (owner, x) for key, x in owner._buffers.items()}
-        hooks = (*owner._forward_hooks.values(), *owner._forward_pre_hooks.values())
-        for function in (type(owner).forward, *hooks):
-            if id(function) not in seen:
-                seen.add(id(function))
-                found |= _kept(function)
-    return found
-
-
-def _kept(function: Any) -> State:
-    """Return the values that a function of the user's own takes from its surroundings."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(function, FunctionType) or not is_model(function.__code__.co_filename, own=True):
-        return {}
-    values = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            values[name] = cell.cell_contents
-        except ValueError:
-            # The attribute is not set yet.
-            continue
-    found: State = {}
-    for name, value in values.items():
-        if isinstance(value, _HELD):
-            found[name] = function, _held(value)
-        found |= _fields(name, value)
-    return found
-
-
-def _fields(path: str, value: Any) -> State:
-    """Return the attributes of an object of the user's own classes."""
-    is_own = _is_own(type(value)) and not isinstance(value, nn.Module | type)
-    fields = getattr(value, "__dict__", {}) if is_own else {}
-    return {f"{path}.{name}": (value, _held(x)) for name, x in fields.items()}
-
-
-def _is_own(kind: type) -> bool:
-    """Return whether a class is the user's own."""
-    return is_model(getattr(sys.modules.get(kind.__module__), "__file__", None) or "", own=True)
-
-
-def _changed(before: State, after: State) -> list[str]:
-    """Return the paths whose values differ."""
-    return [p for p, (_, value) in after.items() if _differs(before.get(p, (None, None))[1], value)]
-
-
-def _held(value: Any) -> Any:
-    return tuple(value.items() if isinstance(value, dict) else value) if isinstance(value, _CONTAINERS) else value
-
-
-def _differs(before: Any, after: Any) -> bool:
-    if isinstance(after, tuple):
-        same = isinstance(before, tuple) and len(before) == len(after)
-        return not same or any(_differs(b, a) for b, a in zip(before, after, strict=True))
-    if isinstance(after, _PLAIN):
-        return bool(before != after)
-    return isinstance(after, Tensor) and before is not after
+def _refuse_draws(module: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> None:
+    if before["torch"] != after["torch"]:
+        raise CaptureError(f"{forward_line(module)} {SETS_DRAWS}.")
+    for name in ("Python", "numpy"):
+        if before[name] != after[name]:
+            raise CaptureError(
+                f"{forward_line(module)} draws random numbers of {name}, but a captured step would have the same ones "
+                "always; draw them by torch, or pass them in as an input."
+            )

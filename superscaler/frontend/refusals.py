@@ -28,6 +28,10 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_PYTHON, *(sysconfig.get_paths()[k] for k in ("purelib", "platlib")))
 
+SETS_DRAWS = (
+    "sets the state of torch's random numbers, but a captured step draws its own; seed them before the step, or pass "
+    "the numbers in as an input"
+)
 FIXED_SHAPE = "keep a fixed shape: weigh by a mask, or use torch.where, instead of picking elements"
 # An error of torch.export -> the fault of the user's line, and its replacement.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
@@ -66,6 +70,11 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         r"attribute '\w+' already exists",
         "reads a buffer or parameter of a name that torch.export has a use for",
         "give it another name",
+    ),
+    (
+        r"Constant \w+ is mutated",
+        "changes a tensor in place that is an attribute of a module, and no buffer",
+        "register it, by self.register_buffer(name, tensor) in __init__",
     ),
     (
         r"Couldn't swap",
@@ -207,10 +216,7 @@ def _refusing_to_users(original: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not is_users(sys._getframe(1)):
             return original(*args, **kwargs)
-        raise Lost(
-            "sets the state of torch's random numbers, but a captured step draws its own; seed them before the step, "
-            "or pass the numbers in as an input"
-        )
+        raise Lost(SETS_DRAWS)
 
     return refuse
 

@@ -127,7 +127,7 @@ class _Kept:
 
     def _object(self, owner: Any) -> Iterable[Any]:
         if (kind := type(owner)) not in self._bases:
-            self._bases[kind] = _slotnames(kind), [base for base in kind.__mro__ if _is_searched(base)]
+            self._bases[kind] = _slotnames(kind), [base for base in kind.__mro__ if is_searched(base)]
         names, bases = self._bases[kind]
         if names:
             self._attributes(owner, names)
@@ -144,7 +144,7 @@ class _Kept:
         self.puts.append(put)
 
     def _class(self, kind: type) -> Iterable[Any]:
-        if not _is_searched(kind):
+        if not is_searched(kind):
             return ()
         saved = dict(vars(kind))
 
@@ -167,7 +167,7 @@ class _Kept:
         return inside
 
     def _globals(self, function: FunctionType) -> list[Any]:
-        home, names = function.__globals__, _names(function.__code__)
+        home, names = function.__globals__, names_in(function.__code__)
         saved = {name: home.get(name, _MISSING) for name in names}
 
         def put() -> None:
@@ -266,7 +266,7 @@ _KEEPERS: tuple[tuple[Any, Keep], ...] = (
 def _keeper(kind: type) -> Keep | None:
     """Return what keeps the objects of a class, None for those that cannot change or are not searched."""
     found = next((keep for kinds, keep in _KEEPERS if issubclass(kind, kinds)), None)
-    return None if issubclass(kind, _ATOMS) else found or (_Kept._object if _is_searched(kind) else None)
+    return None if issubclass(kind, _ATOMS) else found or (_Kept._object if is_searched(kind) else None)
 
 
 def _is_alike(some: Iterable[Any], others: list[Any]) -> bool:
@@ -285,13 +285,13 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), 0 if x.is_meta else x.data_ptr()
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Return the names that code, and the code of functions inside of it, may look up globally."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(names_in, inner))
 
 
-def _is_searched(kind: type) -> bool:
+def is_searched(kind: type) -> bool:
     """Return whether objects of a class, and the class itself, are searched."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     # Code that was typed in is in no file.

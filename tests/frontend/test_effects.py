@@ -4,6 +4,7 @@ settled, and what changes in place without gradients is part of the step.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,60 @@ def hooking(m: Any, h: Tensor) -> Tensor:
         return h.exp()
 
 
+def helping(m: Any, h: Tensor) -> Tensor:
+    return h * bumped()
+
+
+def bumped() -> int:
+    KEPT["a"]["calls"] += 1
+    return KEPT["a"]["calls"]
+
+
+def late(m: Any, h: Tensor) -> Tensor:
+    """Counts, and does something else after some calls only."""
+    m.calls = m.calls + 1
+    return h if m.calls < 9 else h * 2
+
+
+def closure() -> Callable[[Any, Tensor], Tensor]:
+    calls = 0
+
+    def between(m: Any, h: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return h * calls
+
+    return between
+
+
+def default(m: Any, h: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return h * calls[0]
+
+
+def setting(m: Any, h: Tensor) -> Tensor:
+    torch.default_generator.set_state(STATE)
+    return h * torch.rand_like(h)
+
+
+def reseeding(m: Any, h: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(1)
+    return h * torch.rand_like(h)
+
+
+def counting_array(m: Any, h: Tensor) -> Tensor:
+    m.array[0] += 1
+    return h * float(m.array[0])
+
+
+def adding(m: Any, h: Tensor) -> Tensor:
+    m.plain.add_(1)
+    return h * m.plain
+
+
+KEPT = {"a": {"calls": 0}}
+STATE = torch.get_rng_state()
+NUMBERS, RANDOM = itertools.chain([1.0], itertools.count(2)), np.random.default_rng(0)
 HERE = r"test_effects\.py:\d+"
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "object": (object_count, r"examples\.py:\d+ \(Net\.forward\) changes self\.tally\.calls in every call"),
@@ -65,6 +120,19 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "seed": (seeding, f"{HERE} sets the state of torch's random numbers, but a captured step draws its own"),
     "fork": (forking, f"{HERE} sets the state of torch's random numbers"),
     "saved": (hooking, f"{HERE} sets hooks on the tensors that backward reads, which the captured step"),
+    "default generator": (
+        reseeding,
+        "sets the state of torch's random numbers, but a captured step draws its own; seed",
+    ),
+    "its state": (setting, "sets the state of torch's random numbers, but a captured step draws its own; seed them"),
+    "array": (counting_array, r"\(Net\.forward\) changes self\.array in every call, which the captured step would not"),
+    "function of a function": (helping, "changes KEPT in every call"),
+    "a later call": (late, f"{HERE} changes self.calls in every call"),
+    "closure": (closure(), "changes calls in every call"),
+    "default": (default, "changes calls in every call"),
+    "iterator": (lambda m, h: h * next(NUMBERS), "changes NUMBERS in every call"),
+    "generator": (lambda m, h: h * float(RANDOM.random()), "changes RANDOM in every call"),
+    "plain tensor": (adding, r"changes a tensor in place that is an attribute of a module, .* self\.register_buffer\("),
     "python": (lambda m, h: h * random.random(), "draws random numbers of Python, but a captured step would have the"),
     "numpy": (lambda m, h: h * float(np.random.rand()), "draws random numbers of numpy"),
     "name": (
@@ -76,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize(("between", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_would_be_frozen_or_lost_is_refused(between: Callable[[Any, Tensor], Tensor], message: str) -> None:
-    module = Net(between, tally=Tally())
+    module = Net(between, tally=Tally(), calls=0, array=np.zeros(2), plain=torch.ones(8))
     if "name" in message:
         module.register_buffer("code", torch.ones(8))
     with pytest.raises(CaptureError, match=message):
@@ -287,6 +355,22 @@ def test_memory_that_a_trained_parameter_shares_is_refused(kind: str, device: st
     view(module, module.first.weight.data[:2], kind)
     with pytest.raises(CaptureError, match=r"shared of Net shares memory with parameter first\.weight, which training"):
         capture(module, (torch.rand(4, 8),))
+
+
+@pytest.mark.parametrize("kind", ["attribute", "list", "buffer", "parameter"])
+def test_memory_that_an_array_of_the_module_shares_is_refused(kind: str) -> None:
+    """A copy of the module, which capture compares, would have two memories."""
+    module = Net(plain, array=np.ones((4, 8), np.float32))
+    view(module, torch.from_numpy(module.array)[1:], kind)
+    with pytest.raises(
+        CaptureError, match=r"^shared of Net shares memory with the array self\.array of numpy, but a capt"
+    ):
+        capture(module, (torch.rand(4, 8),))
+
+
+def test_an_array_that_stays_as_it_is_is_captured() -> None:
+    module = Net(lambda m, h: h * float(m.array[0]) + torch.from_numpy(m.array), array=np.full(8, 2, np.float32))
+    assert_equal(step_of(view(module, torch.tensor(module.array), "buffer"), torch.rand(4, 8)), "single", 1)
 
 
 def test_memory_of_what_is_not_trained_or_apart_is_shared_freely() -> None:
