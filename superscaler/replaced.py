@@ -1,6 +1,7 @@
 """Attributes of objects, levels of loggers and random numbers, replaced within a block."""
 
 import logging
+import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,20 @@ def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment in the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

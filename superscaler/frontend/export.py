@@ -27,6 +27,7 @@ from superscaler.frontend.refusals import Lost, explain, forward_line, is_users
 from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
 from superscaler.frontend.trace import argument, source_of
+from superscaler.frontend.untouched import without_checks
 from superscaler.replaced import quiet, replaced
 
 # Synonyms of operators that have a rule, and composites that torch decomposes into such operators.
@@ -70,7 +71,7 @@ def export(
     with (
         _only_wanted(module, autocast, partial(returned, is_trained=is_trained, is_kept=is_kept, keys=losses), forms),
         experts.chosen(module), checkpoints.marked(), _on_one_device(module), _with_shapes(),
-        replaced(*_UNUSED), warnings.catch_warnings(),
+        replaced(*_UNUSED), without_checks(), warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         try:
@@ -260,6 +261,11 @@ class _Explicit(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():
                 return func(*args)
+        if func is torch._VF._pack_padded_sequence:
+            raise Lost(
+                "packs sequences by their lengths, so that the data says how many elements there are; run the layer on "
+                "the padded sequences, with labels to ignore, or a mask, where they are padded"
+            )
         if func in _DATA and is_users(sys._getframe(1)):
             raise Lost(
                 "reads or sets .data of a tensor, which the captured step does not see; read x.detach(), and change a "

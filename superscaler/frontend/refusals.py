@@ -245,7 +245,8 @@ def _refusing_apply(original: Any) -> Any:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1)):
             return original.__get__(None, cls)(*args, **kwargs)
-        key = cls, repr([(a.dtype, a.shape) if isinstance(a, Tensor) else a for a in args])
+        forms = [(a.dtype, a.shape, a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+        key = cls, repr((torch.is_grad_enabled(), forms))
         if key not in known:
             known[key] = not kwargs and is_derivative(original.__get__(None, cls), partial(_forward, cls), args)
         if not known[key]:
@@ -259,11 +260,24 @@ def _refusing_apply(original: Any) -> Any:
     return classmethod(apply)
 
 
-_GRADIENTS = "computes gradients inside the forward; return the loss only, and leave the backward to the captured step"
+def _refusing_gradients(original: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> None:
+        if sys._getframe(1).f_code.co_name == "backward":
+            raise Lost(
+                "runs a backward inside the forward; return the loss only: the captured step has its own backward"
+            )
+        raise Lost(
+            "computes gradients inside the forward, as of forces or of a penalty on gradients, but a captured step has "
+            "one backward, that of its loss; write these gradients as operators, or leave the term out of the model"
+        )
+
+    return refuse
+
+
 _HOOK = "registers a gradient hook, which the captured step would not run; write it as an operator of the forward"
 # Calls whose effect export drops: the owner, the name, and what makes the refusing function of the original one.
 _LOST: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    (torch.autograd, "_engine_run_backward", _refusing(_GRADIENTS)),
+    (torch.autograd, "_engine_run_backward", _refusing_gradients),
     (Tensor, "register_hook", _refusing(_HOOK)),
     (Tensor, "register_post_accumulate_grad_hook", _refusing(_HOOK)),
     *(
@@ -291,7 +305,11 @@ class _Context(SimpleNamespace):
 
 def _forward(cls: type[Function], *args: Any) -> Any:
     is_split = cls.setup_context is not Function.setup_context
-    return cls.forward(*args) if is_split else cls.forward(_Context(needs_input_grad=[True] * len(args)), *args)
+    return (
+        cls.forward(*args)
+        if is_split
+        else cls.forward(_Context(needs_input_grad=[isinstance(a, Tensor) and a.requires_grad for a in args]), *args)
+    )
 
 
 def _in_operator(frame: FrameType) -> bool:

@@ -296,14 +296,23 @@ def _refuse_unknown(node: Node) -> None:
             ".tolist() or float(), and with table[k[None]] in place of table[k]), or take it out of the model."
         )
     if any(isinstance(size, torch.SymInt) for v in values for size in v.shape):
+        name = node.target.overloadpacket.__name__
         raise CaptureError(
-            f"{where} {runs}, whose result has as many elements as the data says; keep a fixed shape: weigh by a "
-            "mask, or use torch.where, instead of picking elements."
+            f"{where} {_PICKING.get(name, runs)}, whose result has as many elements as the data says; keep a fixed "
+            "shape: use torch.where(mask, x, 0), give a mean its weights, as (x * mask).sum() / mask.sum(), and "
+            "cross_entropy labels of -100."
         )
     if any(v.layout is not torch.strided for v in values):
         raise CaptureError(f"{where} {runs}, whose result is sparse; use dense tensors.")
 
 
+# Operators whose results have as many elements as the data says -> what the user's line does.
+_PICKING = {
+    "index": "picks elements by a mask or by the result of torch.nonzero, as x[mask] does",
+    "masked_select": "picks elements by a mask (torch.masked_select)",
+    "nonzero": "asks where elements are not 0 (torch.nonzero, torch.where(mask), or x[mask])",
+    "_unique2": "asks for the different elements (torch.unique)",
+}
 _KINDS: dict[InputKind, TensorKind] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",

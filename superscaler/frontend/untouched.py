@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copyreg import _slotnames  # type: ignore[attr-defined]
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from superscaler.frontend.oracle import is_same
 from superscaler.frontend.refusals import is_model
-from superscaler.replaced import own_numbers
+from superscaler.replaced import own_numbers, variable
 
 _MISSING = object()
 _LRU = type(functools.lru_cache(lambda: None))
@@ -62,6 +62,11 @@ def untouched(module: nn.Module, *others: Any) -> Iterator[None]:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 for put in kept.puts:
                     put()
+
+
+def without_checks() -> AbstractContextManager[None]:
+    """Leave out the checks of values in models of transformers: a tensor without data has none."""
+    return variable("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
 
 
 class _Kept:

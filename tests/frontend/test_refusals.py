@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -61,7 +62,11 @@ LINES = {
     "y = y + torch.zeros(int(extra.max())).sum()":
         r"a tensor as a size or an index; keep a fixed shape|takes a Python value out of a tensor",
     "y = y[x > 0]":
-        r"runs aten\.index\.Tensor, whose result has as many elements as the data says; keep a fixed shape",
+        r"picks elements by a mask .* as x\[mask\] does, whose result has as many .*; keep a fixed shape: use torch",
+    "y = torch.masked_select(y, x > 0)": r"picks elements by a mask \(torch\.masked_select\), whose result has as many",
+    "y = y[torch.nonzero(x[:, 0])[:, 0]]": r"asks where elements are not 0 \(torch\.nonzero, ",
+    "y = torch.nn.utils.rnn.pack_padded_sequence(y[None], extra[:1]).data":
+        r"packs sequences by their lengths, .*; run the layer on the padded sequences, with labels to ignore",
     "m.linear = m.linear.to(x.dtype)":
         r"casts or moves a module, which changes its parameters; do it once before the step",
     "y = y + float(np.tanh(x.numpy()).sum())": r"calls numpy on a tensor, which no graph sees; use torch's own",
@@ -86,8 +91,8 @@ LINES = {
     "x.add_(1)": r"changes 1 parameters or inputs in place: x;",
     "m.linear.weight.detach().add_(1)": r"changes 1 parameters or inputs in place: linear\.weight;",
     "y = torch.autograd.grad(y.sum(), m.linear.weight, create_graph=True)[0]":
-        r"computes gradients inside the forward; return the loss only",
-    "y.sum().backward()": r"computes gradients inside the forward; return the loss only",
+        r"computes gradients inside the forward, as of forces .*; write these gradients as operators, or",
+    "y.sum().backward()": r"runs a backward inside the forward; return the loss only: the captured step has its own",
     "y.register_hook(lambda g: 2 * g)": r"registers a gradient hook, which the captured step would not run",
     "y = Rounded.apply(y)": r"uses Rounded, whose own backward is not its derivative and would not run; write it in",
     "y = torch.nn.functional.linear(y.double(), m.linear.weight)":
@@ -133,6 +138,92 @@ def test_a_batch_norm_without_a_momentum_is_refused_in_training_only() -> None:
     with pytest.raises(CaptureError, match=r"^1 is a BatchNorm1d with momentum=None, .* as BatchNorm1d\(\.\.\., mome"):
         capture(module, (torch.rand(3, 4),), is_trained=False, is_kept=True)
     capture(module.eval(), (torch.rand(3, 4),), is_trained=False, is_kept=True)
+
+
+ADVISED: dict[str, Callable[..., Tensor]] = {
+    "select": lambda m, x, y, e: torch.where(x > 0, y, 0).sum(),
+    "mean": lambda m, x, y, e: (y.square() * (x > 0)).sum() / (x > 0).sum(),
+    "labels": lambda m, x, y, e: nn.functional.cross_entropy(y, torch.where(x[:, 0] > 0.5, 1, -100)),
+    "forces": lambda m, x, y, e: (2 * y @ m.linear.weight).square().mean(),
+}
+
+
+@pytest.mark.parametrize("function", ADVISED.values(), ids=ADVISED)
+def test_what_refusals_advise_is_captured(function: Callable[..., Tensor]) -> None:
+    assert_equal(step_of(Wrong(function), torch.tensor([[0.9, -1.0, 2.0, 0.1], [-0.3, 0.2, -5.0, 0.5]])), "single", 1)
+
+
+class Turned(torch.autograd.Function):
+    """A rotary embedding: its backward gives no gradients of the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return x * cos + x.flip(-1) * sin
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return gradient * cos + (gradient * sin).flip(-1), None, None
+
+
+class Projected(torch.autograd.Function):
+    """A product with a weight that is not trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+def test_a_function_without_gradients_of_what_wants_none_is_captured() -> None:
+    def turned(m: Any, x: Tensor, y: Tensor, extra: Any) -> Tensor:
+        return Projected.apply(Turned.apply(y, m.cos, m.sin), m.frozen).square().mean()
+
+    module = Wrong(turned)
+    module.cos, module.sin = nn.Buffer(torch.rand(4)), nn.Buffer(torch.rand(4))
+    module.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+    assert_equal(step_of(module, torch.rand(4, 4)), "single", 1)
+    module.frozen.requires_grad_()
+    with pytest.raises(CaptureError, match="uses Projected, whose own backward is not its derivative"):
+        step_of(module, torch.rand(4, 4))
+
+
+def test_checks_of_values_in_models_of_transformers_are_left_out_for_the_capture(monkeypatch: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.utils.import_utils import torch_compilable_check
+
+    monkeypatch.delenv("TRANSFORMERS_DISABLE_TORCH_CHECK", raising=False)
+
+    def checked(m: Any, x: Tensor, y: Tensor, extra: Any) -> Tensor:
+        torch_compilable_check((x > 0).all(), "an input is not above 0")
+        return y.square().mean()
+
+    assert transformers.__version__
+    assert_equal(step_of(Wrong(checked), torch.rand(4, 4) + 1), "single", 1)
+    assert "TRANSFORMERS_DISABLE_TORCH_CHECK" not in os.environ
+    with pytest.raises(ValueError, match="not above 0"):
+        Wrong(checked)(torch.zeros(4, 4))
+
+
+@pytest.mark.slow
+def test_a_model_of_images_and_text_is_captured() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14, projection_dim=32),
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=64, use_cache=False, pad_token_id=0),
+        image_token_index=63,
+        image_seq_length=4,
+    )
+    ids = torch.randint(1, 60, (2, 16))
+    ids[:, 2:6] = 63
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 28, 28), "labels": ids.where(ids != 63, -100)}
+    assert_equal(step_of(transformers.LlavaForConditionalGeneration(config).train(), kwargs=batch))
 
 
 class Squared(torch.autograd.Function):

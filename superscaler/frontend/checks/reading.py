@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.frontend.oracle import call_with, largest
-from superscaler.frontend.untouched import untouched
+from superscaler.frontend.untouched import untouched, without_checks
 from superscaler.groups import collect
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def reading(captured: Captured, batch: Mapping[str, Tensor]) -> Reading | None:
     buffers = {name: b if b.is_meta else b.detach().cpu().clone() for name, b in module.named_buffers()}
     args, kwargs = captured.call.arguments({name: x.to(_META) for name, x in batch.items()})
     # A module's code may raise any exception.
-    with suppress(Exception), untouched(module), torch.no_grad(), _Reader() as reader:
+    with suppress(Exception), untouched(module), without_checks(), torch.no_grad(), _Reader() as reader:
         call_with(module, parameters | buffers, args, kwargs)
         return reader.found
     return None

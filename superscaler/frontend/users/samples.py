@@ -68,8 +68,12 @@ KINDS = (
 
 
 def is_derivative(own: Function, forward: Function, args: Sequence[Any]) -> bool:
-    """Return whether a function with its own backward has the gradients that autograd derives from its forward."""
+    """Return whether a function with its own backward has the gradients that autograd derives from its forward, of the
+    arguments that want one.
+    """
     tensors = [a for a in args if isinstance(a, Tensor)]
+    if not torch.is_grad_enabled() or not any(a.requires_grad for a in tensors):
+        return True
     if sum(a.numel() for a in tensors) > _MOST_ELEMENTS:
         return False
     bounds = sorted({n for a in tensors for n in a.shape if n} | {1, 2}, reverse=True)
@@ -86,7 +90,7 @@ def _draw(args: Sequence[Any], kind: Kind, bound: int) -> list[Any]:
         if not isinstance(value, Tensor):
             return value
         if value.is_floating_point():
-            return kind.draw(value.shape, generator).requires_grad_()
+            return kind.draw(value.shape, generator).requires_grad_(value.requires_grad)
         high = 2 if value.dtype == torch.bool else 1 if kind.name == "zeros" else bound
         return torch.randint(high, value.shape, generator=generator, device="cpu").to(value.dtype)
 
