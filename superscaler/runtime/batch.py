@@ -1,6 +1,7 @@
 """The batches that a step takes: checked, and filled where they are smaller; and the results that it returns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Return the tensors of a batch, or of one for each iteration, by name. Raises InputError for anything else."""
     count = plan.get("iterations", 1)
     if count == 1:
+        given = flat(given, plan["inputs"])
         check_batch(given, plan)
         return cast(Mapping[str, Tensor], given)
     if not isinstance(given, Sequence) or len(given) != count:
@@ -25,9 +27,32 @@ def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
         raise InputError(
             f"this plan runs {count} iterations at once: a step takes a list of {count} batches, not {found}."
         )
+    given = [flat(batch, plan["inputs"]) for batch in given]
     for batch in given:
         check_batch(batch, plan)
     return {later(name, k): x for k, batch in enumerate(given) for name, x in batch.items()}
+
+
+def flat(batch: Any, inputs: Container[str]) -> Any:
+    """Return a batch as tensors by the names of a capture: nested dicts, lists and tuples by paths, in lower case.
+
+    >>> flat({"batch": {"Image": 1, "boxes": [2]}, "Scale": 3}, ["batch_image", "batch_boxes_0", "scale"])
+    {'batch_image': 1, 'batch_boxes_0': 2, 'scale': 3}
+    """
+    if not isinstance(batch, Mapping) or all(name in inputs for name in batch):
+        return batch
+    leaves = [pair for name, x in batch.items() for pair in ([(name, x)] if name in inputs else _leaves(name, x))]
+    return dict(leaves) if all(name in inputs for name, _ in leaves) else batch
+
+
+def _leaves(path: object, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors in a value by the names that torch.export gives them."""
+    name = re.sub("[^a-zA-Z0-9]", "_", str(path).lower())
+    if isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(f"{name}_{key}", inner)
+    else:
+        yield name, value
 
 
 def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:

@@ -360,6 +360,27 @@ def test_sequences_below_a_length_at_which_the_module_changes_are_not_filled(kin
         assert found == pytest.approx(float(plain(**short).detach()), rel=1e-5)
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, Batch: dict[str, Any], scale: Tensor) -> Tensor:  # noqa: N803
+        return nn.functional.cross_entropy(self.last(Batch["In-X"][0]) * scale, Batch["labels"])
+
+
+def test_a_step_takes_nested_inputs_as_the_module_does() -> None:
+    """It takes the names of the capture, too: torch.export writes paths, in lower case."""
+    given = {"Batch": {"In-X": [torch.randn(4, 8)], "labels": torch.arange(4)}, "scale": torch.tensor(2.0)}
+    named = {"batch_in_x_0": given["Batch"]["In-X"][0], "batch_labels": torch.arange(4), "scale": torch.tensor(2.0)}
+    module = Nested()
+    wanted = float(module(**given).detach())
+    graph = ss.capture(module, kwargs=given, optimizer=torch.optim.SGD(module.parameters(), lr=0.0))
+    for batch in (given, named):
+        (found,) = on_ranks(ss.compile(graph, "single", "local:1"), lambda step, batch=batch: float(step(batch)))
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def test_a_rotary_embedding_of_two_lengths_is_not_filled() -> None:
     module, ids = longrope(), torch.randint(1, 64, (4, 48))
     graph = ss.capture(module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters()))
