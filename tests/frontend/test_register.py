@@ -216,6 +216,10 @@ WRONG = {
     "of tiny numbers": lambda x: mixed_where(x.abs().max() < 1e-6, x),
     "at size 1": lambda x: mixed_where(x.shape[1] == 1, x),
     "above a size": lambda x: mixed_where(x.shape[0] > 16, x),
+    "at size 7": lambda x: mixed_where(x.shape[0] == 7, x),
+    "at size 8": lambda x: mixed_where(x.shape[0] == 8, x),
+    "at multiples of 16": lambda x: mixed_where(x.shape[1] % 16 == 0, x),
+    "above a size of what is whole": lambda x: mixed_where(x.shape[1] > 150, x),
     "above a large size": lambda x: mixed_where(x.shape[0] > 128, x),
     "at odd sizes": lambda x: mixed_where(x.shape[0] % 2, x),
     "in float32": lambda x: mixed_where(x.dtype == torch.float32, x),
@@ -230,6 +234,80 @@ def test_what_is_wrong_of_some_numbers_and_sizes_only_is_refused(wrong: str) -> 
 
     with pytest.raises(InputError, match="is not what its notation says: when b is cut in"):
         ss.register("b h^ -> b h", rows)
+
+
+def cumulated(x, mask):
+    return (x * mask).cumsum(0)
+
+
+def looked_up(ids, weight):
+    """Looks rows up by the sum of the ids before, if any is not 0."""
+    return weight[ids.cumsum(0) % len(weight)]
+
+
+def filled(x, mask):
+    return x.masked_fill(mask.flip(0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("notation", "op", "example"),
+    [
+        ("i, v^ h -> i h", looked_up, lambda size: {"ids": torch.zeros(size["i"], dtype=torch.long)}),
+        ("b, b -> b", filled, lambda size: {"mask": torch.zeros(size["b"], dtype=torch.bool)}),
+        ("b, b -> b", filled, lambda size: {"mask": torch.ones(size["b"], dtype=torch.bool)}),
+        ("b, b -> b", cumulated, lambda size: dict.fromkeys(("x", "mask"), torch.zeros(size["b"]))),
+    ],
+)
+def test_examples_of_one_value_hide_nothing(notation: str, op: Any, example: Any) -> None:
+    with pytest.raises(InputError, match=r"is not what its notation says: when \w is cut in"):
+        ss.register(notation, op, example=example)
+
+
+def picky(ids, weight):
+    if bool(ids.any()):
+        raise ValueError("ids must be 0")
+    return weight[ids]
+
+
+def test_an_example_of_one_value_is_refused_where_others_fail() -> None:
+    example = {"example": lambda size: {"ids": torch.zeros(size["i"], dtype=torch.long)}}
+    with pytest.raises(
+        InputError, match=r"the example of 'ids' for \S+ is 0 everywhere, which shows nothing .* several va"
+    ):
+        ss.register("i, v^ h -> i h", picky, **example)
+    assert ss.register("i, v^ h -> i h", lookup_rows, **example)
+
+
+def lookup_rows(ids, weight):
+    return weight[ids]
+
+
+def at_twelve(x):
+    return mixed_where(len(x) == 12, x)
+
+
+def when_large(x):
+    return mixed_where(x.shape[0] > 90 and x.shape[1] > 90, x)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "is_right"),
+    [
+        (at_twelve, (12, 8), False),
+        (at_twelve, (48, 8), False),
+        (at_twelve, (10, 8), True),
+        (when_large, (96, 96), False),
+    ],
+)
+def test_sizes_of_a_call_and_of_its_parts_are_checked(op: Any, shape: tuple[int, int], is_right: bool) -> None:
+    """What no sample of the registration reached."""
+    called = ss.register("b h -> b h", op)
+    module = Calls(lambda x, w: called(x) * w, shape[1])
+    if is_right:
+        assert capture(module, (torch.randn(shape),)).model.ops
+    else:
+        with pytest.raises(CaptureError, match="when b is cut in"):
+            capture(module, (torch.randn(shape),))
 
 
 def rolled(x, steps: int = 0):

@@ -20,7 +20,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.infer import signature
 from superscaler.frontend.trace import reads
 from superscaler.frontend.users.proof import Failure, NoGradientError, ops_of, prove, record
-from superscaler.frontend.users.samples import KINDS, NORMAL, TRIED, Kind
+from superscaler.frontend.users.samples import KINDS, NORMAL, TRIED, Kind, varied
 from superscaler.ops.notation import Dim, operand_dims, untils
 from superscaler.specs.registered import Registered
 
@@ -28,10 +28,13 @@ Sizes = Mapping[str, int]
 Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
 Arguments = tuple[list[Any], dict[str, Any]]
 
-# Sizes of letters: distinct, so that swapped dims are found; `_LARGE` is above most thresholds in an operator.
-_SIZES, _LARGE = (4, 3, 5, 6, 2), 131
+# Sizes of letters: distinct, so that swapped dims are found. Each letter has the others in turn: an operator may go
+# another way for 1, for powers of 2, or above a threshold.
+_SIZES, _OTHERS = (4, 3, 5, 6, 2), (1, 7, 8, 16, 32, 64, 131, 256)
 # Most elements of one letter, and of all letters together.
 _MOST = 1 << 16
+# Plans cut a size of a call in so many parts.
+_PARTS = (1, 2, 4, 8)
 _MISSING = object()
 
 
@@ -57,7 +60,7 @@ class Trial:
         absent = [set(names) for k in range(1, len(optional) + 1) for names in combinations(optional, k)]
         letters = dict.fromkeys(word for dims in self._dims(1) for dim in dims for word in dim or ())
         fixed = {"1", *self.sizes, *untils(self.rule.notation)}
-        sizes = [{word: size} for word in letters if word not in fixed for size in (1, _LARGE)]
+        sizes = [{word: size} for word in letters if word not in fixed for size in _OTHERS]
         others = [self._draw(0), *(self._draw(1, names) for names in absent)]
         for given in others:
             self._try(given)
@@ -65,6 +68,37 @@ class Trial:
             self._try(self._draw(1, kind=kind), kind)
         for known in sizes:
             self._try(self._draw(1, known=known))
+        if same := self._constants():
+            self._check_varied(same)
+
+    def _constants(self) -> dict[str, Tensor]:
+        """Return the tensors of the example that have one value everywhere: they may hide what others show."""
+        args, kwargs = self._draw(1)
+        given = {**dict(zip((p.name for p in self.overload._schema.arguments), args, strict=False)), **kwargs}
+        known = self._example(
+            {word: 2 for dims in self._dims(1) for dim in dims for word in dim or ()} | {**self.sizes}
+        )
+        tensors = {name: given[name] for name in known if isinstance(given.get(name), Tensor)}
+        return {name: x for name, x in tensors.items() if x.numel() > 1 and bool((x == x.flatten()[0]).all())}
+
+    def _check_varied(self, same: Mapping[str, Tensor]) -> None:
+        """Try other values of tensors that the example gives as constants, integers below each size. Raises InputError
+        if the operator takes none.
+        """
+        sizes = sorted({n for x in _tensors(self._draw(1)) for n in x.shape} | {2}, reverse=True)
+        has_run = False
+        for bound in sizes:
+            with suppress(CannotRun):
+                self._check(self._draw(1, vary=dict.fromkeys(same, bound)), TRIED)
+                has_run = True
+        if has_run:
+            return
+        name, x = next(iter(same.items()))
+        raise InputError(
+            f"{self.rule.place}: the example of '{name}' for {self.overload} is {x.flatten()[0].item()} everywhere, "
+            "which shows nothing of what the operator does with other values, and drawn ones fail; give an example of "
+            "several values, or check=False."
+        )
 
     def check_call(self, values: Mapping[str, Any], sizes: Sizes) -> None:
         """Raise InputError unless the operator in parts equals the whole operator with the arguments of a call.
@@ -83,8 +117,10 @@ class Trial:
                 if (size := sizes.get(word, 1)) != (end := sizes.get(other, 1)):
                     called._try(called._draw(1, known={word: 3 + 2 * (size > end), other: 3 + 2 * (end > size)}))
             for word, size in sizes.items():
-                if _LARGE < size <= _MOST and word not in self.sizes:
-                    called._try(called._draw(1, known={word: size}))
+                own = {min(size // parts, _MOST) for parts in _PARTS} - {0, *_OTHERS, *_SIZES}
+                for part in sorted(own) if word not in self.sizes else ():
+                    called._try(called._draw(1, known={word: part}))
+            called._try(called._draw(1, known=_together(sizes)))
 
     def _try(self, given: Arguments, kind: Kind = TRIED) -> None:
         # An operator may reject operands without dims, or a missing operand; a model cannot run it on these either.
@@ -97,10 +133,8 @@ class Trial:
     def _example(self, known: Sizes) -> Mapping[str, Any]:
         return self.example(known) if callable(self.example) else self.example
 
-    def _draw(
-        self, extra: int, absent: Collection[str] = (), kind: Kind = NORMAL, known: Sizes = MappingProxyType({})
-    ) -> Arguments:
-        """Return arguments; `..` is `extra` dims, the `absent` operands are None, letters have the `known` sizes."""
+    def _sized(self, extra: int, known: Sizes = MappingProxyType({})) -> tuple[Sizes, list[list[int]]]:
+        """Return the sizes of all letters, and the shapes of the operands; see `_draw`."""
         following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), {**known, **self.sizes}
         alike = untils(self.rule.notation)
         shapes = []
@@ -110,6 +144,20 @@ class Trial:
                 known.setdefault(letter, other)
                 known.setdefault(alike.get(letter, letter), other)
             shapes.append([next(following) if dim is None else prod(known[letter] for letter in dim) for dim in dims])
+        return known, shapes
+
+    def _draw(
+        self,
+        extra: int,
+        absent: Collection[str] = (),
+        kind: Kind = NORMAL,
+        known: Sizes = MappingProxyType({}),
+        vary: Mapping[str, int] = MappingProxyType({}),
+    ) -> Arguments:
+        """Return arguments; `..` is `extra` dims, the `absent` operands are None, letters have the `known` sizes. Those
+        in `vary` are drawn in the place of the example; integers are below the number.
+        """
+        known, shapes = self._sized(extra, known)
         random = torch.Generator().manual_seed(extra)
         operands = iter([kind.draw(shape, random).to(self.device) for shape in shapes])
         given = self._example(known)
@@ -123,6 +171,8 @@ class Trial:
                     f"{self.rule.place}: {self.overload} cannot be checked without its '{parameter.name}' "
                     f"({parameter.type}); give example={{'{parameter.name}': VALUE}}, or check=False."
                 )
+            if isinstance(value, Tensor) and parameter.name in vary:
+                value = varied(value, vary[parameter.name], random)
             if isinstance(value, Tensor) and value.is_floating_point():
                 value = value.to(kind.dtype)
             if parameter.kwarg_only:
@@ -208,6 +258,14 @@ class _Precision(TorchDispatchMode):
         tensors = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.is_floating_point()]
         self.lower |= {str(x.dtype).removeprefix("torch.") for x in tensors} - {"float64"}
         return found
+
+
+def _together(sizes: Sizes) -> Sizes:
+    """Return sizes of letters, of which the largest are less if all together are too many elements."""
+    found = dict(sizes)
+    while prod(found.values()) > _MOST and (largest := max(found, key=lambda word: found[word])):
+        found[largest] = max(found[largest] // 2, 1)
+    return found
 
 
 def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:

@@ -67,6 +67,16 @@ KINDS = (
 )
 
 
+def varied(value: Tensor, bound: int, generator: torch.Generator) -> Tensor:
+    """Return random numbers of the shape and dtype of a tensor; integers are below `bound`, and not all the same."""
+    if value.is_floating_point():
+        return NORMAL.draw(value.shape, generator).to(value)
+    high = 2 if value.dtype == torch.bool else bound
+    drawn = torch.randint(high, value.shape, generator=generator, device="cpu")
+    drawn.flatten()[:2] = torch.tensor([0, high - 1])
+    return drawn.to(value)
+
+
 def is_derivative(own: Function, forward: Function, args: Sequence[Any]) -> bool:
     """Return whether a function with its own backward has the gradients that autograd derives from its forward, of the
     arguments that want one.
