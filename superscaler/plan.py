@@ -226,11 +226,11 @@ def capture(
     `check` compares two steps of the graph with those of a copy of the module run by torch; the result is
     `graph.captured.checked`. For a large module, or one without data, a logged line replaces the comparison.
     """
-    return _capture(None, module, args, kwargs, optimizer, autocast, scaler, outputs, check, precision)
+    return capture_named(None, module, args, kwargs, optimizer, autocast, scaler, outputs, check, precision)
 
 
 def capture_named(
-    name: str,
+    name: str | None,
     module: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -244,21 +244,6 @@ def capture_named(
     """Return the graph of a training step as `capture` does, read from disk if it was captured under this name: a
     model of the library, which is its name, its options and versions of packages.
     """
-    return _capture(name, module, args, kwargs, optimizer, autocast, scaler, outputs, check, precision)
-
-
-def _capture(
-    name: str | None,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    optimizer: Optimizers | None,
-    autocast: str | None,
-    scaler: torch.amp.GradScaler | None,
-    outputs: bool,
-    check: bool,
-    precision: str | None,
-) -> Graph:
     if not isinstance(module, torch.nn.Module):
         raise InputError(
             f"capture needs a torch.nn.Module, not {named(module)}; give the module whose forward is the step, and its "

@@ -55,9 +55,9 @@ def draws() -> bytes:
     return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()))
 
 
-@pytest.mark.parametrize("name", few(names(), names().index("swin"), names().index("mixtral")))
+@pytest.mark.parametrize("name", few(names(), names().index("llama"), names().index("vit")))
 def test_a_captured_model_of_each_family_is_as_it_was(name: str) -> None:
-    model = build(f"{name}:size=tiny")
+    model = build(name if name == "mlp" else f"{name}:size=tiny")
     before, numbers = picture(model.module), draws()
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
     ss.capture(model.module, model.args, model.kwargs, optimizer=optimizer)
