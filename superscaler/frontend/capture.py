@@ -21,7 +21,8 @@ from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.capture_cache import Inputs, Kept, inputs_of, key_of, load, save
 from superscaler.frontend.checks.agreement import agree
 from superscaler.frontend.checks.shorter import needs_all_rows, shorter
-from superscaler.frontend.effects import refuse_shared
+from superscaler.frontend.effects.calls import refuse_shared
+from superscaler.frontend.effects.untouched import untouched
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.model_builder import build
 from superscaler.frontend.precision import Narrowed, narrowed
@@ -33,7 +34,6 @@ from superscaler.frontend.rewrites.packed_weights import cut_segments
 from superscaler.frontend.rewrites.several_losses import separate
 from superscaler.frontend.trace import Trace, base_of, read
 from superscaler.frontend.training import Given, Optimizers, Training, given_optimizers, read_optimizers
-from superscaler.frontend.untouched import untouched
 from superscaler.ir.model import Model, Optimizer
 from superscaler.specs.options import WHOLE
 from superscaler.timing import timed, without_garbage_collection

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from superscaler.errors import PlanError, brief
 from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.checks.agreement import WithoutDropout
+from superscaler.frontend.effects.untouched import untouched
 from superscaler.frontend.oracle import (
     DRAWN,
     Draw,
@@ -31,7 +32,6 @@ from superscaler.frontend.oracle import (
     retyped,
 )
 from superscaler.frontend.results import form_and_tensors, loss_of
-from superscaler.frontend.untouched import untouched
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
 from superscaler.replaced import replaced

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.frontend.untouched import untouched
+from superscaler.frontend.effects.untouched import untouched
 from superscaler.models import build, names
 from tests.frontend.examples import Net, longrope
 from tests.graphs import assert_equal, step_of

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from superscaler.errors import CaptureError, brief
 from superscaler.frontend.capture_cache import values_of
 from superscaler.frontend.checkpoints import marked
+from superscaler.frontend.effects.untouched import untouched
 from superscaler.frontend.oracle import Reference, dense, gaps, largest, largest_gap, packed, reference_step
 from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.frontend.trace import source_of
 from superscaler.frontend.training import optimizers_of
-from superscaler.frontend.untouched import untouched
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from superscaler.frontend.effects.untouched import untouched, without_checks
 from superscaler.frontend.oracle import call_with, largest
-from superscaler.frontend.untouched import untouched, without_checks
 from superscaler.groups import collect
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _begins_with(long: Tensor, short: Tensor) -> bool:
 
 
 def reading(captured: Captured, batch: Mapping[str, Tensor]) -> Reading | None:
-    """Return what the module reads on a batch of these shapes, None if its code raises."""
+    """Return the reading of a module on a batch of these shapes, None if its code raises."""
     module = captured.call.module
     parameters = {name: p.to(_META) for name, p in module.named_parameters()}
     buffers = {name: b if b.is_meta else b.detach().cpu().clone() for name, b in module.named_buffers()}
@@ -141,7 +141,7 @@ def _blocks(op: Op, lists: Collection[str]) -> Iterator[tuple[tuple[str, int], O
 
 
 def _kind(model: Model, op: Op, block: str) -> tuple[object, ...]:
-    """Return what an op of a block computes: equal for equal blocks, whatever their parameters are."""
+    """Return the computation of an op of a block: equal for equal blocks, whatever their parameters are."""
     tensors = [model.tensors[operand.tensor] for operand in op.inputs]
     read = [(x.shape, x.dtype, x.kind, x.name if x.kind == "constant" else "") for x in tensors]
     return op.target, op.args, op.kwargs, op.module.removeprefix(block), tuple(read)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout
 from superscaler.frontend.checks.reading import Reading, few_layers, reading
+from superscaler.frontend.effects.untouched import untouched
 from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
 from superscaler.frontend.results import loss_of
-from superscaler.frontend.untouched import untouched
 from superscaler.ops.inputs import bounds, fillings, ignored, pads_rows
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _step(captured: Captured, batch: Mapping[str, Tensor], dtype: torch.dtype) -
 
 
 def _of_small(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters of which large ones get no gradient, unless all are large."""
+    """Return parameters whose large ones get no gradient, unless all are large."""
     is_mixed = any(x.requires_grad and x.numel() <= _SMALL for x in leaves.values())
     return {n: x.detach() if is_mixed and x.numel() > _SMALL else x for n, x in leaves.items()}
 

@@ -261,7 +261,7 @@ class _Precision(TorchDispatchMode):
 
 
 def _together(sizes: Sizes) -> Sizes:
-    """Return sizes of letters, of which the largest are less if all together are too many elements."""
+    """Return sizes of letters, the largest ones halved until all together are few enough elements."""
     found = dict(sizes)
     while prod(found.values()) > _MOST and (largest := max(found, key=lambda word: found[word])):
         found[largest] = max(found[largest] // 2, 1)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from superscaler.frontend.places import join
+from superscaler.frontend.effects.places import join
+from superscaler.frontend.effects.untouched import is_searched, names_in
 from superscaler.frontend.refusals import is_model
-from superscaler.frontend.untouched import is_searched, names_in
 
 _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -97,7 +97,7 @@ def _of_generator(generator: GeneratorType[Any, Any, Any]) -> Any:
 
 
 def _of_iterator(iterator: Any) -> Any:
-    """Return how far an iterator of Python's own has come, as far as it says so."""
+    """Return the place that an iterator of Python's own has reached, if it shows."""
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return None
     if (left := length_hint(iterator, -1)) >= 0:

@@ -269,7 +269,7 @@ _KEEPERS: tuple[tuple[Any, Keep], ...] = (
 
 
 def _keeper(kind: type) -> Keep | None:
-    """Return what keeps the objects of a class, None for those that cannot change or are not searched."""
+    """Return the keeper of the objects of a class, None for those that cannot change or are not searched."""
     found = next((keep for kinds, keep in _KEEPERS if issubclass(kind, kinds)), None)
     return None if issubclass(kind, _ATOMS) else found or (_Kept._object if is_searched(kind) else None)
 
