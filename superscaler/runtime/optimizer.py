@@ -205,12 +205,17 @@ def changes_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("nesterov") and not group.get("fused") for group in optimizer.param_groups)
 
 
-def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float) -> None:
+def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float | None) -> None:
     """Move the averages of weights, states of the optimizer, towards the weights; the first averages are the weights.
+    Without a decay the averages are dropped.
 
     The average of a 16-bit weight with a float32 copy is float32.
     """
     states = [optimizer.state[weight] for weight in weights]
+    if decay is None:
+        for state in states:
+            state.pop(AVERAGE, None)
+        return
     values = [state.get("copy", weight.detach()) for state, weight in zip(states, weights, strict=True)]
     for state, value in zip(states, values, strict=True):
         if AVERAGE in state:

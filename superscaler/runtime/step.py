@@ -24,7 +24,7 @@ from superscaler.runtime.batch import Padding, check_batches, put_together, rows
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import averaged, for_schedules
 from superscaler.runtime.scaling import Scaler
-from superscaler.specs.options import CHOSEN
+from superscaler.specs.options import CHOSEN, SCHEDULED
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -202,7 +202,7 @@ class Step:
             weight.detach().copy_(saved["weights"][name])
         if updates.optimizer:
             updates.optimizer.load_state_dict(saved["optimizer"])
-        if updates.scaler:
+        if updates.scaler and saved.get("scaler"):
             updates.scaler.load_state_dict(saved["scaler"])
         self.set_options(saved.get("options") or [{"lr": rate} for rate in saved.get("lr", self.rates())])
         state.steps = saved["steps"]
@@ -234,7 +234,7 @@ class Step:
     def ema(self) -> float | None:
         """The decay of averages of the weights over steps, a number from 0 to 1; None (the default): no averages.
 
-        They are saved in checkpoints beside the weights, and restored if the step has a decay.
+        They are saved in checkpoints beside the weights, and restored with them. A step without a decay drops them.
         """
         return self.state.updates.ema
 
@@ -302,7 +302,8 @@ class Step:
         """Set options of each parameter group of the user's optimizer, the learning rate among them."""
         shown = self.optimizer.param_groups if "optimizer" in vars(self) else []
         for number, own in (*enumerate(self._options), *enumerate(shown), *self.groups().items()):
-            own |= {key: x for key, x in groups[number].items() if key in own and key not in CHOSEN}
+            known = {*own, *SCHEDULED}.difference(CHOSEN)
+            own |= {key: x for key, x in groups[number].items() if key in known}
             own["lr"] = float(own["lr"])
 
     def _follow(self) -> None:

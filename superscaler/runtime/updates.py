@@ -34,7 +34,7 @@ class Updates:
         self.optimizer = optimizer_of(table, weights, *chosen)
         self.scaler: Scaler | None = None
         self.clip: float | None = None
-        # The decay of averages of weights; None: there are none.
+        # The decay of averages of weights; None: the next update drops them.
         self.ema: float | None = None
         self.last_norm: float | None = None
         self.keep_gradients = False
@@ -86,8 +86,7 @@ class Updates:
                     weight.grad = laid_out(gradient, weight)
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-            if self.ema is not None:
-                average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
+            average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
 
     def set(self, pairs: Pairs) -> None:
         """Set buffers, by name, to their new values."""

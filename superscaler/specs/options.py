@@ -25,6 +25,8 @@ OPTIMIZERS = {
 CLASS = "class"
 # Options that a plan chooses, or that no schedule changes.
 CHOSEN = (CLASS, "params", "fused", "foreach", "capturable", "differentiable")
+# What torch's schedules keep in a parameter group, from which one that is made after a resume goes on.
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 # Options that an optimizer takes from its own arguments, whatever a parameter group has: Adagrad's first states.
 CONSTRUCTED = ("initial_accumulator_value",)
 # 16-bit dtypes of autocast and of weights.

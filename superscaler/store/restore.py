@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.specs.options import CHOSEN
+from superscaler.specs.options import CHOSEN, SCHEDULED
 from superscaler.store.checkpoint import AVERAGE
 from superscaler.store.pieces import located, whole
 from superscaler.store.save import TrainingStep
@@ -109,7 +109,10 @@ def _options(step: TrainingStep, kept: Mapping[str, Any]) -> list[dict[str, Any]
     """Return the options of each parameter group: as in torch, those of the checkpoint, where it has them."""
     planned = step.plan["optimizer"]["groups"]
     rows = zip(planned, kept.get("options") or [{}] * len(planned), kept["lr"], strict=True)
-    return [{**group, **{key: x for key, x in more.items() if key in group}, "lr": rate} for group, more, rate in rows]
+    return [
+        {**group, **{key: x for key, x in more.items() if key in (*group, *SCHEDULED)}, "lr": rate}
+        for group, more, rate in rows
+    ]
 
 
 def _state_names(
@@ -193,14 +196,13 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
             made[key] = _state_names(step, groups[number], _options(step, head)[number] if head else {}, weight.dtype)
         kept, wanted = stored.tensors[name], made[key]
         counted = {key: torch.tensor(x, dtype=torch.float32) for key, x in numbers_of(kept).items()}
-        own = [state for state in kept.states if state != AVERAGE or step.state.updates.ema is not None]
         if {*kept.states, *counted} - {AVERAGE} not in (set(), wanted):
             raise InputError(
                 f"{stored.directory} has {', '.join(sorted([*kept.states, *counted]))} of {name}, but the optimizer "
                 f"{step.plan['optimizer']['name']} goes on from {', '.join(sorted(wanted)) or 'nothing'}; "
                 "load the weights only."
             )
-        states = {state: stored.read(name, ranges, state).reshape(weight.shape) for state in own}
+        states = {state: stored.read(name, ranges, state).reshape(weight.shape) for state in kept.states}
         found[entry["name"]] = {**counted, **states}
     return found
 

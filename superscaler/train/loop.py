@@ -131,7 +131,8 @@ def _schedule(step: Step, options: argparse.Namespace, start: int) -> LRSchedule
     """Return the schedule of the options at the first step; it follows from the plan's rates and the step's number."""
     if options.schedule is None and not options.warmup:
         return None
-    step.set_rates([group["lr"] for group in step.plan["optimizer"]["groups"]])
+    rates = [group["lr"] for group in step.plan["optimizer"]["groups"]]
+    step.set_options([{"lr": rate, "initial_lr": rate} for rate in rates])
     found = schedule_of(step.optimizer, options.schedule, options.warmup, options.steps)
     advance(found, start)
     return found
