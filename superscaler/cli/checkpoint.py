@@ -8,7 +8,7 @@ import typer
 
 from superscaler.cli.common import HELP, command, path
 from superscaler.cli.printing import Printer
-from superscaler.errors import InputError, unknown
+from superscaler.errors import InputError, some, unknown
 
 app = typer.Typer(
     help="Look into a checkpoint, or exchange it with other programs.", no_args_is_help=True, context_settings=HELP
@@ -113,11 +113,15 @@ def import_(
     ] = False,
 ) -> None:
     """Write weights of another program as a checkpoint, for --resume and --weights."""
-    from superscaler.store.convert import import_weights
+    from superscaler.store.convert import import_all
 
-    made = import_weights(source, out, trust)
-    printer.show(f"imported as {made}")
-    printer.result = {"checkpoint": str(made)}
+    made, found = import_all(source, out, trust)
+    states = sorted({state for own in found.states.values() for state in own})
+    optimizer = f", with the optimizer's {', '.join(states)} of {len(found.states)}" if states else ""
+    left_out = [f"left out, as no tensor of the model: {some(found.left_out)}"] if found.left_out else []
+    printer.show(f"imported as {made}: {len(found.tensors)} tensors{optimizer}", *left_out)
+    counts = {"tensors": len(found.tensors), "states": states, "left_out": list(found.left_out)}
+    printer.result = {"checkpoint": str(made), **counts}
 
 
 app.command("inspect")(inspect)

@@ -75,20 +75,31 @@ class Entry(Checked):
     numbers: dict[Name, Rate] = Field(default_factory=dict)
 
 
+class GroupEntry(Checked):
+    """A parameter group: the class of its optimizer, and the names of its trained weights."""
+
+    kind: Name
+    weights: list[Name]
+
+
 class OptimizerEntry(Checked):
     """The optimizer. `options`: of each parameter group, but `lr`; checkpoints of older versions lack those of the
-    plan.
+    plan, and `groups`. `unused`: the parameters that no operator reads.
     """
 
     name: Name
     lr: list[Rate]
     precision: Literal["", "bf16", "fp16"] = ""
     options: list[dict[Name, bool | int | FiniteFloat | list[FiniteFloat] | Name | None]] = Field(default_factory=list)
+    groups: list[GroupEntry] = Field(default_factory=list)
+    unused: list[Name] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
         if len(self.options) not in (0, len(self.lr)):
             raise ValueError(f"it has options of {len(self.options)} parameter groups, and rates of {len(self.lr)}")
+        if len(self.groups) not in (0, len(self.lr)):
+            raise ValueError(f"it has {len(self.groups)} parameter groups, and rates of {len(self.lr)}")
         return self
 
 

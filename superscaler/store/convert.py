@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -16,24 +15,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading, writing
 from superscaler.store.checkpoint import ANOTHER, CheckpointHead, commit, new_folder, write_shard
+from superscaler.store.distributed import Imported, read_distributed, saved_state
 from superscaler.store.folder import Draft, written
 from superscaler.store.pieces import whole
 from superscaler.store.save import add_entry
 from superscaler.store.tensor_file import DTYPES
 from superscaler.store.tensors import (
     WHOLE_FILE,
-    TensorReader,
     load_weights,
     named,
-    numbers_of,
     open_checkpoint,
     open_stored,
 )
 
 # The file that torch.distributed.checkpoint writes beside its shards.
 DISTRIBUTED_FILE = ".metadata"
-# Its prefixes for tensors of a model, and for their optimizer states.
-_MODEL, _STATE = "model.", "optimizer.state."
 _TRUST = (
     "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust its author, give --trust"
 )
@@ -63,51 +59,46 @@ def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) ->
 def export_distributed(path: Path, out: Path) -> list[str]:
     """Write a checkpoint in the format of `torch.distributed.checkpoint`, and return the names of its files.
 
-    `model` has the user's names; `optimizer`, if any, is as `torch.distributed.checkpoint.state_dict` returns it.
+    `dcp.load` reads it into `{"model": ..., "optimizer": ...}` of torch's `get_state_dict(module, optimizer)`.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    stored = open_checkpoint(path)
-    model = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
-    model |= {alias: model[kept] for alias, kept in stored.head["aliases"].items() if kept in model}
-    states = {name: _states(stored, name) for name, entry in stored.tensors.items() if entry.steps is not None}
-    state = {"model": model} | ({"optimizer": {"state": states}} if states else {})
+    state = saved_state(open_checkpoint(path))
     # The library warns that there is a single process, which is intended.
     with _replaced(out) as folder, warnings.catch_warnings(action="ignore", category=UserWarning):
         save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     return sorted(file.name for file in out.iterdir())
 
 
-def _states(stored: TensorReader, name: str) -> dict[str, Tensor]:
-    entry = stored.tensors[name]
-    states = {state: stored.read(name, whole(entry.shape), state) for state in entry.states}
-    return {**{key: torch.tensor(x, dtype=torch.float32) for key, x in numbers_of(entry).items()}, **states}
-
-
 def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
     """Write weights as the first checkpoint of a folder, from a safetensors file or folder, or from
-    `torch.distributed.checkpoint` with `trust`. An optimizer's state there is kept. Returns the checkpoint.
+    `torch.distributed.checkpoint` with `trust`. Returns the checkpoint.
     """
+    return import_all(source, out, trust)[0]
+
+
+def import_all(source: Path, out: Path, trust: bool = False) -> tuple[Path, Imported]:
+    """Import as `import_weights`; return what was imported, too."""
     with reading(source, ANOTHER):
         is_theirs = (source / DISTRIBUTED_FILE).is_file()
     if is_theirs:
         if not trust:
             raise InputError(f"{source} is a torch.distributed.checkpoint: {_TRUST}.")
-        tensors, states = _read_distributed(source)
+        found = read_distributed(source)
     else:
         stored = open_stored(source)
         if stored.whole is not None:
             raise InputError(f"{source} is a checkpoint of superscaler already; give it to --resume or --weights.")
-        tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
-        states = {}
-    if not tensors:
-        raise InputError(f"{source} has no tensors.")
-    if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
-        raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
+        found = Imported({name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()})
+    if not found.tensors:
+        raise InputError(f"{source} has no tensors of a model.")
+    kinds = {name: str(t.dtype).removeprefix("torch.") for name, t in found.tensors.items()}
+    if other := [name for name, kind in kinds.items() if kind not in DTYPES.values()]:
+        raise InputError(f"{source} has {other[0]} in torch.{kinds[other[0]]}, which no checkpoint of ours can have.")
     with _replaced(out) as folder:
-        name = _publish(folder, tensors, states)
-    return out / name
+        name = _publish(folder, found.tensors, found.states)
+    return out / name, found
 
 
 def _publish(directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> str:
@@ -122,32 +113,6 @@ def _publish(directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str
     nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
     commit(draft, {"step": 0, **nothing, "aliases": {}}, [0])
     return draft.path.name
-
-
-def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return the tensors under `model.`, else all, and those under `optimizer.state.`, by name."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    # A pickle can fail in any way.
-    with reading(source, ANOTHER, (Exception, CheckpointException), "folder of torch.distributed.checkpoint"):
-        known = FileSystemReader(source).read_metadata().state_dict_metadata
-        kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
-        if any(name.startswith(_MODEL) for name in kept):
-            kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
-        state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            load(state, storage_reader=FileSystemReader(source), no_dist=True)
-    tensors = {n.removeprefix(_MODEL): value for n, value in state.items() if not n.startswith(_STATE)}
-    states: dict[str, dict[str, Tensor]] = {}
-    for key in (key for key in state if key.startswith(_STATE)):
-        name, _, kind = key.removeprefix(_STATE).rpartition(".")
-        states.setdefault(name, {})[kind] = state[key]
-    for name, kinds in states.items():
-        if "step" in kinds and kinds["step"].numel() != 1:
-            raise InputError(f"{source} has the step of {name} in shape {tuple(kinds['step'].shape)}, not as a number.")
-    return tensors, {name: kinds for name, kinds in states.items() if name in tensors}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.ir.mask import Box
-from superscaler.specs.options import CHOSEN
+from superscaler.specs.options import CHOSEN, kind_of
 from superscaler.store import checkpoint
 from superscaler.store.checkpoint import CheckpointHead, commit, discard, lock, new_folder, prune, reason, write_shard
 from superscaler.store.folder import Draft, hash_without
@@ -262,6 +262,7 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
     # As in torch, training goes on with them under a plan of others.
     kept = [{key: x for key, x in group.items() if key not in ("lr", *CHOSEN)} for group in now]
     more |= {"options": kept} if any(kept) else {}
+    more |= _members(step.plan) if chosen["name"] else {}
     return {
         "plan": hash_without(step.plan, "manifest"),
         "world": step.world,
@@ -273,6 +274,21 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
         "aliases": step.plan["aliases"],
         "training": None if training is None else dict(training),
     }
+
+
+def _members(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class and the trained weights of each parameter group, and the parameters that no device has."""
+    optimizer, tensors = plan["optimizer"], plan["tensors"]
+    entries = [entry for device in plan["devices"] for entry in device["weights"] if entry["tensor"] in tensors]
+    group_of = {tensors[entry["tensor"]]["name"]: entry["group"] for entry in entries if entry["trained"]}
+    here = {tensors[entry["tensor"]]["name"] for entry in entries}
+    names = {tensor["name"] for tensor in tensors.values() if tensor["kind"] == "parameter"}
+    groups: list[dict[str, Any]] = [
+        {"kind": kind_of(group, optimizer["name"])[0], "weights": []} for group in optimizer["groups"]
+    ]
+    for name in sorted(group_of):
+        groups[group_of[name]]["weights"].append(name)
+    return {"groups": groups, "unused": sorted(names - here)}
 
 
 def save(step: TrainingStep, directory: str | Path, keep: int | None = None) -> Path:
