@@ -90,6 +90,7 @@ class Plan:
         with phase("verify"):
             return verify(self.compiled, backend, batch, shapes)
 
+    @checked
     def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | None = None) -> bool:
         """Certify the plan and write it with the initial weights into a directory. `torchrun .../run.py` trains it.
 
@@ -110,6 +111,7 @@ class Plan:
             shutil.rmtree(folder / EVALUATION)
         return is_new
 
+    @checked
     def simulate(self, capacity: int | None = None, torch_compile: bool = False) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
         `torch_compile`: the step is loaded with it.
@@ -244,6 +246,10 @@ def capture_named(
     """Return the graph of a training step as `capture` does, read from disk if it was captured under this name: a
     model of the library, which is its name, its options and versions of packages.
     """
+    _check_kinds(
+        (kwargs, dict, "a dict of arguments by name"), (cache, str, "a name"), (outputs, bool, "True or False"),
+        (check, bool, "True or False"),
+    )  # fmt: skip
     if not isinstance(module, torch.nn.Module):
         raise InputError(
             f"capture needs a torch.nn.Module, not {named(module)}; give the module whose forward is the step, and its "
@@ -272,6 +278,13 @@ def capture_named(
     return Graph(captured.model, captured)
 
 
+def _check_kinds(*given: tuple[Any, type, str]) -> None:
+    """Raise InputError for an argument of capture that is of another type."""
+    for value, kind, form in given:
+        if value is not None and not isinstance(value, Mapping if kind is dict else kind):
+            raise InputError(f"capture takes {form}, not {named(value)}.")
+
+
 def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
     """Return the plan of a copy of the graph under an sProgram.
 
@@ -283,7 +296,7 @@ def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, clust
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(graph, Graph):
         raise InputError(f"compile needs the graph that ss.capture returns, not {type(graph).__name__}; capture it.")
-    if not callable(program):
+    if not callable(program) or isinstance(program, type):
         raise InputError(
             f"compile needs an sProgram, not {brief(repr(program))}; give a function of a graph and a cluster, or text "
             "as 'data_parallel'."

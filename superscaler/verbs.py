@@ -12,13 +12,13 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import numpy as np
 
 from superscaler.cluster import Cluster, Device, Mesh
-from superscaler.errors import InputError, TransformError, named, unknown
+from superscaler.errors import InputError, TransformError, brief, named, unknown
 from superscaler.ir.graph import Entry, Graph, caller
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, PTensor
 from superscaler.ir.orders import Action, Group, Groups, Order, Row, parse_schedule, timetable
 from superscaler.ir.parts import Block, Flat, Parts
-from superscaler.specs.arguments import checked
+from superscaler.specs.arguments import checked, fits
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.attention_blocks import AttentionBlocks
 from superscaler.transform.check_rows import check_rows
@@ -50,7 +50,13 @@ def sprogram(function: Callable[P, R]) -> Callable[P, R]:
     `--plan mine.py:f:tp=2` calls f(graph, cluster, tp=2); options are converted to the types of their defaults. Python
     callers may pass a function without `@sprogram`, too: `ss.compile(graph, f, cluster)`.
     """
-    function.is_sprogram = True  # type: ignore[attr-defined]
+    try:
+        function.is_sprogram = True  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        raise InputError(
+            f"{caller()}: sprogram marks a function of a graph and a cluster, not {named(function)}; put @ss.sprogram "
+            "above its def."
+        ) from None
     return function
 
 
@@ -226,7 +232,7 @@ def _update(graph: Graph, name: str, where: str) -> Op:
     op = graph.resting(name)
     if op is None:
         known = [tensor.name for tensor in graph.model.parameters()]
-        raise InputError(f"place at {where}: {unknown('parameter', str(name).splitlines()[0], known)}")
+        raise InputError(f"place at {where}: {unknown('parameter', brief(name), known)}")
     return op
 
 
@@ -250,9 +256,9 @@ def _device_ids(where: str, devices: Any) -> Ints:
 
 
 def _device_id(where: str, device: Any) -> int:
-    if isinstance(device, Device):
-        return device.id + HOSTS * device.is_host
-    if not isinstance(device, int | np.integer) or not 0 <= device < 2**31:
+    if isinstance(device, Device) and fits(device.id, int) and isinstance(device.is_host, bool):
+        return _device_id(where, device.id) + HOSTS * device.is_host
+    if not fits(device, int) or not 0 <= device < 2**31:
         raise InputError(
             f"op_assign at {where} needs devices of the cluster or their numbers from 0, not {named(device)}."
         )
@@ -272,6 +278,8 @@ def op_order(
     their weight on their device, and after its gradient is complete.
     """
     where = _where(graph)
+    if not isinstance(turns, bool):
+        raise InputError(f"op_order at {where}: turns is {named(turns)}; give True or False.")
     pairs = list(product(_groups(graph, before, where), _groups(graph, after, where)))
     members = (name for pair in pairs if turns for group in pair for name, _ in group.members)
     if update := next((name for name in members if not graph.op(name).is_forward), ""):
@@ -299,6 +307,10 @@ def order(
     if whole:
         check_rows(graph, [[work for item in row for work in _works(item)] for row in rows], stages, where)
     for row in rows:
+        if not isinstance(row, Iterable) or hasattr(row, "shape"):
+            raise InputError(
+                f"order at {where}: {named(row)} is no row; give a list of actions or ops for each device."
+            )
         found = (_of_row(graph, item, stages, known, where) for item in row)
         for before, after in pairwise(item for item in found if item is not None):
             op_order(graph, before, after)
@@ -327,6 +339,8 @@ def _of_row(
 def _work(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], known: Known, where: str) -> Group | None:
     """Return the parts of an action; `known` caches those of all microbatches."""
     key = work.stage, work.kind
+    if not fits(work.stage, int) or not fits(work.microbatch, int) or not isinstance(work.kind, str):
+        raise InputError(f"order at {where}: {work} is no action; write a stage, a kind and a microbatch, as 2F0.")
     if key not in known:
         known[key] = _in_all(graph, work, stages, where)
     group = known[key]

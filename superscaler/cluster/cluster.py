@@ -14,7 +14,7 @@ from superscaler.cluster.links import LINKS, LOCAL, Links
 from superscaler.cluster.mesh import Mesh
 from superscaler.cluster.seconds import Way, Wiring, least, lines, ways
 from superscaler.errors import InputError, unknown
-from superscaler.specs.arguments import checked
+from superscaler.specs.arguments import Numbered, checked
 from superscaler.specs.file_errors import reading
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -39,6 +39,13 @@ class Device:
         return replace(self, is_host=True)
 
 
+class Devices(Numbered[Device]):
+    """Devices by number."""
+
+    __slots__ = ()
+    NOUN = "device"
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Servers with equally many devices each, numbered server by server. `Cluster.parse(str(c)) == c`.
@@ -51,7 +58,7 @@ class Cluster:
     """
 
     name: str
-    devices: tuple[Device, ...] = field(hash=False)
+    devices: Devices = field(hash=False)
     devices_per_server: int
     links: Links
     # Facts about the devices; None for local devices without a file.
@@ -67,6 +74,7 @@ class Cluster:
         return cls.of(LOCAL, LOCAL, 1, n)
 
     @classmethod
+    @checked
     def preset(cls, name: str, servers: int, devices_per_server: int) -> Cluster:
         """Return a cluster of a known kind of device. Raises InputError for an unknown preset or a number below 1.
 
@@ -115,7 +123,7 @@ class Cluster:
                 f"cluster '{name}' would share {links.nics} NICs among the {devices_per_server} devices of a server; "
                 "one number must divide the other."
             )
-        devices = tuple(Device(i, i // devices_per_server, kind) for i in range(servers * devices_per_server))
+        devices = Devices(Device(i, i // devices_per_server, kind) for i in range(servers * devices_per_server))
         return cls(name, devices, devices_per_server, links, device_kind or PRESETS.get(kind))
 
     @classmethod
@@ -143,14 +151,14 @@ class Cluster:
         return Mesh(sizes, self.devices)
 
     @property
-    def hosts(self) -> tuple[Device, ...]:
+    def hosts(self) -> Devices:
         """Return the host of each device."""
-        return tuple(device.host for device in self.devices)
+        return Devices(device.host for device in self.devices)
 
     @property
     def kind(self) -> str:
         """The name of the preset, or `local`."""
-        return self.devices[0].kind
+        return next(iter(self.devices)).kind
 
     @property
     def servers(self) -> int:
@@ -162,6 +170,7 @@ class Cluster:
         """Whether this machine alone can run it as it is."""
         return self.kind == LOCAL and self.servers == 1
 
+    @checked
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Return the seconds in which all groups together run one collective on a source of `size` bytes per device.
 

@@ -9,9 +9,11 @@ from math import prod
 from typing import Any
 
 from superscaler.cluster.links import LOCAL
-from superscaler.errors import InputError, divisors, unknown
+from superscaler.errors import InputError, divisors, named, unknown
+from superscaler.specs.arguments import checked_class, fits
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Devices, or their numbers, along named axes, the outer axis first. One size may be -1: what the others leave.
@@ -28,8 +30,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         sizes, devices = dict(self.sizes), tuple(self.devices)
-        free = [name for name, size in sizes.items() if size == -1]
-        wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+        free = [name for name, size in sizes.items() if fits(size, int) and size == -1]
+        wrong = [name for name, size in sizes.items() if not fits(size, int) or size < 1]
         if wrong[1:] or wrong != free:
             raise InputError(f"mesh {self}: every size must be at least 1, and one may be -1: what the others leave.")
         taken = prod(size for size in sizes.values() if size > 0)
@@ -47,6 +49,8 @@ class Mesh:
 
     def at(self, **places: int) -> Mesh:
         """Return the mesh of the other axes at some places, from 0. Raises InputError for an unknown axis or place."""
+        if wrong := [place for place in places.values() if not fits(place, int)]:
+            raise InputError(f"mesh {self} has no place {named(wrong[0])}; a place is a number from 0, as dp=0.")
         for name, place in places.items():
             if name not in self.sizes:
                 raise InputError(f"mesh {self}: {unknown('axis', name, self.sizes)}")

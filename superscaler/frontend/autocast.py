@@ -24,7 +24,7 @@ _CAST = torch.ops.aten._to_copy.default
 def read_autocast(name: str | None, kind: str) -> Autocast | None:
     """Return the autocast with this name, else the `torch.autocast` region around this call, if any."""
     if name is not None:
-        if name not in HALVES:
+        if str(name) not in HALVES:
             raise InputError(unknown("autocast", name, HALVES))
         return kind, getattr(torch, HALVES[name])
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None

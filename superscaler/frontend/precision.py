@@ -30,7 +30,7 @@ def narrowed(given: Narrowed, precision: str) -> Narrowed:
     Batch norms stay as they are, because running averages of 16 bits lose small changes; torch's take 16-bit inputs. So
     do the frequencies of rotary embeddings, whose products with large positions need more digits.
     """
-    if precision not in HALVES:
+    if str(precision) not in HALVES:
         raise InputError(unknown("precision", precision, HALVES))
     # A parameter's hooks would not be in the copy.
     refuse_hooks(given.module)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError, TransformError, some, unknown
+from superscaler.errors import InputError, TransformError, named, some, unknown
 from superscaler.groups import group_by
 from superscaler.ir.grid import UNASSIGNED, Axis, Grid, cuts_of
 from superscaler.ir.model import Factor, Model, Op
@@ -20,7 +20,7 @@ from superscaler.ir.names import first, later
 from superscaler.ir.orders import Group, Order
 from superscaler.ir.parts import Block, Parts, Rows, block_of, expand
 from superscaler.ir.variants import renamed, unrolled, with_rest
-from superscaler.specs.arguments import checked
+from superscaler.specs.arguments import Numbered, checked
 
 # The most pieces of one gradient.
 MOST_PIECES = 2**16
@@ -41,6 +41,20 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.verb} {self.op} {self.detail}"
+
+
+class Ops(Numbered[Op]):
+    """Ops in execution order."""
+
+    __slots__ = ()
+    NOUN = "op"
+
+
+class Blocks(Numbered[Block]):
+    """Blocks in order of their first op."""
+
+    __slots__ = ()
+    NOUN = "block"
 
 
 class Graph:
@@ -113,7 +127,7 @@ class Graph:
     def blocks(self) -> tuple[Block, ...]:
         """Return the repeated blocks in order of their first op."""
         found = group_by(self.forward_ops, lambda op: block_of(op.module))
-        return tuple(Block(path, tuple(ops)) for path, ops in found.items() if path)
+        return Blocks(Block(path, tuple(ops)) for path, ops in found.items() if path)
 
     def last(self, verb: str, op: str) -> Entry | None:
         """Return the last entry of the journal about a verb's call on an op."""
@@ -140,6 +154,7 @@ class Graph:
         self.rewrite(renamed(self.model, old, new))
         self.journal.append(Entry("rename_factor", old, f"to {new}", caller()))
 
+    @checked
     def unroll(self, iterations: int = 2) -> None:
         """Make a step of several iterations, each on a batch of its own, with the weights after the one before it.
 
@@ -258,8 +273,8 @@ class Graph:
         self.updates = {op.inputs[0].tensor: op for op in model.ops if op.is_update}
         self.grids = {op.name: self.grids[op.name] if op.name in self.grids else Grid() for op in model.ops}
         self._by_name = {op.name: op for op in model.ops}
-        self._ops = tuple(op for op in model.ops if not op.origin)
-        self._forward_ops = tuple(op for op in self._ops if op.is_forward)
+        self._ops = Ops(op for op in model.ops if not op.origin)
+        self._forward_ops = Ops(op for op in self._ops if op.is_forward)
 
     @checked
     def parts(self, op: Op) -> Parts:
@@ -327,6 +342,8 @@ class Graph:
         if kind not in KINDS:
             raise InputError(f"{where}: {unknown('kind of work', kind, KINDS)}")
         given = self.forward_ops if ops is None else tuple(ops)
+        if wrong := [o for o in given if not isinstance(o, Op | Parts)]:
+            raise InputError(f"{where}: it takes ops and parts, not {named(wrong[0])}; graph.op(NAME) returns an op.")
         some = {o.op.name: tuple(o.paths()) for o in given if isinstance(o, Parts)}
         chosen = tuple(o.op if isinstance(o, Parts) else o for o in given)
         if module is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -15,11 +16,12 @@ from typing import Any, overload
 
 import numpy as np
 
-from superscaler.errors import TransformError
+from superscaler.errors import InputError, TransformError, named
 from superscaler.ir.grid import Grid, Ints, Mirror
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Op
 from superscaler.ir.op import Index
+from superscaler.specs.arguments import missing
 
 Address = tuple[tuple[int, int], ...]
 
@@ -45,7 +47,15 @@ class Parts:
         return (self[k] for k in range(len(self)))
 
     def __getitem__(self, key: Any) -> Parts:
-        cells = self.cells[key] if self.cells.ndim else self.cells
+        try:
+            cells = self.cells[key] if self.cells.ndim else self.cells
+        except IndexError:
+            shape = " x ".join(map(str, self.cells.shape))
+            frame = sys._getframe(1)
+            raise InputError(
+                f"{frame.f_code.co_filename}:{frame.f_lineno}: {self.op.name} has {shape} parts, and none at "
+                f"[{named(key)}]; choose numbers from 0, one for each cut."
+            ) from None
         return replace(self, cells=np.asarray(cells))
 
     def flat(self) -> Parts:
@@ -94,7 +104,10 @@ class Flat(Sequence[Parts]):
     def __getitem__(self, key: int | slice) -> Parts | list[Parts]:
         if isinstance(key, slice):
             return [self[k] for k in range(*key.indices(len(self)))]
-        key = range(len(self))[key]
+        try:
+            key = range(len(self))[key]
+        except (IndexError, TypeError):
+            raise missing("part", key, len(self), sys._getframe(1)) from None
         at = bisect_right(self.ends, key)
         return self.handles[at][key - self.ends[at]]
 

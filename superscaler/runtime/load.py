@@ -17,6 +17,7 @@ from superscaler.errors import InputError, RuntimeFailure, brief
 from superscaler.launch.jobs import how_to_start
 from superscaler.runtime.step import Step, build_step
 from superscaler.runtime.tapes import Segment
+from superscaler.specs.arguments import checked
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
@@ -32,6 +33,7 @@ from superscaler.store.plan import (
 )
 
 
+@checked
 def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
 

@@ -5,20 +5,31 @@ import sys
 import typing
 from collections.abc import Callable
 from functools import cache, wraps
-from numbers import Integral
-from types import UnionType
+from numbers import Integral, Real
+from types import FrameType, UnionType
 from typing import Any, ParamSpec, TypeVar
 
-from superscaler.errors import InputError, brief
+from superscaler.errors import InputError, brief, named
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Check the arguments of a function, and the items of those that are lists or tuples. Raises InputError with the
     caller's line.
     """
+    return _checked(function, function.__name__)
+
+
+def checked_class(kind: type[T]) -> type[T]:
+    """Check the arguments of a class, as `checked` does those of a function."""
+    kind.__init__ = _checked(kind.__init__, kind.__name__)  # type: ignore[method-assign]
+    return kind
+
+
+def _checked(function: Callable[P, R], called: str) -> Callable[P, R]:
     names = list(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -28,9 +39,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             kind = kinds.get(name, Any)
             if type(value) is not kind and not fits(value, kind):
                 frame = sys._getframe(1)
+                form = function.__annotations__[name]
                 raise InputError(
-                    f"{function.__name__} at {frame.f_code.co_filename}:{frame.f_lineno}: {name} is "
-                    f"{brief(repr(value))} of type {type(value).__name__}; give {function.__annotations__[name]}."
+                    f"{called} at {frame.f_code.co_filename}:{frame.f_lineno}: {name} is {brief(repr(value))} of type "
+                    f"{type(value).__name__}; give {form if isinstance(form, str) else inspect.formatannotation(form)}."
                 )
         return function(*args, **kwargs)
 
@@ -44,19 +56,44 @@ def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, kind: Any, has_items: bool = True) -> bool:
-    """Return whether a value is of a type, and each item of a list or a tuple. A bool is no int, a text no sequence.
+    """Return whether a value is of a type, and each item of a list or a tuple. A bool is no int, a text no sequence,
+    and an int is a float. Of texts to choose from, each fits: the one who takes it names the others.
 
     >>> fits(2, int), fits(True, int), fits("2", int), fits([2], list[int]), fits(["2"], list[int]), fits([], int | str)
     (True, False, False, True, False, False)
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or isinstance(kind, TypeVar | ParamSpec):
         return True
     if origin in (typing.Union, UnionType):
         return any(fits(value, each, has_items) for each in inner)
-    if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if not isinstance(value, origin or kind) or (origin and isinstance(value, str)):
+    if origin is typing.Literal:
+        return any(isinstance(value, type(each)) for each in inner)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not isinstance(value, origin or kind) or (origin and isinstance(value, str | bytes)):
         return False
     many = has_items and isinstance(value, list | tuple) and inner
     return not many or all(fits(item, inner[0], False) for item in value)
+
+
+class Numbered(tuple[T, ...]):
+    """A tuple of things that a plan takes by number. Raises InputError, with the line of the plan, for others.
+
+    `NOUN`: what they are, in errors.
+    """
+
+    __slots__ = ()
+    NOUN = "item"
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except (IndexError, TypeError):
+            raise missing(self.NOUN, key, len(self), sys._getframe(1)) from None
+
+
+def missing(noun: str, key: object, count: int, frame: FrameType) -> InputError:
+    """Return the error of a number that none of `count` things has, in a line of the plan."""
+    choice = f"choose a number from 0 to {count - 1}" if count > 1 else "there is 0 only" if count else "there are none"
+    return InputError(f"{frame.f_code.co_filename}:{frame.f_lineno}: there is no {noun} {named(key)}; {choice}.")

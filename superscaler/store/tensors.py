@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError
 from superscaler.groups import group_by
+from superscaler.specs.arguments import checked
 from superscaler.specs.file_errors import reading, refuse
 from superscaler.store.checkpoint import (
     ANOTHER,
@@ -244,6 +245,7 @@ def set_targets(found: Iterable[tuple[Target, Tensor]]) -> None:
             target.tensor.copy_(value)
 
 
+@checked
 def load_weights(module: nn.Module, path: str | Path, ema: bool = False) -> list[str]:
     """Set a module's parameters and buffers from a checkpoint, or from a safetensors file or folder.
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from superscaler.errors import InputError, a, some
+from superscaler.errors import InputError, a, named, some
 from superscaler.replaced import own_numbers
 from superscaler.runtime.batch import Batch, Padding, in_dtype, rows_read
+from superscaler.specs.arguments import fits
 from superscaler.specs.user_file import from_file
 
 if TYPE_CHECKING:
@@ -43,7 +44,15 @@ def batches(step: Step, data: Any, seed: int = 0) -> Iterator[Batch]:
     `data`: a data set (samples by number, each a dict by the names of the inputs), or any iterable of batches, as a
     DataLoader. Each rank reads the rows of a data set that its plan reads, in an order by epoch and seed.
     """
-    at, number = feed(step, data, seed), step.state.steps
+    if not hasattr(step, "plan"):
+        raise InputError(f"batches needs the step that ss.load returns, not {named(step)}.")
+    if not fits(seed, int):
+        raise InputError(f"batches: seed is {named(seed)}; give a whole number.")
+    return _batches(step, feed(step, data, seed))
+
+
+def _batches(step: Step, at: Callable[[int], Batch]) -> Iterator[Batch]:
+    number = step.state.steps
     while True:
         yield at(number)
         number += 1

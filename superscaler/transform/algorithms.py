@@ -1,6 +1,6 @@
 """The algorithms that cut ops into parts. `op_trans` applies them by `cut`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
@@ -10,6 +10,7 @@ from superscaler.errors import TransformError, divisors, unknown
 from superscaler.ir.grid import Axis, Mirror
 from superscaler.ir.model import Op
 from superscaler.ir.op import Index, is_named
+from superscaler.specs.arguments import checked_class
 from superscaler.transform.losses import Decompose
 
 
@@ -37,6 +38,7 @@ class ShortRepr:
 MOST_PARTS = 2**24
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Replicate(ShortRepr):
     """Make `parts` equal copies.
@@ -49,7 +51,7 @@ class Replicate(ShortRepr):
     parts: int
     mirror: Mirror | None = None
     axis: str = field(default="", repr=False)
-    at: tuple[int, ...] = field(default=(), repr=False)
+    at: Sequence[int] = field(default=(), repr=False)
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
@@ -63,6 +65,7 @@ class Replicate(ShortRepr):
         return Axis(None, (1,) * self.parts, mirror, name=self.axis, at=tuple(self.at))
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Split(ShortRepr):
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
@@ -76,12 +79,12 @@ class Split(ShortRepr):
     `op_assign` places the parts, in order or at the places `at`.
     """
 
-    factor: str | tuple[str, ...]
+    factor: str | Sequence[str]
     parts: int = 0
-    sizes: tuple[int, ...] = ()
+    sizes: Sequence[int] = ()
     required: bool = False
     axis: str = field(default="", repr=False)
-    at: tuple[int, ...] = field(default=(), repr=False)
+    at: Sequence[int] = field(default=(), repr=False)
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -138,6 +141,7 @@ class Split(ShortRepr):
         return (extent // self.parts,) * self.parts
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Shard(ShortRepr):
     """Cut the largest index that `parts` divides, or else the largest one unevenly. Smaller tensors are replicated.
@@ -158,6 +162,7 @@ class Shard(ShortRepr):
         return Axis(-at, tuple(hi - lo for lo, hi in pairwise(bounds)), name=self.axis)
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class ValueSplit(ShortRepr):
     """Make `parts` parts whose results add up: each reads some addends of input `operand` (and of tensors added to it).
@@ -180,6 +185,7 @@ class ValueSplit(ShortRepr):
         return Axis(None, (1,) * self.parts, partial_inputs=group, name=self.axis)
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Microbatch(ShortRepr):
     """Split the batch into `parts` microbatches, and number the parts.
@@ -192,7 +198,7 @@ class Microbatch(ShortRepr):
     """
 
     parts: int
-    factor: str | tuple[str, ...] = "batch"
+    factor: str | Sequence[str] = "batch"
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
@@ -204,6 +210,7 @@ class Microbatch(ShortRepr):
         return replace(split.cut(op, sizes), is_microbatch=True)
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Stage(ShortRepr):
     """Leave parts whole, at place `number` (from 0) along an axis of a mesh: one stage of a pipeline.

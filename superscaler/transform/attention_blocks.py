@@ -9,6 +9,7 @@ from math import prod
 from superscaler.errors import TransformError, divisors
 from superscaler.ir.model import Model, Op, Operand, PTensor
 from superscaler.ir.op import Index, Ref
+from superscaler.specs.arguments import checked_class
 from superscaler.transform.algorithms import check_parts
 from superscaler.transform.recompute import with_twins
 from superscaler.transform.rewrite import copy_op
@@ -19,6 +20,7 @@ BLOCK, GRADIENT = "ss.attention_block", "ss.attention_gradient"
 REPEATING = ("expand", "unsqueeze", "view", "_unsafe_view", "clone")
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class AttentionBlocks:
     """Compute attention in `parts` steps; in each, a chunk of queries sees one chunk of the keys.

@@ -1,28 +1,19 @@
 """The cut of parts: an algorithm's axis is checked, and becomes one more axis of a grid, or a child grid of a cell."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import prod
 from numbers import Integral
-from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError, TransformError, unknown
+from superscaler.errors import InputError, TransformError, named, unknown
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.grid import Axis, Grid, covers
 from superscaler.ir.model import Op
 from superscaler.ir.op import MARKS, is_named
 from superscaler.ir.parts import Parts
 from superscaler.specs.arguments import fits
-from superscaler.transform.algorithms import Algorithm, ShortRepr, why_whole
-
-# Arguments of algorithms -> their types, and what to give; each size is checked with the op.
-_KINDS = {
-    "sizes": (Sequence[Any], "a tuple, as (2, 2)"),
-    "at": (Sequence[int], "a tuple, as (2, 2)"),
-    "axis": (str, "the name of an axis of a mesh, as 'dp'"),
-}
+from superscaler.transform.algorithms import Algorithm, why_whole
 
 
 def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
@@ -39,7 +30,6 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     # A batch of one has no factor; one part is the whole.
     for name in factors if getattr(algorithm, "parts", 0) != 1 else ():
         _check_factor(graph, name, where)
-    _check_types(algorithm, where)
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
     if all(axis.index is not None and len(axis.sizes) == 1 for axis in made.values()) and len(set(made.values())) > 1:
@@ -62,15 +52,6 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         f"op_trans at {where} cuts {chosen} of the {count} parts of {op.name}, or cuts them differently; "
         "transform these one by one: op_trans(graph, list(parts), ...)."
     )
-
-
-def _check_types(algorithm: Algorithm, where: str) -> None:
-    """Raise InputError for an algorithm of ours whose sizes, places or axis have another type."""
-    for f in fields(algorithm) if isinstance(algorithm, ShortRepr) else ():  # type: ignore[arg-type]
-        kind, form = _KINDS.get(f.name, (Any, ""))
-        if not fits(value := getattr(algorithm, f.name), kind):
-            name = f"{f.name} of {type(algorithm).__name__}"
-            raise InputError(f"op_trans at {where}: {name} is {value!r} of type {type(value).__name__}; give {form}.")
 
 
 def _check_factor(graph: Graph, name: str, where: str) -> None:
@@ -109,8 +90,16 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
     kinds = {*map(type, listed)}
     if not kinds or not all(issubclass(kind, Integral) for kind in kinds) or min(listed) < 1:
         return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."
-    if axis.at and (len(axis.at) != len(listed) or any(not isinstance(k, Integral) or k < 0 for k in axis.at)):
+    if not isinstance(axis.name, str):
+        return f"has the name {named(axis.name)}; give the name of an axis of a mesh, as 'dp', or leave it out."
+    if not isinstance(axis.at, tuple) or not fits(axis.at, tuple[int, ...]) or min(axis.at, default=0) < 0:
+        return f"has the places {named(axis.at)}; give a tuple of numbers from 0, as (0, 1)."
+    if axis.at and len(axis.at) != len(listed):
         return f"has the places {axis.at} for {len(listed)} parts; give each one from 0 on."
+    if not isinstance(axis.partial_inputs, tuple) or not fits(axis.partial_inputs, tuple[int, ...]):
+        return f"shares out the addends of {named(axis.partial_inputs)}; give a tuple of numbers of inputs, as (0,)."
+    if not isinstance(axis.is_microbatch, bool):
+        return f"has is_microbatch {named(axis.is_microbatch)}; give True or False."
     if axis.mirror not in ("copy", "route"):
         return f"has an {unknown('mirror', str(axis.mirror), ['copy', 'route'])}"
     if axis.index is None:

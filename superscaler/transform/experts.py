@@ -7,9 +7,11 @@ from numbers import Real
 from superscaler.errors import TransformError
 from superscaler.ir.model import Factor, Model, Op
 from superscaler.ir.op import Index
+from superscaler.specs.arguments import checked_class
 from superscaler.transform.decompose import Slot, Steps, in_place
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Let experts read rows of their own: tokens are written to them, and results are collected from them.

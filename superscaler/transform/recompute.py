@@ -8,9 +8,11 @@ from superscaler.groups import group_by
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.names import unique
+from superscaler.specs.arguments import checked_class
 from superscaler.transform.rewrite import check_once
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """Recompute ops in the backward instead of keeping the tensors that it needs.

@@ -12,6 +12,7 @@ from superscaler.ir.names import first, unique
 from superscaler.ir.op import Index, Ref
 from superscaler.ir.orders import Group, changed
 from superscaler.ir.parts import Parts
+from superscaler.specs.arguments import checked_class
 
 # The most older versions of a weight: more than any pipeline has stages.
 MOST_VERSIONS = 1024
@@ -24,6 +25,7 @@ class Rewrite(Protocol):
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model: ...
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Stale:
     """Read the weights of ops as they were `updates` updates ago, in all their readers; updates change the newest ones.
@@ -124,6 +126,7 @@ class SplitBackward:
         return _marked(model, chosen, "SplitBackward", "split")
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Insert:
     """Let ops read copies of activations or weights, which a plan can place elsewhere.

@@ -163,7 +163,7 @@ def _certificate(
 
     If it differs, it is compared with the next one too, which shows whether the plan or the captured graph is wrong.
     """
-    if backend not in _BACKENDS:
+    if str(backend) not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
     model = exact.graph.model
     refused = {name: _refusal(partial(check, exact.program)) for name, check in CHECKS.items()}

@@ -73,10 +73,7 @@ def test_a_replaced_part_says_where_it_was_replaced() -> None:
         (Split("bach", 2), "unknown factor 'bach'; did you mean 'batch'"),
         (Split(("batch", "h.*"), 2), r"unknown factor 'h\.\*'"),
         (Split("batch@sum", 2), "'batch@sum': unknown index 'sum'; did you mean 'summed'"),
-        (Split(3, 2), "unknown factor '3'"),  # type: ignore[arg-type]
         (Replicate(0), "at least 1"),
-        (Split("batch", 2.0), "2.0 parts; the number of parts must be an integer"),  # type: ignore[arg-type]
-        (Split("batch", sizes=(4.0, 4.0)), "must be an integer of at least 1"),  # type: ignore[arg-type]
         (Split("batch", 3, sizes=(4, 4)), "asks for 3 parts, but gives 2 sizes"),
         (Replicate(2, "rout"), "unknown mirror 'rout'; did you mean 'route'"),  # type: ignore[arg-type]
     ],
@@ -111,6 +108,11 @@ class Own:
         (Axis(None, (1, 1), partial_inputs=(0,)), r"addends of inputs \(0,\); the op is linear in: none"),
         (Axis(0, (4, 4), partial_inputs=(0,)), "cuts index 0 .* do one after the other"),
         (Axis(None, (1, 1), "rout"), "unknown mirror 'rout'"),
+        (Axis(0, (4, 4), at=5), "has the places 5; give a tuple of numbers from 0"),  # type: ignore[arg-type]
+        (Axis(0, (4, 4), at=[0, 1]), r"has the places \[0, 1\]; give a tuple"),  # type: ignore[arg-type]
+        (Axis(0, (4, 4), name=3), "has the name 3; give the name of an axis"),  # type: ignore[arg-type]
+        (Axis(None, (1, 1), partial_inputs=[0]), r"the addends of \[0\]; give a tuple"),  # type: ignore[arg-type]
+        (Axis(None, (1, 1), is_microbatch=2), "has is_microbatch 2; give True or False"),  # type: ignore[arg-type]
         ((0, (4, 4)), "gives .*; its method cut must return an Axis"),
     ],
 )

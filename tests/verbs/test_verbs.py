@@ -83,7 +83,7 @@ WRONG: list[tuple[Any, type, str]] = [
     *((lambda g, a=a: op_trans(g, g.op("mul0"), a), InputError,
        rf"needs an algorithm, not its class; write {a.__name__}\(\.\.\.\)") for a in (Split, Recompute)),
     (lambda g: op_trans(g, g.op("mul0"), Split("batch", 2, axis=3)), InputError,
-     "axis of Split is 3 of type int; give the name of an axis"),
+     "Split at .*test_verbs.py:\\d+: axis is 3 of type int; give str"),
     (lambda g: g.rows(3), InputError, f"rows {HERE}: op is 3 of type int; give Op"),
     (lambda g: place(g, "w", halves(g), [0, 1]), InputError, r"w is at rest in parts of update\.w, not of mul0; give"),
     (lambda g: place(g, "w", Split("hidden", 2), [0, 1], ahead=-1), InputError,

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, brief, named
 from superscaler.frontend.infer import signature
 from superscaler.frontend.trace import reads
 from superscaler.frontend.users.proof import Failure, NoGradientError, ops_of, prove, record
@@ -131,7 +131,15 @@ class Trial:
         return operand_dims(self.rule.notation, extra)
 
     def _example(self, known: Sizes) -> Mapping[str, Any]:
-        return self.example(known) if callable(self.example) else self.example
+        if not callable(self.example):
+            return self.example
+        try:
+            found = self.example(known)
+        except TypeError as error:
+            raise InputError(f"{self.rule.place}: example is called with sizes by letter: {brief(error)}.") from None
+        if not isinstance(found, Mapping):
+            raise InputError(f"{self.rule.place}: example returns {named(found)}; give arguments by name.")
+        return found
 
     def _sized(self, extra: int, known: Sizes = MappingProxyType({})) -> tuple[Sizes, list[list[int]]]:
         """Return the sizes of all letters, and the shapes of the operands; see `_draw`."""

@@ -17,10 +17,11 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.library import Library, infer_schema
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, brief, named
 from superscaler.frontend.users.check_notation import Example, Sizes, Trial
 from superscaler.ops.notation import check as check_notation
 from superscaler.ops.notation import operand_dims
+from superscaler.specs.arguments import fits
 from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import root_of
 
@@ -49,10 +50,12 @@ def register(
     them; needed for values without default, and for tensors that are not just random numbers. Raises InputError.
     """
     caller = sys._getframe(1)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    _check_kinds(where, notation, sizes, example, check, device)
     try:
         check_notation(notation)
     except InputError as error:
-        raise InputError(f"{caller.f_code.co_filename}:{caller.f_lineno}: {error}") from None
+        raise InputError(f"{where}: {error}") from None
     rule = _rule(notation, sizes or {}, caller.f_globals, caller.f_lineno)
 
     def add(what: Any) -> Any:
@@ -73,6 +76,26 @@ def register(
         return what if overload else wraps(what)(lambda *args, **kwargs: made(*args, **kwargs))
 
     return add if op is None else add(op)
+
+
+def _check_kinds(where: str, notation: Any, sizes: Any, example: Any, check: Any, device: Any) -> None:
+    """Raise InputError for an argument of `register` of another type, and for a device that torch does not know."""
+    if callable(notation):
+        raise InputError(f'{where}: register needs a notation; write @ss.register("b s h^ -> b s h") above the def.')
+    is_named = isinstance(sizes, Mapping) and all(isinstance(letter, str) for letter in sizes)
+    table = (
+        ("notation", notation, isinstance(notation, str), 'text, as "b s h^ -> b s h"'),
+        ("sizes", sizes, sizes is None or (is_named and fits([*sizes.values()], list[int])), "a dict, as {'h': 64}"),
+        ("example", example, example is None or isinstance(example, Mapping) or callable(example), "arguments by name"),
+        ("check", check, isinstance(check, bool), "True or False"),
+        ("device", device, isinstance(device, str | torch.device), "the name of a device, as 'cpu'"),
+    )
+    if wrong := next(((name, value, form) for name, value, is_right, form in table if not is_right), None):
+        raise InputError(f"{where}: {wrong[0]} of register is {named(wrong[1])}; give {wrong[2]}.")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise InputError(f"{where}: device of register is {device!r}, where no tensor can be: {brief(error)}") from None
 
 
 def _rule(notation: str, sizes: Sizes, home: Mapping[str, Any], line: int) -> Registered:

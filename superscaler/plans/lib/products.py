@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from math import prod
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, brief, named
 from superscaler.verbs import Cluster, Graph, Mesh, op_assign, sprogram
 
 SProgram = Callable[..., None]
@@ -36,7 +38,12 @@ class AlongAxis(Protocol):
 
 
 def along_axis(
-    *, first: bool = False, batches: bool = False, recomputes: bool = False, last: bool = False, nests: bool = False
+    *bare: Any,
+    first: bool = False,
+    batches: bool = False,
+    recomputes: bool = False,
+    last: bool = False,
+    nests: bool = False,
 ) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
@@ -51,7 +58,16 @@ def along_axis(
         ss.op_trans(graph, graph.forward_ops, ss.Split("batch", n, axis=axis))
     """
 
+    where = _line(sys._getframe(1))
+    flags = {"first": first, "batches": batches, "recomputes": recomputes, "last": last, "nests": nests}
+    if wrong := [name for name, value in flags.items() if not isinstance(value, bool)]:
+        raise InputError(f"{where}: {wrong[0]} of along_axis is {named(flags[wrong[0]])}; give True or False.")
+    if bare:
+        raise InputError(f"{where}: along_axis is given {named(bare[0])}; write @ss.along_axis() above a def.")
+
     def decorate(cut: SProgram) -> AlongAxis:
+        _check_cut(cut, _line(sys._getframe(1)))
+
         @functools.wraps(cut)
         def run(graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None:
             if isinstance(cluster, MeshAxis):
@@ -67,6 +83,21 @@ def along_axis(
         return cast(AlongAxis, sprogram(run))
 
     return decorate
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _check_cut(cut: SProgram, where: str) -> None:
+    """Raise InputError unless a function takes a graph, a number and an axis."""
+    try:
+        inspect.signature(cut).bind(None, 2, "axis")
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{where}: along_axis needs a function of a graph, a number of parts and an axis, not {named(cut)} "
+            f"({brief(error)}); write def name(graph, n, axis)."
+        ) from None
 
 
 def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:

@@ -167,6 +167,8 @@ def tensor_splits(
     others, and the mirror of each replica reads only the gradients of its own queries. Then the gradients for the
     readers of queries, keys and values are of one kind, and are summed together.
     """
+    if parts < 1:
+        raise InputError(f"tensor_splits cannot make {parts} parts; choose a number of at least 1.")
     splits = _inner_splits(graph, parts) if in_blocks else {}
     outer = {name: factor for name, factor in _outer_factors(graph, parts, lookups).items() if name not in splits}
     inside = splits.keys() | {op.name for block in inner_blocks(graph) for op in block.ops}
