@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # The environment variable with the process number of a rank's launcher.
 LAUNCHER = "SUPERSCALER_LAUNCHER"
 _CODE, _LINE = 130, b"interrupted\n"
+# Temporary folders, each with the process that made it.
+_folders: list[tuple[int, str]] = []
 # Empty once a thread is about to write the line: another one that also sees the signal leaves the end to it.
 _turn = [None]
 # Seconds between two checks of a rank's parent.
@@ -32,10 +34,33 @@ def _end(line: bytes = _LINE) -> NoReturn:
     try:
         _turn.pop()
         os.write(2, line)
+        for process, folder in _folders:
+            if process == os.getpid():
+                # Imported when the folder was made.
+                sys.modules["shutil"].rmtree(folder, ignore_errors=True)
     except IndexError:
         time.sleep(1.0)
     finally:
         os._exit(_CODE)
+
+
+class TemporaryFolder:
+    """A temporary folder for a block. It is removed, too, where Ctrl-C ends the process at once."""
+
+    def __init__(self, prefix: str = "superscaler-") -> None:
+        self._prefix = prefix
+
+    def __enter__(self) -> str:
+        import shutil  # noqa: F401
+        import tempfile
+
+        self._made = tempfile.TemporaryDirectory(prefix=self._prefix)
+        _folders.append((os.getpid(), self._made.name))
+        return self._made.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._made.cleanup()
+        _folders.remove((os.getpid(), self._made.name))
 
 
 def run(work: Callable[[], object]) -> None:

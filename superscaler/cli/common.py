@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from superscaler.cli.printing import Printer, printing
-from superscaler.errors import InputError, brief, unknown
+from superscaler.errors import InputError, RuntimeFailure, brief, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
 from superscaler.timing import phase
 
@@ -328,6 +328,8 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
         with printing(as_json, timings) as printer:
             printer.options = _resolved(context)
             is_good = function(printer, **made, **given)
+        if printer.failure:
+            raise RuntimeFailure(printer.failure)
         if is_good is False:
             raise typer.Exit(1)
 

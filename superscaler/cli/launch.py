@@ -59,7 +59,9 @@ def kubernetes(
 
 def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
     from superscaler.store.plan import RUN_FILE, read_plan
+    from superscaler.train.options import check_words
 
+    check_words(options or ())
     cluster = Cluster.parse(read_plan(plan).head["cluster"])
     name = start.job_name(plan)
     return start.Start(cluster=cluster, program=plan / RUN_FILE, options=options or (), restarts=restarts, name=name)

@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
@@ -85,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(text: str, code: int) -> NoReturn:
+    # What was printed before comes first, also where both go into one file.
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
     try:
         print(f"error: {text}", file=sys.stderr)
     except OSError:

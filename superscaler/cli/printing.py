@@ -160,6 +160,8 @@ class Printer:
     progress: Progress = field(default_factory=Progress)
     result: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    # What went wrong, although there is a result.
+    failure: str = ""
 
     def show(self, *things: RenderableType) -> None:
         """Print tables or plain text; markup in text is not read."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from superscaler.cli.common import PlanRequest, command, option, path, save_opti
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
+from superscaler.interrupt import TemporaryFolder
 from superscaler.specs.sizes import size
 from superscaler.specs.user_file import file_of, from_file, is_function
 from superscaler.timing import phase
@@ -102,14 +102,14 @@ class Training:
 
 
 @command
-def train(printer: Printer, request: PlanRequest, training: Training, out: Out = None) -> bool:
+def train(printer: Printer, request: PlanRequest, training: Training, out: Out = None) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     import_numpy()
     check(request, training.data, training.eval, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
         from superscaler.train import launch
-        from superscaler.train.resume import ending, interrupted
+        from superscaler.train.resume import ending, interrupted, unsaved
         from superscaler.train.warm import warm_python
 
     given = vars(training)
@@ -130,7 +130,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
             )
         printer.show(compiled.memory())
         # The directory of --out, or one that is removed afterwards.
-        with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
+        with nullcontext(out) if out else TemporaryFolder("superscaler-plan-") as folder:
             if training.eval:
                 printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
             compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
@@ -146,7 +146,8 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
         *([ending(result)] if "saved" in result else []),
     )
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
-    return not result.get("failed_saves")
+    if failed := result.get("failed_saves"):
+        printer.failure = unsaved(failed)
 
 
 def _work(plan: Plan) -> dict[str, float]:

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.interrupt import LAUNCHER
+from superscaler.interrupt import LAUNCHER, TemporaryFolder
 from superscaler.replaced import quiet
 from superscaler.timing import cores
 
@@ -41,7 +40,7 @@ answer(Path(__file__).parent, *sys.argv[1:])
 
 def call(function: Callable[..., T], world: int, *arguments: str) -> list[T]:
     """Return the results, as JSON has them, of `function(*arguments)` on each of `world` ranks. Raises as `launch`."""
-    with tempfile.TemporaryDirectory(prefix="superscaler-") as name:
+    with TemporaryFolder() as name:
         folder = Path(name)
         (folder / "call.py").write_text(_CALL)
         launch(folder / "call.py", [function.__module__, function.__name__, *arguments], world, folder)
@@ -64,7 +63,7 @@ def launch(
     RuntimeFailure with the first rank that failed, or InputError if it raised that.
     """
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="superscaler-") as made:
+        with TemporaryFolder() as made:
             launch(program, options, world, Path(made), stop, python)
         return
     command, *words = python or (sys.executable,)
@@ -153,7 +152,7 @@ def _describe(rank: int, failure: ProcessFailure, world: int, tail: str, folder:
         how = f"was killed by {failure.signal_name()}"
         # Written by its watch, a moment before.
         at = folder / f"at{rank}"
-        how += f" at {at.read_text()}" if at.is_file() else ""
+        how += f" {at.read_text()}" if at.is_file() else ""
         how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
     else:
         how = f"failed with exit code {failure.exitcode}"

@@ -45,7 +45,9 @@ Progress = tuple[int, int]
 
 @dataclass
 class Spot:
-    """The position of a rank: the step, the segments run, the plan's line (0: none), the start of its wait, if any."""
+    """The position of a rank: the step, the segments run, the plan's line (0: none), the start of its wait, if any, and
+    the line in words.
+    """
 
     step: int = 0
     works: int = 0
@@ -128,7 +130,7 @@ class Watch:
                 _fail(
                     f"rank {self._rank} on {socket.gethostname()} lost the store of this launch, {where}: it has not "
                     f"answered for {self._silent * LOOK:.0f} s. That server is lost, its launcher has ended, or the "
-                    f"network; this rank is at {self._spot.text}."
+                    f"network; this rank is {self._spot.text}."
                 )
 
     def _talk(self) -> None:
@@ -159,7 +161,7 @@ class Watch:
             return
         if line and not is_waiting and now - spot.since > self._limit(spot):
             _fail(
-                f"rank {self._rank} hangs: it has been at {spot.text} in step {step} for {now - spot.since:.0f} s; no "
+                f"rank {self._rank} hangs: it has been {spot.text} in step {step} for {now - spot.since:.0f} s; no "
                 f"instruction took more than {self._longest:.0f} s before."
             )
 
@@ -174,7 +176,7 @@ class Watch:
     @staticmethod
     def _text(frame: FrameType) -> str:
         name = frame.f_code.co_filename
-        return f"{os.path.basename(name)}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()[:120]})"
+        return f"at {os.path.basename(name)}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()[:120]})"
 
     def _listen(self) -> None:
         """Raise the alarm if the next rank has published no news for long."""
@@ -191,7 +193,7 @@ class Watch:
                 why = _RUNS if runs else "" if is_here else _LOST
                 _fail(
                     f"rank {self._next} on {last['host']} does not answer: it sent nothing for {silent:.0f} s, and was "
-                    f"at {last['text']} then; rank {self._rank} is at {self._spot.text}.{why}",
+                    f"{last['text']} then; rank {self._rank} is {self._spot.text}.{why}",
                     last["pid"] if is_here else None,
                 )
 

@@ -25,13 +25,14 @@ def co_shard(
 ) -> None:
     if parts < 2:
         raise InputError(f"co_shard:parts={parts}: give 2 or more; recompute recomputes whole blocks.")
-    chosen, cuts = _blocks(graph, blocks), _named(graph, parts, factors) if factors else splits_within(graph, parts)
+    chosen, what = _blocks(graph, blocks), f"co_shard:parts={parts}"
+    cuts = _named(graph, parts, factors) if factors else splits_within(graph, parts, what)
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     groups = [(block.path, ops) for block in chosen for ops in joined(op for op in block.ops if cuts.get(op.name))]
     if not groups and factors:
-        raise InputError(f"co_shard:parts={parts}: none of these blocks has a factor to cut into so many parts.")
+        raise InputError(f"{what}: none of these blocks has a factor to cut into so many parts.")
     if not groups:
-        raise undivided(graph, parts)
+        raise undivided(graph, parts, what)
     for op, cut in ((one, cut) for _, ops in groups for one in ops for cut in cuts[one.name]):
         op_trans(graph, op, cut)
     regions = list[tuple[Op, ...] | list[Op]]()
@@ -43,8 +44,7 @@ def co_shard(
 
 
 def _blocks(graph: Graph, blocks: str) -> list[Block]:
-    count = re.fullmatch(r"first:([1-9]\d*)", blocks)
-    if blocks != "all" and count is None:
+    if not (count := re.fullmatch(r"first:([1-9]\d*)", blocks)) and blocks != "all":
         raise InputError(f"co_shard:blocks={blocks}: give all, or first:N.")
     return layers(graph)[: int(count[1]) if count else None]
 

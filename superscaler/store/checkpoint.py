@@ -32,6 +32,8 @@ ANOTHER = "take another checkpoint or file"
 FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 # The files of an unfinished checkpoint.
 _PARTS = re.compile(rf"rank-\d{{5,}}\.(safetensors|json)|\.(rank-\d{{5,}}|manifest)\.\w+\.\w+{re.escape(ASIDE)}")
+# An unfinished `latest`.
+_LEFT = re.compile(rf"\.{POINTER_FILE}\.\w+{re.escape(ASIDE)}")
 # Bytes of the longest name of a checkpoint.
 _LONGEST = 200
 
@@ -230,8 +232,10 @@ def check_folder(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove incomplete checkpoints that hold only files of a checkpoint."""
+    """Remove incomplete checkpoints that hold only files of a checkpoint, and unfinished files `latest`."""
     for folder in directory.iterdir():
+        if _LEFT.fullmatch(folder.name) and folder.is_file():
+            folder.unlink()
         is_ours = FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
         if is_ours and all(_PARTS.fullmatch(name) for name in os.listdir(folder)):
             _remove(folder)

@@ -2,19 +2,19 @@
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.interrupt import TemporaryFolder
 from superscaler.launch.launch import launch
 from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
 from superscaler.timing import record
 from superscaler.train.data import check_text
-from superscaler.train.loop import check_options, check_profile, parser
+from superscaler.train.options import check_options, check_profile, parser
 from superscaler.train.resume import (
     OUTCOME_FILE,
     STOP_FILE,
@@ -78,7 +78,7 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
         raise InputError(f"a plan runs on 1 or more processes, not on {world}.")
     check_options(options.steps, options.clip, options.ema)
     check_text(options.data, 1)
-    with tempfile.TemporaryDirectory(prefix="superscaler-") as folder:
+    with TemporaryFolder() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         words = ["--launched", folder, "--metrics", str(metrics), *_words(options)]
         is_saved = saving_folder(options.save, options.resume) is not None

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,6 +21,7 @@ from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.feed import feed, fitting
 from superscaler.train.log import Reporter, logs_of
+from superscaler.train.options import check_options, check_profile, parser
 from superscaler.train.schedule import advance, schedule_of
 
 
@@ -30,35 +30,6 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Step] = load)
     options = parser().parse_args(argv)
     directory = options.directory or Path(sys.argv[0]).resolve().parent
     run_rank(lambda: train_rank(options, directory, load), log=options.launched)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options of `main`."""
-    made = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
-    made.add_argument("directory", nargs="?", type=resume.path, help="the plan; default: the folder of this program")
-    made.add_argument("--steps", type=int, default=20)
-    made.add_argument("--clip", type=float, help="largest global norm of the gradients")
-    made.add_argument("--ema", type=float, help="decay of averages of the weights, by which --eval evaluates")
-    made.add_argument("--schedule", help="NAME[:key=value,...] of torch.optim.lr_scheduler, as cosine")
-    made.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate grows to its own")
-    made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
-    made.add_argument(
-        "--data", type=resume.path, help="a text, read as bytes, or FILE.py:function; default: Python's own"
-    )
-    made.add_argument(
-        "--eval", type=resume.path, help="FILE.py:function that gives batches to evaluate, or with metrics"
-    )
-    made.add_argument("--eval-every", type=int, help="steps between two evaluations; default: one at the end")
-    made.add_argument("--torch-compile", action="store_true", help="run each segment as torch.compile compiles it")
-    made.add_argument("--seed", type=int, default=0, help="seed of the batches")
-    made.add_argument("--metrics", type=resume.path, help="file of a JSON object a step; a run that goes on adds to it")
-    made.add_argument("--profile", type=int, help="steps to record with torch's profiler, after a first one; see --run")
-    made.add_argument("--run", type=resume.path, help="folder for metrics.jsonl, scalars, and what --profile records")
-    made.add_argument("--flops", type=float, help=argparse.SUPPRESS)
-    made.add_argument("--peak-flops", type=float, help=argparse.SUPPRESS)
-    resume.add_options(made)
-    made.add_argument("--launched", type=resume.path, help=argparse.SUPPRESS)
-    return made
 
 
 def train_rank(options: argparse.Namespace, directory: Path, load: Callable[..., Step]) -> None:
@@ -174,30 +145,6 @@ def _turns(step: Step, start: int, steps: int) -> range:
             f"{step.iterations} at once; give --steps {steps - left + step.iterations}."
         )
     return range(start, steps, step.iterations)
-
-
-def check_options(steps: int, clip: float | None, ema: float | None) -> None:
-    """Raise InputError for an impossible number of steps, norm or decay."""
-    if ema is not None and not 0 <= ema < 1:
-        raise InputError(f"--ema is {ema}, but a decay is a number from 0 to below 1, as 0.999.")
-    if steps < 1:
-        raise InputError(f"{steps} steps cannot be trained; give 1 or more.")
-    if clip is not None and not clip > 0:
-        raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
-
-
-def check_profile(options: Any, start: int = 0) -> None:
-    """Raise InputError for a profile without a folder, or of more steps than follow the first one, `start`."""
-    steps = options.steps - start
-    if options.profile is not None and options.run is None:
-        raise InputError("--profile N records N steps into the folder of --run DIR; give that, too.")
-    if options.profile is not None and not 1 <= options.profile < steps:
-        raise InputError(
-            f"--profile {options.profile} of {steps} steps: the first step warms up, so at least 1 and at most "
-            f"{steps - 1} can be recorded."
-        )
-    if options.profile is not None and options.check_finite:
-        raise InputError("--profile records the plan's own code, which --check-finite replaces; leave one of them out.")
 
 
 def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], Batch]:

@@ -21,28 +21,10 @@ from superscaler.store.checkpoint import POINTER_FILE, checkpoints
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
+from superscaler.train.options import ON_FAILED_SAVE, STOP
 
 # Files in the folder of the launcher: a request to stop, the outcome of training, and when rank 0 began.
 STOP_FILE, OUTCOME_FILE, TIMES_FILE = "stop", "outcome.json", "times.json"
-# The choices for training after a failed save.
-CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
-
-
-def path(text: str) -> Path:
-    # An empty path is the current folder to Python, and an unset variable to a shell.
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; '.' is the current folder")
-    return Path(text)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--save", type=path, help="folder of checkpoints; one is saved at the end")
-    parser.add_argument("--save-every", type=int, help="steps between two checkpoints")
-    parser.add_argument("--keep", type=int, help="whole checkpoints that stay; default: all")
-    parser.add_argument("--on-failed-save", choices=ON_FAILED_SAVE, default=CONTINUE, help="default: %(default)s")
-    parser.add_argument("--resume", type=path, help="checkpoint, or folder of them, to go on from")
-    parser.add_argument("--weights", type=path, help="checkpoint, safetensors file or folder to start with")
-    parser.add_argument("--named", help=argparse.SUPPRESS)
 
 
 def saving_folder(save: Path | None, resume: Path | None) -> Path | None:
@@ -226,7 +208,7 @@ class Saves:
                 return
         say(ending(outcome))
         if saver.failures:
-            raise RuntimeFailure(f"{len(saver.failures)} checkpoints were not saved; the first: {saver.failures[0]}")
+            raise RuntimeFailure(unsaved(saver.failures))
 
 
 def warn(text: str) -> None:
@@ -265,5 +247,10 @@ def ending(outcome: dict[str, Any]) -> str:
     if outcome["stopped"]:
         hint = f"; go on with --resume {saved.parent}" if saved else ""
         text = f"stopped by {outcome['stopped']} after step {outcome['steps']}; {text}{hint}"
-    failed = len(outcome["failed_saves"])
-    return f"{text}; {failed} {'checkpoint was' if failed == 1 else 'checkpoints were'} not saved" if failed else text
+    return text
+
+
+def unsaved(failures: Sequence[str]) -> str:
+    """Return failed saves in words."""
+    count = "1 checkpoint was" if len(failures) == 1 else f"{len(failures)} checkpoints were"
+    return f"{count} not saved; the first: {failures[0]}"

@@ -14,7 +14,6 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch._dynamo  # The first optimizer imports it, which takes seconds.
 import superscaler.comm.distributed
 import superscaler.launch.watch
 import superscaler.train.loop  # noqa: F401
-from superscaler.interrupt import end_with_parent
+from superscaler.interrupt import TemporaryFolder, end_with_parent
 from superscaler.launch.client import FOLLOW
 
 # It imports nothing but this, to start in a few hundredths of a second.
@@ -47,7 +46,7 @@ _LOOK = 0.05
 @contextmanager
 def warm_python() -> Iterator[Sequence[str]]:
     """Yield the words that start a program as a rank: as a fork if that is safe, else in a new Python."""
-    with tempfile.TemporaryDirectory(prefix="superscaler-") as folder, socket.socket(socket.AF_UNIX) as server:
+    with TemporaryFolder() as folder, socket.socket(socket.AF_UNIX) as server:
         if not _may_fork() or not _listens(server, f"{folder}/socket"):
             yield (sys.executable,)
             return

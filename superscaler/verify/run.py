@@ -1,6 +1,5 @@
 """The certificate: steps of a plan in float64 and as trained against the user's module, on every replica."""
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -14,6 +13,7 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import default_dtype, retyped
+from superscaler.interrupt import TemporaryFolder
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
@@ -262,7 +262,7 @@ def _gpu(compiled: Compiled, values: Values, batch: Values, timeout: float, with
 
 
 def _processes(compiled: Compiled, values: Values, batch: Values, _: float, with_options: bool) -> list[list[Result]]:
-    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as name:
+    with TemporaryFolder("superscaler-verify-") as name:
         folder = Path(name)
         write(compiled, folder / "plan", values)
         torch.save(dict(batch), folder / "batch")

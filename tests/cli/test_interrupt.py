@@ -40,6 +40,20 @@ CLEANED = f"""
 """
 
 
+FOLDER = """
+    import os
+    from superscaler.interrupt import TemporaryFolder
+    with TemporaryFolder() as made:
+        print(len(os.listdir(os.environ["TMPDIR"])), flush=True)
+        if not os.fork():
+            from superscaler.interrupt import _end
+            _end(b"")
+        os.wait()
+        print(len(os.listdir(os.environ["TMPDIR"])), flush=True)
+        import torch
+"""
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -47,17 +61,21 @@ CLEANED = f"""
         (["run.py"], ""),
         (["-c", WORK.format(work=CLEANED)], "cleaned\n"),
         (["-c", WORK.format(work="Noisy()")], ""),
+        (["-c", WORK.format(work=FOLDER)], "1\n1\n"),
     ],
-    ids=["command", "rank", "cleaning", "finalizer"],
+    ids=["command", "rank", "cleaning", "finalizer", "folder"],
 )
 def test_an_interrupt_is_one_line(arguments: list[str], shown: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "run.py").write_text(RUN.format(world=1))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    (tmp_path / "made").mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path / "made")}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, shown, "interrupted\n")
+    # A fork that ends leaves the folders to the process that made them.
+    assert [*(tmp_path / "made").iterdir()] == []
 
 
 def test_what_is_printed_goes_into_no_file_where_a_shell_closed_standard_output(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import Start, job_name, kubernetes, slurm, torchrun
+from superscaler.train.options import check_words
 
 OPTIONS = ["--steps", "9", "--save", "a folder's own"]
 # What a job on two servers would run, with the number of the server.
@@ -138,3 +140,23 @@ def test_a_kubernetes_job_has_a_pod_a_server_and_a_name_for_the_first(tmp_path: 
 )
 def test_the_name_of_a_job_is_one_that_kubernetes_takes(folder: str, name: str) -> None:
     assert job_name(Path(folder)) == name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stepz", "9"], "options of run.py, after --: unknown option '--stepz'; did you mean '--steps'"),
+        (["--steps", "many"], "options of run.py, after --: argument --steps: invalid int value: 'many'"),
+        (
+            ["--on-failed-save", "wait"],
+            "after --: argument --on-failed-save: invalid choice: 'wait'",
+        ),
+        (["another/plan"], "options of run.py, after --: unknown option 'another/plan'"),
+        (["--steps", "0"], "0 steps cannot be trained"),
+        (["--profile", "3"], "--profile N records N steps into the folder of --run DIR"),
+    ],
+)
+def test_options_that_run_py_would_refuse_are_in_no_job_file(words: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_words(words)
+    check_words(OPTIONS)

@@ -15,11 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 from kills import is_alive
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from superscaler import artifact, interrupt
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.launch.launch import first_failure
+from superscaler.launch.launch import _describe, first_failure
 from superscaler.launch.process import _Brief
+from superscaler.launch.watch import Spot
 from superscaler.train.launch import train
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +130,13 @@ def test_bad_input_that_only_the_ranks_see_is_bad_input(plan: Path, capfd: pytes
     with pytest.raises(InputError, match="has 5 bytes, but one sequence needs 8"):
         train(write(plan), world=2, steps=2, data=plan / "text")
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", [Spot.text, "at program_1.py:3 (loss)"])
+def test_a_killed_rank_is_where_its_watch_saw_it(where: str, tmp_path: Path) -> None:
+    (tmp_path / "at1").write_text(where)
+    text = _describe(1, ProcessFailure(1, 1, -signal.SIGKILL, "none"), 2, "", tmp_path)
+    assert text.startswith(f"rank 1 of 2 was killed by SIGKILL {where} (the system does this when memory runs out)")
 
 
 @pytest.mark.dist

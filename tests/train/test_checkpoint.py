@@ -35,7 +35,8 @@ from superscaler.store.pieces import located, sizes
 from superscaler.store.save import Saver
 from superscaler.store.tensor_file import write_tensors
 from superscaler.store.tensors import open_checkpoint
-from superscaler.train.loop import parser, train_rank
+from superscaler.train.loop import train_rank
+from superscaler.train.options import parser
 from tests.ran import on_ranks
 from tests.sweeps import few
 
@@ -489,17 +490,21 @@ def leftover(folder: Path, *more: str) -> Path:
 
 def test_what_killed_runs_left_is_removed_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
     gone = [leftover(checkpoint / f"step-{number:08d}{more}") for number, more in ((1, ""), (4, ".2"))]
+    (checkpoint / ".latest.mine").write_text("x")
     kept = [
+        checkpoint / ".latest.mine",
         leftover(checkpoint / "step-00000007", "notes.txt"),
         leftover(checkpoint / "step-7"),
         leftover(checkpoint / "steps-00000008"),
         leftover(tmp_path / "elsewhere"),
         checkpoint / "step-00000003" / "rank-00000.safetensors",
     ]
+    pointer = checkpoint / ".latest.0a1b.tmp"
+    pointer.write_text("step-00000001")
     (checkpoint / "step-00000009").symlink_to(tmp_path / "elsewhere")
     kept += [checkpoint / "step-00000009" / LEFT]
     other = lock(checkpoint, is_first=True)
-    assert not any(folder.exists() for folder in gone)
+    assert not any(folder.exists() for folder in (*gone, pointer))
     for folder in gone:
         leftover(folder)
     with pytest.raises(InputError, match=f"another run saves into {checkpoint}: process {os.getpid()} on "):

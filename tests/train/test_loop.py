@@ -15,7 +15,8 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.train.log import Metrics
-from superscaler.train.loop import choose_batches, parser, train_rank
+from superscaler.train.loop import choose_batches, train_rank
+from superscaler.train.options import parser
 
 
 class FakeStep:

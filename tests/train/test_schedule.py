@@ -18,7 +18,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.training import named_optimizer
 from superscaler.runtime.step import Step
 from superscaler.specs.options import OPTIMIZERS
-from superscaler.train.loop import parser
+from superscaler.train.options import parser
 from superscaler.train.resume import start_of
 from superscaler.train.schedule import advance, check_schedule, schedule_of
 from tests.ran import Around, equal, on_ranks

@@ -195,12 +195,17 @@ def cuts_along(graph: Graph, op: Op, factors: Collection[str]) -> int:
     return prod(len(a.sizes) for a in axes)
 
 
-def undivided(graph: Graph, parts: int) -> InputError:
-    """Return the error for a number of parts that divides no factor of tensor parallelism."""
+def undivided(graph: Graph, parts: int, what: str = "") -> InputError:
+    """Return the error for a number of parts that divides no factor of tensor parallelism. `what`: the plan, if it is
+    another one.
+    """
     weights = weights_of(graph)
     sizes = sorted({f"{f} of size {graph.factors[f].size}" for o in _scopes(graph) for f in _candidates(weights, o)})
     shown = ", ".join(sizes[:6]) or "none"
-    return InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
+    name = what or f"tensor parallelism into {parts} parts"
+    return InputError(
+        f"{name} divides no factor of this model: {shown}{'; choose a number that divides one' * bool(sizes)}."
+    )
 
 
 def weights_of(graph: Graph) -> set[str]:
@@ -212,13 +217,13 @@ def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
     return [block.ops for block in inner_blocks(graph)] + [graph.forward_ops]
 
 
-def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
+def _inner_splits(graph: Graph, parts: int, what: str = "", done: int = 1) -> dict[str, list[Split]]:
     """Return the splits of the ops of each block, then of those outside of all, which count as one block."""
     splits: dict[str, list[Split]] = {}
     weights = weights_of(graph)
     for scope in _scopes(graph):
         ops = tuple(op for op in scope if op.name not in splits)
-        for chain in _chains(ops, _candidates(weights, ops), parts):
+        for chain in _chains(ops, _candidates(weights, ops), parts, what, done):
             names = {f for s in chain for f in s.factors}
             for op in ops:
                 if any(op.find(f) is not None for f in names):
@@ -241,15 +246,15 @@ def _with(graph: Graph, factor: str) -> tuple[list[Op], list[Op]]:
     return [op for op in own if op.find(factor) is not None], [op for op in own if op.find(factor) is None]
 
 
-def splits_within(graph: Graph, parts: int) -> dict[str, list[Split]]:
+def splits_within(graph: Graph, parts: int, what: str) -> dict[str, list[Split]]:
     """Return the splits of each op of a block by which the present cuts of tensor parallelism become `parts` times as
-    many.
+    many. `what`: the plan, in errors.
     """
-    factors = {f for some in _inner_splits(graph, parts).values() for s in some for f in s.factors}
+    factors = {f for some in _inner_splits(graph, parts, what).values() for s in some for f in s.factors}
     outer = max((cuts_along(graph, op, factors) for op in graph.forward_ops), default=1)
     done = {(name, s.factors): s.parts for name, some in _inner_splits(graph, outer).items() for s in some}
     found: dict[str, list[Split]] = {}
-    for name, some in _inner_splits(graph, outer * parts).items():
+    for name, some in _inner_splits(graph, outer * parts, what, outer).items():
         own = [s for s in some if graph.op(name).find(s.factors[0]) is not None]
         left = {s.factors[0]: s.parts // done.get((name, s.factors), 1) for s in own}
         found[name] = [Split(factor, count) for factor, count in left.items() if count > 1]
@@ -288,8 +293,10 @@ def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:
     return sorted((f for f in found if f not in carried | whole), key=lambda f: (-count[f], f))
 
 
-def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list[Split]]:
-    """Return splits that make `parts` parts together; factors of one op are cut one inside the other."""
+def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int, what: str, done: int) -> list[list[Split]]:
+    """Return splits that make `parts` parts together; factors of one op are cut one inside the other. `what`: the plan,
+    if it is not tensor parallelism; `done`: the parts that were there before.
+    """
     where: dict[str, set[str]] = {f: set() for f in candidates}
     for op in ops:
         for f in where.keys() & {i.factor for i in op.indices}:
@@ -308,8 +315,13 @@ def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list
     short = [c for c in chains if c[2] > 1]
     if short:
         sizes = {f: size[f] for s in short[0][0] for f in s.factors}
-        factors, counts = ", ".join(f"{f} of size {n}" for f, n in sizes.items()), divisors(prod(sizes.values()))
-        raise InputError(f"tensor parallelism into {parts} parts does not divide {factors}; choose {counts}.")
+        factors, counts = (
+            ", ".join(f"{f} of size {n}" for f, n in sizes.items()),
+            divisors(prod(sizes.values()) // done),
+        )
+        name = what or f"tensor parallelism into {parts} parts"
+        has = f", which other plans cut by {done}" if done > 1 else ""
+        raise InputError(f"{name} does not divide {factors}{has}; choose {counts}.")
     return [splits for splits, _, _ in chains]
 
 
