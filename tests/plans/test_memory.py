@@ -39,7 +39,7 @@ REFUSED = [
     ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 of a batch of 8"),
     ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),
     ("co_shard:parts=1", 1, "co_shard:parts=1: give 2 or more"),
-    ("co_shard:parts=3", 1, "co_shard:parts=3 divides no factor of this model: h.0.attn.heads of size 4.*; choose a number"),
+    ("co_shard:parts=3", 1, "co_shard:parts=3 divides no factor of this model: h.0.attn.heads of size 4"),
     ("hybrid:1 x tensor_parallel", 2, "hybrid places all ops itself, so it cannot be multiplied; only plans along"),
     ("co_shard:blocks=2", 1, "co_shard:blocks=2: give all, or first:N."),
     ("co_shard:factors=head", 1, "co_shard:factors=head: the model has no factor head; known: "),
