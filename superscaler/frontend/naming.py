@@ -5,6 +5,7 @@ A name is the path of the module that holds all weights with the factor, and the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
@@ -60,10 +61,21 @@ def _candidates(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
 
 
 def _inputs(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
-    """Yield the batch (the first dim of all inputs) and the sequence (the second of the first input with token ids)."""
+    """Yield the batch (the first dim of all inputs) and the sequence (the second of the first input with token ids).
+
+    Rows that are taken apart, as two views of each sample in `z.chunk(2)`, are several factors. The batch is the one on
+    which most ops can be cut, so that the views of a sample stay together.
+    """
     inputs = [leaf for leaf in trace.leaves("input") if shape_of(leaf)]
+    cuts = Counter(
+        id(span)
+        for indexed in found.calls
+        for span, mark in zip(indexed.classes, indexed.marks, strict=True)
+        if mark != "frozen"
+    )
     for leaf in inputs:
-        yield from ((span, _BATCH) for span in found.classes(leaf)[0])
+        rows = sorted(found.classes(leaf)[0], key=lambda span: -cuts[id(span)])
+        yield from ((span, _BATCH) for span in rows)
     tokens = [leaf for leaf in inputs if len(shape_of(leaf)) == 2 and not dtype_of(leaf).is_floating_point]
     yield from ((span, "sequence") for leaf in tokens[:1] for span in found.classes(leaf)[1])
     for leaf in inputs:

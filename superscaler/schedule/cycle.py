@@ -55,7 +55,8 @@ def _cycle_from(nodes: DependencyGraph, start: int, done: np.ndarray, limit: int
 _COUPLINGS = {
     "batch": (
         "as norms and losses over the batch do",
-        "Use 1 microbatch; or order nothing but all forwards before all backwards.",
+        "Use 1 microbatch; or no order between microbatches, which every schedule of a pipeline has, gpipe too: "
+        "op_order(graph, graph.select(kind='F'), graph.select(kind='B')) has none.",
     ),
     "causal": (
         "as causal attention reads earlier ones",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
 
+from superscaler.groups import collect
 from superscaler.ir.model import Model
 from superscaler.schedule.dataflow import Key
 from superscaler.schedule.segments import Segment
@@ -77,18 +78,30 @@ class RecomputeOrder:
     def waits(self) -> Mapping[RegionRun, Sequence[Work]]:
         """Return the backwards that each region run waits for: all of the last op that reads a result of the region.
 
-        An op behind the whole region never waits for it, whatever else is recomputed.
+        An op behind the whole region never waits for it, whatever else is recomputed. A half W may come long after the
+        I of the region. Where it alone reads a result that a device makes, as a bias of positions that later stages
+        read, the device waits for what the others of the region wait for.
         """
-        found: dict[RegionRun, tuple[int, dict[Work, None]]] = {}
+        found: dict[RegionRun, tuple[tuple[bool, int], dict[Work, None]]] = {}
         for transfer in self.transfers if self.twins else ():
             for p, r in transfer.links if transfer.kind == BACKWARD and not transfer.is_to_updates else ():
                 for place, source in product(transfer.readers[r].places, transfer.pieces[p].places):
-                    position = self.segments[source.segment].position
+                    maker, position = maker_of(self.segments, source), self.segments[source.segment].position
+                    rank = maker[0] != "W", position
                     for visit in self.visits(place[:3]):
                         if visit[0] not in self.last or position <= self.last[visit[0]].position:
                             continue
-                        if position > found.get(visit, (-1,))[0]:
-                            found[visit] = position, {}
-                        if position == found[visit][0]:
-                            found[visit][1][maker_of(self.segments, source)] = None
-        return {visit: list(sources) for visit, (_, sources) in found.items()}
+                        if visit not in found or rank > found[visit][0]:
+                            found[visit] = rank, {}
+                        if rank == found[visit][0]:
+                            found[visit][1][maker] = None
+        of_all = collect(
+            ((region, microbatch), work)
+            for (region, _, microbatch), ((is_needed, _), works) in found.items()
+            for work in works
+            if is_needed
+        )
+        return {
+            (region, device, microbatch): list(works if is_needed else of_all.get((region, microbatch), works))
+            for (region, device, microbatch), ((is_needed, _), works) in found.items()
+        }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
@@ -11,6 +15,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.capture import Captured, capture
 from tests.frontend.examples import Mlp
 from tests.graphs import assert_equal, step_of
+from tests.ran import Around, equal, kinds
 
 
 def names(captured: Captured | ss.Graph, tensor: str) -> tuple[tuple[str, ...], ...]:
@@ -154,3 +159,36 @@ def test_a_renamed_factor_is_cut_by_its_new_name() -> None:
 def test_wrong_names_are_refused(old: str, new: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         graph().rename_factor(old, new)
+
+
+def _views(how: str) -> Callable[..., Tensor]:
+    """Return a step on two views of each sample, which are in the two halves of its rows."""
+    halves: dict[str, Callable[[Tensor], Any]] = {
+        "chunk": lambda z: z.chunk(2),
+        "split": lambda z: z.split(8),
+        "view": lambda z: z.view(2, -1, 6),
+        "unbind": lambda z: z.view(2, 8, 6).unbind(),
+        "contrastive": lambda z: z.chunk(2),
+    }
+
+    def step(m: Around, x: Tensor) -> Tensor:
+        pair = halves[how](m.inner(x))
+        if how == "contrastive":
+            return F.cross_entropy(pair[0] @ pair[1].t(), torch.arange(8))
+        return (1 - F.cosine_similarity(pair[0], pair[1], dim=-1)).mean()
+
+    return step
+
+
+@pytest.mark.parametrize("how", ["chunk", "split", "view", "unbind", "contrastive"])
+def test_pairs_in_the_halves_of_a_batch_are_cut_by_samples(how: str) -> None:
+    """The batch is the 8 samples, not the 2 views: 4 devices have 2 samples each, with both views."""
+    torch.manual_seed(0)
+    module = Around(_views(how), inner=nn.Linear(6, 6))
+    graph = ss.capture(module, (torch.randn(16, 6),), optimizer=torch.optim.SGD(module.parameters(), 0.1))
+    assert graph.model.tensors[graph.model.inputs[0]].slots[0] == ("batch.2", "batch")
+    for plan in ("data_parallel", "pipeline_1f1b:2,microbatches=2 x data_parallel:2"):
+        if how != "contrastive" or plan == "data_parallel":
+            ran = equal(graph, plan, 4)
+            # Gradients travel, and no row of a sample.
+            assert how == "contrastive" or plan != "data_parallel" or kinds(ran.program).keys() == {"all_reduce"}

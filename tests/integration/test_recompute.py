@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +24,7 @@ from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.program import Collective, Program, Value, Wait, ended
 from superscaler.models import build
+from superscaler.plans.lib.schedules import RULES
 from superscaler.runtime.step import Step
 from superscaler.simulate.kernels import Works
 from superscaler.simulate.predict import flops_of
@@ -282,3 +284,40 @@ def test_the_sum_that_ends_a_block_is_not_made_again_where_only_sums_would_read_
         return sum(isinstance(i, Collective) and i.kind == "all_reduce" and not i.notes[0].is_backward for i in code)
 
     assert sums(recomputed("tensor_parallel")) == sums("tensor_parallel") + len(graph_of(spec, "SGD").blocks)
+
+
+def biased(m: Around, x: Tensor, y: Tensor) -> Tensor:
+    """Two blocks of two layers, each recomputed. The first makes a bias of a weight, which the second reads, too."""
+
+    def block(first: nn.Module, second: nn.Module, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias = m.table[:4].mean(0) if bias is None else bias
+        h = h + torch.tanh(first(h) + bias)
+        return h + torch.tanh(second(h)), bias
+
+    h, bias = checkpoint(block, m.a, m.b, x, None, use_reentrant=False)
+    h, _ = checkpoint(block, m.c, m.d, h, bias, use_reentrant=False)
+    return F.mse_loss(h, y)
+
+
+@pytest.mark.parametrize("rule", ["zb_h1", "zb_h2", "pipeline_1f1b"])
+def test_a_region_on_two_stages_is_computed_again_under_split_backwards(rule: str) -> None:
+    """The gradient of the bias is a half W of the last stage, and the region of the bias does not wait for that."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(6, 6) for name in "abcd"}
+    module = Around(biased, **layers, table=nn.Parameter(torch.randn(8, 6)))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    graph = ss.capture(module, (torch.randn(8, 6), torch.randn(8, 6)), optimizer=optimizer)
+    regions = [op.checkpoint for op in graph.forward_ops if op.checkpoint]
+    middle = next(k for k, op in enumerate(graph.forward_ops) if op.module == "b")
+
+    def pipe(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        stages = [list(graph.forward_ops[:middle]), list(graph.forward_ops[middle:])]
+        for device, ops in zip(cluster.devices, stages, strict=True):
+            ss.op_assign(graph, ss.op_trans(graph, ops, ss.Microbatch(4)), device)
+        table = RULES[rule](2, 4)
+        if any(work.kind == "I" for row in table for work in row):
+            ss.op_trans(graph, [op for op in graph.forward_ops if op.has_mirror], ss.SplitBackward())
+        ss.order(graph, table, stages)
+
+    assert len(set(regions)) == 2
+    equal(graph, pipe)
