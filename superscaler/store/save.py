@@ -200,6 +200,8 @@ class Saver:
         while not all(checkpoint.table_of(save.draft, rank).is_file() for rank in ranks):
             if save.is_given_up.wait(_POLL):
                 return
+            # Someone has moved or removed it.
+            save.draft.path.stat()
         commit(save.draft, save.head, ranks)
         # The new one is saved, even if older ones cannot be removed.
         with suppress(OSError):

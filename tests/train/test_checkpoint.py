@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
@@ -30,7 +31,7 @@ from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step, build_step
-from superscaler.store.checkpoint import CheckpointHead, checkpoints, discard, lock, prune
+from superscaler.store.checkpoint import CheckpointHead, checkpoints, discard, lock, prune, write_shard
 from superscaler.store.pieces import located, sizes
 from superscaler.store.save import Saver
 from superscaler.store.tensor_file import write_tensors
@@ -530,6 +531,22 @@ def test_what_was_saved_stays_where_older_ones_cannot_go(checkpoint: Path, monke
     assert found[0][1].is_dir()
     discard(checkpoint / "step-00000003")
     assert not (checkpoint / "step-00000003").exists()
+
+
+def test_a_checkpoint_that_is_moved_while_it_is_written_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(draft: Any, rank: int, *more: Any) -> None:
+        write_shard(draft, rank, *more)
+        while rank == 1 and not (draft.path / "rank-00000.json").exists():
+            time.sleep(0.01)
+        if rank == 1:
+            (draft.path / "rank-00001.json").unlink()
+            draft.path.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr("superscaler.store.save.write_shard", moved)
+    with pytest.raises(InputError, match=r"step-00000000 cannot be written: No such file or directory"):
+        run("mixed", "tensor_parallel", lambda step: step.save(tmp_path / "kept"))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
