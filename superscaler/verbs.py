@@ -38,6 +38,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Target = Op | Parts | Sequence[Op | Parts]
 Regions = Sequence[Sequence[Op | Parts]]
 Pair = tuple[Action, Action]
@@ -301,19 +302,27 @@ def order(
     recomputes nothing. Raises InputError for an unknown stage; and, if the rows are to be `whole`, where they have
     forwards and backwards but lack one of a stage: it would run at any place that is left.
     """
-    where, known, rows = _where(graph), Known(), list(map(list, rows))
+    where, known = _where(graph), Known()
+    rows = [_row(row, where) for row in rows]
     if not rows:
         raise InputError(f"order at {where}: no rows; give one for each device.")
     if whole:
         check_rows(graph, [[work for item in row for work in _works(item)] for row in rows], stages, where)
     for row in rows:
-        if not isinstance(row, Iterable) or hasattr(row, "shape"):
-            raise InputError(
-                f"order at {where}: {named(row)} is no row; give a list of actions or ops for each device."
-            )
         found = (_of_row(graph, item, stages, known, where) for item in row)
         for before, after in pairwise(item for item in found if item is not None):
             op_order(graph, before, after)
+
+
+def _row(row: Iterable[T], where: str) -> list[T]:
+    """Return the items of a row. Raises InputError for another thing, and for an action of other types."""
+    if not isinstance(row, Iterable) or hasattr(row, "shape"):
+        raise InputError(f"order at {where}: {named(row)} is no row; give a list of actions or ops for each device.")
+    found = list(row)
+    for work in (work for item in found for work in _works(cast(Any, item))):
+        if not fits([work.stage, work.microbatch], list[int]) or not isinstance(work.kind, str):
+            raise InputError(f"order at {where}: {work} is no action; write a stage, a kind and a microbatch, as 2F0.")
+    return found
 
 
 def _works(item: Target | Group | Groups | Action | Pair) -> list[Action]:
@@ -339,8 +348,6 @@ def _of_row(
 def _work(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], known: Known, where: str) -> Group | None:
     """Return the parts of an action; `known` caches those of all microbatches."""
     key = work.stage, work.kind
-    if not fits(work.stage, int) or not fits(work.microbatch, int) or not isinstance(work.kind, str):
-        raise InputError(f"order at {where}: {work} is no action; write a stage, a kind and a microbatch, as 2F0.")
     if key not in known:
         known[key] = _in_all(graph, work, stages, where)
     group = known[key]

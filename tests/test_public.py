@@ -101,7 +101,7 @@ CALLS: dict[str, Call] = {
     "op_trans": (lambda **k: ss.op_trans(graph(), **k), {"target": OP, "algorithm": ss.Split("batch", 2)}),
     "op_assign": (lambda **k: ss.op_assign(graph(), **k), {"target": OP, "device": 0}),
     "op_order": (lambda **k: ss.op_order(graph(), **k), {"before": OP, "after": captured().ops[1], "turns": False}),
-    "order": (lambda **k: ss.order(graph(), **k), {"rows": [[ss.Action(0, "F", 0)]], "stages": [[OP]]}),
+    "order": (lambda **k: ss.order(graph(), **k), {"rows": [[ss.Action(0, "F", 0)]], "stages": [[OP]], "whole": True}),
     "place": (
         lambda **k: ss.place(graph(), **k),
         {"parameter": "a.weight", "parts": ss.Shard(2), "devices": [0, 1], "ahead": 1},
