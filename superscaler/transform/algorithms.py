@@ -222,7 +222,7 @@ class Stage(ShortRepr):
     axis: str
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
-        if not isinstance(self.number, Integral) or self.number < 0:
+        if self.number < 0:
             raise TransformError(f"{op.name} cannot be at stage {self.number!r} of {self.axis}; give 0, 1, 2, ...")
         return Axis(None, (1,), name=self.axis, at=(int(self.number),))
 

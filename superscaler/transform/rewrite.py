@@ -41,7 +41,7 @@ class Stale:
     updates: int = 1
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        if not isinstance(self.updates, int) or self.updates < 1:
+        if self.updates < 1:
             raise TransformError(f"Stale({self.updates!r}) is no number of updates; give 1 or more, or leave it out.")
         if self.updates > MOST_VERSIONS:
             raise TransformError(
@@ -142,8 +142,6 @@ class Insert:
     tensor: str = ""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        if not isinstance(self.tensor, str):
-            raise TransformError(f"Insert({self.tensor!r}) names no tensor; give the name of one, or leave it out.")
         makers = model.producers
         weights = {self.tensor} if first(self.tensor) in {tensor.name for tensor in model.parameters()} else set()
         names = {op.name for op in ops if op.is_forward}

@@ -100,7 +100,7 @@ def test_a_resumed_plan_goes_on_with_all_its_versions(tmp_path: Path) -> None:
     assert len(set(losses)) == 5
 
 
-@pytest.mark.parametrize("updates", [0, -1, 1.5, 10**7])
+@pytest.mark.parametrize("updates", [0, -1, 10**7])
 def test_no_number_of_updates_is_refused(updates: Any) -> None:
     graph = graph_of("mlp", "SGD", 0.5)
     with pytest.raises(
