@@ -61,7 +61,8 @@ def named(value: object) -> str:
     if len(text) <= 60:
         return text
     name = getattr(value, "name", "")
-    return f"{a(type(value).__name__)}{f' ({name})' if isinstance(name, str) and name else ''}"
+    kind = "tuple" if isinstance(value, tuple) else type(value).__name__
+    return f"{a(kind)}{f' ({name})' if isinstance(name, str) and name else ''}"
 
 
 def printable(text: str, but: str = "") -> str:

@@ -247,8 +247,8 @@ def capture_named(
     model of the library, which is its name, its options and versions of packages.
     """
     _check_kinds(
-        (kwargs, dict, "a dict of arguments by name"), (cache, str, "a name"), (outputs, bool, "True or False"),
-        (check, bool, "True or False"),
+        (kwargs, dict, "a dict of arguments by name as kwargs"), (cache, str, "a name as cache"), (outputs, bool, "True or False as outputs"),
+        (check, bool, "True or False as check"),
     )  # fmt: skip
     if not isinstance(module, torch.nn.Module):
         raise InputError(

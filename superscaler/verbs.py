@@ -321,7 +321,9 @@ def _row(row: Iterable[T], where: str) -> list[T]:
     found = list(row)
     for work in (work for item in found for work in _works(cast(Any, item))):
         if not fits([work.stage, work.microbatch], list[int]) or not isinstance(work.kind, str):
-            raise InputError(f"order at {where}: {work} is no action; write a stage, a kind and a microbatch, as 2F0.")
+            raise InputError(
+                f"order at {where}: {named(work)} is no action; give two numbers and a kind, as Action(2, 'F', 0)."
+            )
     return found
 
 

@@ -1,6 +1,7 @@
 """Checks of the arguments of public functions against their annotations, so that a wrong type is one message."""
 
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -40,9 +41,11 @@ def _checked(function: Callable[P, R], called: str) -> Callable[P, R]:
             if type(value) is not kind and not fits(value, kind):
                 frame = sys._getframe(1)
                 form = function.__annotations__[name]
+                # Without the modules of types.
+                form = re.sub(r"\b(\w+\.)+", "", form if isinstance(form, str) else inspect.formatannotation(form))
                 raise InputError(
                     f"{called} at {frame.f_code.co_filename}:{frame.f_lineno}: {name} is {brief(repr(value))} of type "
-                    f"{type(value).__name__}; give {form if isinstance(form, str) else inspect.formatannotation(form)}."
+                    f"{type(value).__name__}; give {form}."
                 )
         return function(*args, **kwargs)
 
