@@ -247,9 +247,10 @@ def capture_named(
     model of the library, which is its name, its options and versions of packages.
     """
     _check_kinds(
-        (kwargs, dict, "a dict of arguments by name as kwargs"), (cache, str, "a name as cache"), (outputs, bool, "True or False as outputs"),
+        (kwargs, dict, "a dict of arguments by name as kwargs"),
+        (outputs, bool, "True or False as outputs"),
         (check, bool, "True or False as check"),
-    )  # fmt: skip
+    )
     if not isinstance(module, torch.nn.Module):
         raise InputError(
             f"capture needs a torch.nn.Module, not {named(module)}; give the module whose forward is the step, and its "

@@ -142,7 +142,7 @@ CALLS: dict[str, Call] = {
     "Cluster.devices": (lambda key: CLUSTER.devices[key], {"key": 0}),
     "capture": (
         capture,
-        dict.fromkeys(("kwargs", "autocast", "scaler", "cache", "precision", "optimizer"))
+        dict.fromkeys(("kwargs", "autocast", "scaler", "precision", "optimizer"))
         | {"module": Net(), "args": (torch.ones(8, 8),), "outputs": False},
     ),
     "compile": (ss.compile, {"graph": captured(), "sprogram": "data_parallel", "cluster": "local:2"}),
