@@ -135,13 +135,15 @@ class Blocks:
     # The ends of values.
 
     def _find_deleted(self) -> None:
-        """Find the values that end after each row, in loops those of the second repetition; and after each loop."""
+        """Find the values that end after each row: in loops those of the second repetition, and those of the last one
+        alone; and after each loop.
+        """
         self.deleted: dict[int, list[Value]] = {}
+        self.last: dict[int, list[Value]] = {}
         self.after: dict[int, list[Value]] = {}
-        for value, end in self._ends.items():
-            here, there = self._loops.get(self._made[value]), self._loops.get(end)
-            if here is not None and self._read.get(value, 0) < (last := self._last(here, self._made[value])) + 1 <= end:
-                there, end = here, last
+        ends = {value: self._end(value) for value in self._ends}
+        for value, end in ends.items():
+            there = self._loops.get(end)
             if any(self._made[value] < self._made[v] <= end for v in self._places[self.place(value)] if v != value):
                 continue
             if there is None:
@@ -150,16 +152,30 @@ class Blocks:
                 turn = (end - there.start) // there.length
                 if turn == 1 and value in self._second[there.start]:
                     self.deleted.setdefault(end, []).append(value)
-                elif turn == there.count - 1 and own not in self._ended_by_turn(there):
+                elif turn == there.count - 1 and own not in self._ended_by_turn(there, ends):
                     # All of the family share the memory of the last one.
-                    self.after.setdefault(there.start, []).append(value)
+                    self._end_in(there, end).append(value)
             else:
-                self.after.setdefault(there.start, []).append(value)
+                self._end_in(there, end).append(value)
 
-    def _ended_by_turn(self, repeat: Repeat) -> set[int]:
+    def _end(self, value: Value) -> int:
+        """Return the row after which a value is not needed. Of values that are kept by others of their memory alone, it
+        is in their own repetition: where it is in the last one.
+        """
+        end, here = self._ends[value], self._loops.get(self._made[value])
+        if here is None or not self._read.get(value, 0) < (last := self._last(here, self._made[value])) + 1 <= end:
+            return end
+        moved = last - (here.end - 1 - end)
+        return moved if self._loops.get(end) is here and self._read.get(value, 0) <= moved else last
+
+    def _end_in(self, repeat: Repeat, end: int) -> list[Value]:
+        """Return the values that end after a row of the last repetition of a loop."""
+        return self.after.setdefault(repeat.start, []) if end == repeat.end - 1 else self.last.setdefault(end, [])
+
+    def _ended_by_turn(self, repeat: Repeat, ends: Mapping[Value, int]) -> set[int]:
         """Return the families whose value of a repetition ends in that repetition."""
-        ends = ((v, self._ends[v] - repeat.start) for v in self._second[repeat.start] if v in self._ends)
-        return {self._index[v][0] for v, row in ends if row // repeat.length == 1 and v in self._index}
+        found = ((v, ends[v] - repeat.start) for v in self._second[repeat.start] if v in ends)
+        return {self._index[v][0] for v, row in found if row // repeat.length == 1 and v in self._index}
 
     def _last(self, repeat: Repeat, row: int) -> int:
         """Return the last row of the repetition that has this row."""
@@ -181,6 +197,7 @@ class Blocks:
             if repeat is not None:
                 turn, at = divmod(n - repeat.start, repeat.length)
                 gone = [self.at(repeat, v, turn) for v in self.deleted.get(repeat.start + repeat.length + at, [])]
+                gone += self.last.get(n, [])
             for v in row.reads:
                 if repeat is None if v in self.own else holds.get(self.place(v)) != v:
                     return self._blamed(v, repeat)

@@ -130,6 +130,7 @@ class _Writer:
             module = where
             lines.append(self._line(row))
             lines += [deleted(names)] if (names := self._deleted(at)) else []
+            lines += self._last(at)
             body += [(indent + line, row.is_unread) for line in lines]
             at += 1
             if self.repeat is not None and at == self.repeat.start + self.repeat.length:
@@ -251,6 +252,14 @@ class _Writer:
             return list(map(self._name, self.blocks.deleted.get(at, ())))
         ended = self.blocks.deleted.get(at + self.repeat.length, ())
         return [self._name(self.blocks.at(self.repeat, v, 0)) for v in ended]
+
+    def _last(self, at: int) -> list[str]:
+        """Return the lines that end, in the last repetition of a loop, what no repetition reads any more."""
+        if self.repeat is None:
+            return []
+        ended = self.blocks.last.get(self.repeat.end - self.repeat.length + at - self.repeat.start, ())
+        names = list(map(self._name, ended))
+        return [f"if {LAYER} == {self.repeat.last}:", f"    {deleted(names)}"] if names else []
 
     def _number(self, run: Run) -> str:
         return str(run.start) if self.repeat is None else self.repeat.number(run.start, self.repeat.moves.get(run, 0))

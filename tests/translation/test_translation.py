@@ -21,7 +21,7 @@ from superscaler.errors import TranslationError
 from superscaler.plans import resolve
 from superscaler.translation.check import check_translation
 from tests.graphs import graph_of
-from tests.ran import equal, exact
+from tests.ran import Around, captured, equal, exact
 from tests.translation.edits import drawn
 
 GPT, DEEP = "gpt2:size=tiny", "gpt2:size=tiny,layers=4,batch=16"
@@ -99,6 +99,31 @@ def test_updates_between_the_backwards_of_equal_layers_train_the_weights_of_each
 
 def test_gathered_weights_do_not_take_the_name_of_what_they_wait_for() -> None:
     equal(adapted(), shards)
+
+
+class Gate(nn.Module):
+    """A layer that reads, before its last operator, a view of what all layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * gate.t())
+
+
+def gated(module: Any, x: torch.Tensor) -> torch.Tensor:
+    gate = module.first(x).exp()
+    for layer in module.layers:
+        x = layer(x, gate)
+    return x.square().mean()
+
+
+def test_values_that_all_layers_read_end_in_the_last_one() -> None:
+    layers = nn.ModuleList(Gate() for _ in range(4))
+    graph = captured(lambda: (Around(gated, first=nn.Linear(4, 4), layers=layers), torch.randn(4, 4)))
+    text = equal(graph, "single", 1).compiled.emitted.files["segments.py"]
+    assert "        if l == 2:\n            del exp, t\n" in text
 
 
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
