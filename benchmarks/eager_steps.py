@@ -15,12 +15,13 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from families import FAMILIES, Values, inputs_of
+from families import FAMILIES, Tiny, Values, inputs_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,14 +34,14 @@ from superscaler.runtime.step import build_step
 
 PLANS = {"single": 1, "data_parallel": 2, "zero:stage=3": 2, "tensor_parallel": 2}
 DEFAULT = ("gpt2", "opt", "bloom", "falcon", "llama", "gemma2", "bert", "vit", "t5")
-STEPS, RATE, LIMIT = 3, 1e-3, 30.0
+STEPS, LIMIT = 3, 30.0
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 Ran = tuple[list[float], dict[str, Tensor]]
 
 
-def built(name: str, dtype: torch.dtype) -> nn.Module:
+def built(tiny: Tiny, dtype: torch.dtype) -> nn.Module:
     """Return a module without dropout, the same at each call."""
     torch.manual_seed(0)
-    tiny = FAMILIES[name]
     kind = getattr(transformers, tiny.model)
     config = kind.config_class(**tiny.values)
     for part in (config, *(x for x in vars(config).values() if isinstance(x, transformers.PretrainedConfig))):
@@ -53,8 +54,8 @@ def built(name: str, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def batches(name: str, dtype: torch.dtype) -> list[Values]:
-    drawn = [inputs_of(FAMILIES[name].inputs, torch.Generator().manual_seed(k)) for k in range(STEPS)]
+def batches(tiny: Tiny, dtype: torch.dtype) -> list[Values]:
+    drawn = [inputs_of(tiny.inputs, torch.Generator().manual_seed(k)) for k in range(STEPS)]
     return [{n: x.to(dtype) if _is_float(x) else x for n, x in batch.items()} for batch in drawn]
 
 
@@ -82,10 +83,10 @@ def narrowest(module: nn.Module, batch: Values) -> torch.dtype:
     return max((d for d in seen.dtypes if d.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def eager(module: nn.Module, given: Sequence[Values]) -> Ran:
+def eager(module: nn.Module, given: Sequence[Values], make: Callable[..., torch.optim.Optimizer] = ADAMW) -> Ran:
     """Train a copy of a module by torch."""
     module = copy.deepcopy(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
+    optimizer = make([p for p in module.parameters() if p.requires_grad])
     losses = []
     for batch in given:
         optimizer.zero_grad()
@@ -126,11 +127,11 @@ def off(one: Ran, other: Ran, start: Mapping[str, Tensor]) -> float:
 
 def cells(name: str, dtype: torch.dtype) -> tuple[torch.dtype, float, list[float]]:
     """Return the dtype inside, and the errors of another order of rows and of each plan."""
-    module, given = built(name, dtype), batches(name, dtype)
+    module, given = built(FAMILIES[name], dtype), batches(FAMILIES[name], dtype)
     start = {n: x.detach().clone() for n, x in module.named_parameters()}
     want = eager(module, given)
     turned = [{n: x.flip(0) if isinstance(x, Tensor) else x for n, x in batch.items()} for batch in given]
-    graph = ss.capture(module, (), given[0], torch.optim.AdamW(module.parameters(), lr=RATE))
+    graph = ss.capture(module, (), given[0], ADAMW(module.parameters()))
     order = off(eager(module, turned), want, start)
     inside = narrowest(copy.deepcopy(module), given[0])
     return inside, order, [off(planned(graph, plan, module, given), want, start) for plan in PLANS]
