@@ -192,6 +192,7 @@ class Blocks:
             if n == -1 and v not in self.own and self.is_kept(v):
                 return self._blamed(v, None)
         holds = {self.place(v): v for v, n in self._made.items() if n == -1 and v not in self.own}
+        ended = group_by(self._ends, self._ends.__getitem__)
         for n, row in enumerate(self.rows):
             repeat, gone = self._loops.get(n), self.deleted.get(n, [])
             if repeat is not None:
@@ -206,6 +207,9 @@ class Blocks:
                 gone = [*gone, *self.after.get(repeat.start, [])]
             for v in gone:
                 if holds.pop(self.place(v), None) != v:
+                    return self._blamed(v, repeat)
+            for v in ended.get(n, ()):
+                if holds.get(self.place(v)) == v:
                     return self._blamed(v, repeat)
         return next((self._blamed(v, None) for v in self.results if holds.get(self.place(v)) != v), None)
 

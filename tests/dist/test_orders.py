@@ -24,6 +24,7 @@ def table(*options: str) -> dict[str, dict[str, str]]:
     return {row[1]: dict(zip([*head, "judged"], row, strict=False)) for row in rows}
 
 
+@pytest.mark.slow
 def test_lomo_trains_as_torch_does_and_other_training_is_found() -> None:
     found = table("--families", "gpt2", "--plans", "lomo", "stale", "--layers", "5")
     assert int(found["lomo"]["early"])
