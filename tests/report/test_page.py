@@ -24,7 +24,6 @@ from superscaler.report.page.memory_curve import curves
 from superscaler.report.raster import WIDTH, drawing
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
-from superscaler.verbs import parse_schedule
 from tests.commands import run
 from tests.graphs import graph_of, step_of
 from tests.report.browser import event, opened, settled
@@ -104,51 +103,12 @@ def test_a_page_shows_the_plan_and_asks_for_nothing(tmp_path: Path) -> None:
         # Stages of a pipeline are equal but for their devices.
         row = shown.locator("tr:has-text('transformer.h.0 to transformer.h.2 (3 equal)')").first.inner_text()
         assert "0 to 2, 1 each" in row
-        _edit(shown, tmp_path)
 
 
 def _without_data(page: str) -> int:
     """Return the length of a page without its data: words, tables, style and script."""
     start = page.index('id="data">')
     return len(page) - (page.index("</script>", start) - start)
-
-
-def _edit(shown: Any, folder: Path) -> None:
-    """Drag a forward of the first stage to the end of its forwards, and let the compiler take the order."""
-    assert "as it was" in shown.inner_text("#edited0")
-    work, onto = shown.locator('[data-work="0F1"]'), shown.locator('[data-work="0F3"]')
-    work.scroll_into_view_if_needed()
-    a, b = work.bounding_box(), onto.bounding_box()
-    shown.mouse.move(a["x"] + 3, a["y"] + 3)
-    shown.mouse.down()
-    shown.mouse.move(b["x"] + b["width"] - 1, b["y"] + 3, steps=3)
-    shown.mouse.up()
-    said = shown.inner_text("#edited0")
-    assert "waits for ever" not in said
-    assert "refuses this order: 1F2 is before 1F1" in said or "refuses this order: 1F1 is before" in said
-    shown.locator("#works0 .work").first.focus()
-    with shown.expect_download() as download:
-        shown.click("#save0")
-    file = folder / "schedule.txt"
-    download.value.save_as(file)
-    rows = parse_schedule(file.read_text())
-    assert list(map(str, rows[0][:4])) == ["0F0", "0F2", "0F3", "0F1"]
-    with pytest.raises(ss.errors.PlanError, match=r"0F1|1F1|1F2"):
-        ss.compile(graph_of(GPT), f"pipeline:schedule={file}", "a100:1x4")
-    for row in rows[1:]:
-        forwards = [w for w in row if w.kind == "F"]
-        order = iter([replace(forwards[0], microbatch=m) for m in (0, 2, 3, 1)])
-        backwards = iter([replace(forwards[0], kind="B", microbatch=m) for m in (0, 2, 3, 1)])
-        row[:] = [next(order if w.kind == "F" else backwards) for w in row]
-    rows[0][4:] = [replace(rows[0][0], kind="B", microbatch=m) for m in (0, 2, 3, 1)]
-    shown.click("summary:has-text('the table of works')")
-    shown.fill("#table0", "\n".join(" ".join(map(str, row)) for row in rows))
-    shown.locator("#table0").blur()
-    assert "All works end after" in shown.inner_text("#edited0")
-    file.write_text(shown.input_value("#table0"))
-    made = ss.compile(graph_of(GPT), f"pipeline:schedule={file}", "a100:1x4")
-    made.validate()
-    assert made._account["schedule"][0]["order"] == "0F0 0F2 0F3 0F1 0B0 0B2 0B3 0B1"
 
 
 def test_what_a_report_draws_is_what_was_simulated(tmp_path: Path) -> None:

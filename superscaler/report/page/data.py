@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from superscaler.report.details import WORDS, devices_text
 from superscaler.report.page.memory_curve import Curve, curves
-from superscaler.report.page.works import works
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
 from superscaler.simulate.storages import CATEGORIES
@@ -56,7 +55,6 @@ def _plan(subject: Subject, columns: _Columns) -> dict[str, Any]:
         "title": subject.title,
         "details": details,
         "tracks": [_track(timeline, columns) for timeline in subject.timelines],
-        "works": works(subject),
         "capacity": subject.simulation.prediction.capacity or 0,
         "memory": [_curve(curve, columns) for curve in curves(subject)],
     }

@@ -6,7 +6,6 @@ const KINDS = [
   "bubble", "exposed", "copying", "end",
 ];
 const COLUMNS = { u1: Uint8Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array };
-const LETTER_KINDS = { F: "forward", R: "again", B: "backward", I: "backward", W: "weights" };
 const HINT = "Point at an event to see what it is, which line of the plan asked for it, and what it waited for.";
 const FIRST_WAIT = 9;
 const GUTTER = 150, AXIS = 22, ROW = 18, THIN = 6, GAP = 3, BAND = 20;
@@ -645,160 +644,6 @@ class Memory extends Chart {
   }
 }
 
-/* The works of a pipeline (`2F0`: stage 2, forward, microbatch 0) by device, in an order that can be edited. */
-
-class Editor {
-  constructor(number, table) {
-    this.table = table;
-    this.box = document.getElementById(`works${number}`);
-    this.said = document.getElementById(`edited${number}`);
-    this.text = document.getElementById(`table${number}`);
-    document.getElementById(`save${number}`).addEventListener("click", () => this.save());
-    document.getElementById(`reset${number}`).addEventListener("click", () => this.reset());
-    this.text.addEventListener("change", () => this.read());
-    this.reset();
-  }
-
-  reset() {
-    this.rows = this.table.rows.map((row) => [...row]);
-    this.before = this.finish(this.rows).seconds;
-    this.draw();
-  }
-
-  /* Take the rows that were typed into the table. */
-  read() {
-    const rows = this.text.value.trim().split("\n").map((line) => line.trim().split(/\s+/).filter(Boolean));
-    if (rows.length === this.rows.length) this.rows = rows;
-    this.draw();
-  }
-
-  parse(work) {
-    const [, stage, kind, microbatch] = work.match(/^(\d+)([FRBIW])(\d+)$/) || [0, -1, "F", -1];
-    return { stage: Number(stage), kind, microbatch: Number(microbatch) };
-  }
-
-  /* Return the works that a work waits for: those of the stage before, or behind, and its own forward. */
-  needs(work, known) {
-    const { stage, kind, microbatch: m } = this.parse(work);
-    const first = (...names) => names.filter((name) => known.has(name)).slice(0, 1);
-    if (kind === "F") return first(`${stage - 1}F${m}`);
-    if (kind === "R") return [`${stage}F${m}`];
-    if (kind === "W") return [`${stage}I${m}`];
-    return [...first(`${stage}R${m}`, `${stage}F${m}`), ...first(`${stage + 1}B${m}`, `${stage + 1}I${m}`)];
-  }
-
-  /* Return when each work starts and ends; works that wait for ever have no end. */
-  finish(rows) {
-    const known = new Set(rows.flat()), ends = new Map(), starts = new Map();
-    const at = rows.map(() => 0), free = rows.map(() => 0);
-    for (let moved = true; moved; ) {
-      moved = false;
-      rows.forEach((row, d) => {
-        while (at[d] < row.length) {
-          const work = row[at[d]], needs = this.needs(work, known);
-          if (!needs.every((need) => ends.has(need))) break;
-          const start = Math.max(free[d], ...needs.map((need) => ends.get(need)));
-          free[d] = start + (this.table.seconds[d][this.parse(work).kind] || 0);
-          starts.set(work, start);
-          ends.set(work, free[d]);
-          at[d] += 1;
-          moved = true;
-        }
-      });
-    }
-    const stuck = rows.map((row, d) => row[at[d]]).filter(Boolean);
-    return { starts, ends, stuck, seconds: Math.max(...free), crossing: this.crossing(rows, known) };
-  }
-
-  /* Return two works that read messages of one device in another order than it sends them, in words. */
-  crossing(rows, known) {
-    const place = new Map(rows.flatMap((row, d) => row.map((work, k) => [work, [d, k]])));
-    const last = new Map();
-    for (const [d, row] of rows.entries()) {
-      for (const work of row) {
-        for (const need of this.needs(work, known).filter((other) => place.has(other))) {
-          const [from, at] = place.get(need), key = `${from} ${d} ${need.replace(/\d+$/, "")}`;
-          if (from !== d && last.get(key)?.at > at) {
-            return `${last.get(key).work} is before ${work}, but ${this.table.names[from]} sends to ${work} before`;
-          }
-          last.set(key, { at, work });
-        }
-      }
-    }
-    return "";
-  }
-
-  draw() {
-    const { starts, ends, stuck, crossing, seconds: end } = this.finish(this.rows);
-    const width = Math.max(end, this.before) * 1.02;
-    this.box.replaceChildren(...this.rows.map((row, d) => this.row(row, d, starts, ends, end, width)));
-    this.text.value = this.rows.map((row) => row.join(" ")).join("\n") + "\n";
-    const change = end === this.before ? "as it was" : `before: ${seconds(this.before)}`;
-    this.said.textContent = stuck.length
-      ? `This order cannot run: ${stuck.map((work) => `${work} waits for ever`).join(", ")}.`
-      : `All works end after ${seconds(end)} (${change}).${crossing && ` Compile refuses this order: ${crossing}.`}`;
-  }
-
-  row(row, d, starts, ends, end, width) {
-    const box = element("div", "", { className: "works" });
-    // A work is wide enough for its name.
-    box.style.minWidth = `${GUTTER + 30 * Math.max(...this.rows.map((works) => works.length))}px`;
-    box.append(element("b", this.table.names[d]));
-    row.forEach((work, k) => box.append(this.work(work, d, k, starts, ends, end, width)));
-    return box;
-  }
-
-  work(work, d, k, starts, ends, end, width) {
-    const { kind } = this.parse(work), isStuck = !ends.has(work);
-    const made = element("div", work, { className: "work", tabIndex: 0, title: work });
-    const [start, stop] = isStuck ? [end, end + width * 0.01] : [starts.get(work), ends.get(work)];
-    const share = (value) => `calc(${GUTTER}px + (100% - ${GUTTER}px) * ${(value / width).toFixed(6)})`;
-    made.style.left = share(start);
-    made.style.width = `calc((100% - ${GUTTER}px) * ${((stop - start) / width).toFixed(6)})`;
-    made.style.background = `var(--${isStuck ? "bad" : LETTER_KINDS[kind]})`;
-    if ("FR".includes(kind) && !isStuck) made.style.color = "#14161a";
-    made.dataset.work = work;
-    made.addEventListener("pointerdown", (e) => this.grab(e, made, d, k));
-    made.addEventListener("keydown", (e) => this.key(e, d, k));
-    return made;
-  }
-
-  grab(down, made, d, k) {
-    made.setPointerCapture(down.pointerId);
-    const move = (e) => (made.style.transform = `translateX(${e.clientX - down.clientX}px)`);
-    made.addEventListener("pointermove", move);
-    made.addEventListener("pointerup", (e) => {
-      const others = [...made.parentElement.querySelectorAll(".work")].filter((other) => other !== made);
-      const middles = others.map((other) => other.getBoundingClientRect()).map((r) => r.left + r.width / 2);
-      made.removeEventListener("pointermove", move);
-      if (Math.abs(e.clientX - down.clientX) < 3) made.style.transform = "";
-      else this.move(d, k, middles.filter((x) => x < e.clientX).length);
-    }, { once: true });
-  }
-
-  key(e, d, k) {
-    const to = k + { ArrowLeft: -1, ArrowRight: 1 }[e.key];
-    if (!(to >= 0 && to < this.rows[d].length)) return;
-    e.preventDefault();
-    this.move(d, k, to);
-  }
-
-  /* Move the k-th work of a device to another place of its row. */
-  move(d, k, to) {
-    const [work] = this.rows[d].splice(k, 1);
-    this.rows[d].splice(to, 0, work);
-    this.draw();
-    this.box.querySelector(`[data-work="${work}"]`).focus();
-  }
-
-  save() {
-    const link = element("a", "", { download: "schedule.txt" });
-    link.href = URL.createObjectURL(new Blob([this.text.value], { type: "text/plain" }));
-    link.click();
-    URL.revokeObjectURL(link.href);
-  }
-}
-
 /* The whole page. */
 
 let data, view, timeline;
@@ -824,7 +669,6 @@ async function main() {
   document.getElementById("in").addEventListener("click", () => view.zoom(0.5, (view.t0 + view.t1) / 2));
   document.getElementById("out").addEventListener("click", () => view.zoom(2, (view.t0 + view.t1) / 2));
   const memories = data.plans.map((plan, number) => new Memory(number, view, plan));
-  data.plans.forEach((plan, number) => plan.works && new Editor(number, plan.works));
   window.report = { data, view, timeline, memories };
   view.changed();
   const ready = () => (document.body.dataset.ready = performance.now().toFixed(0));

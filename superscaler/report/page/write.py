@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,6 @@ from superscaler.report.page.matrix import matrix
 from superscaler.report.page.memory_curve import alive
 from superscaler.report.page.model_table import model_table
 from superscaler.report.page.numbers import numbers
-from superscaler.report.page.works import works
 from superscaler.report.picture import draw_paths
 from superscaler.report.subject import Subject
 from superscaler.simulate.storages import CATEGORIES
@@ -66,7 +65,6 @@ def _body(title: str, subjects: Sequence[Subject]) -> str:
             tag("section", _pair(subjects, verdict)),
             *several,
             _timeline(subjects),
-            *_editors(subjects),
             *_differences(subjects),
             _memory(subjects),
             *sections,
@@ -83,31 +81,6 @@ def _pair(subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Mar
 
 def _section(name: str, subjects: Sequence[Subject], make: Callable[[Subject], Markup]) -> Markup:
     return tag("section", tag("h2", name), _pair(subjects, make))
-
-
-def _editors(subjects: Sequence[Subject]) -> Iterator[Markup]:
-    """Yield a section in which the order of work of a pipeline can be edited."""
-    for number, subject in enumerate(subjects):
-        if works(subject) is not None:
-            yield tag(
-                "section",
-                tag("h2", f"Order of work{f' of {subject.title}' if len(subjects) > 1 else ''}, to edit"),
-                tag("p", _EDIT, class_="quiet"),
-                tag("p", id=f"edited{number}", aria_live="polite"),
-                tag("div", id=f"works{number}", class_="table"),
-                tag("details", tag("summary", "the table of works"), tag("textarea", id=f"table{number}", rows=8)),
-                tag("button", "save schedule.txt", id=f"save{number}"),
-                " ",
-                tag("button", "as it was", id=f"reset{number}"),
-                class_="edit",
-            )
-
-
-_EDIT = (
-    "Drag a work to another place of its row, or move it with the arrow keys. The seconds shown are those of works as "
-    "predicted, with messages that take no time. Save the table and compile it: superscaler compile MODEL --plan "
-    "pipeline:schedule=schedule.txt --cluster CLUSTER certifies the new plan, or refuses it with the reason."
-)
 
 
 def _differences(subjects: Sequence[Subject]) -> list[Markup]:
