@@ -23,17 +23,15 @@ def explain(
         bool, option("--timeline", "Show instead the step alone, predicted kernel by kernel, in characters.")
     ] = False,
 ) -> None:
-    """Print a plan in words: splits, weights and communication by block; the order; the totals of a step. Draw the
-    work of devices by time, with their waits.
+    """Print a plan in words: splits, weights and communication by block; the order; the totals of a step.
+    --timeline draws the work of devices by time, with their waits.
     """
     from superscaler.report.words import read, words
 
     printer.result = found = read(plan)
     if svg is None and not timeline:
-        # Kernels are recorded with torch, which takes seconds: words and counts do not.
-        from superscaler.report.outline import outline
-
-        printer.show(words(found), "", outline(plan))
+        # Kernels are recorded with torch, whose import takes seconds: words need none.
+        printer.show(words(found), "", f"devices by time: superscaler explain {plan} --timeline")
         return
     from superscaler.report.picture import save
     from superscaler.report.raster import drawing

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from superscaler.cluster import Cluster
+from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.ir.program import Program
 from superscaler.report.details import Details
 from superscaler.report.measured import Difference, differences, measured
 from superscaler.report.timeline import Timeline, predicted
-from superscaler.simulate.counts import with_speeds
 from superscaler.simulate.predict import Simulation, simulate
+
+# A core of a CPU, for devices about which nothing is known: 50 Gflop/s, 10 GB/s, 2 us for a kernel.
+_CORE = Speeds(units=0, products={"float32": (50e9, 50e9)}, memory=(10e9, 10e9))
+_ASSUMED = (
+    "Nothing is known about the speed of {cluster}: its times are those of a core with 50 Gflop/s and 10 GB/s. Measure "
+    "it with superscaler doctor --measure --out machine.yaml, and compile with --cluster machine.yaml."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +54,7 @@ def subject(
     """Return a plan as the subject of a report, with its step simulated. `run`: the folder of a profile of it; `code`:
     the hash of its code.
     """
-    known, notes = with_speeds(cluster)
+    known, notes = _with_speeds(cluster)
     found, details = simulate(program, known), Details(program, account, journal)
     own = predicted(found.table, program, details)
     if run is None:
@@ -55,3 +62,12 @@ def subject(
     real, note = measured(run, program, code, details)
     differs = differences(own, real, details, program.world)
     return Subject(title, account, found, details, [real, own], certificate, [*notes, note], differs)
+
+
+def _with_speeds(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """Return a cluster whose devices have speeds, and a remark if the speeds were assumed."""
+    kind = cluster.device_kind
+    if kind is not None and kind.speeds is not None:
+        return cluster, []
+    kind = DeviceKind("core", 0, {}, _CORE) if kind is None else replace(kind, speeds=_CORE)
+    return replace(cluster, device_kind=kind), [_ASSUMED.format(cluster=cluster)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,10 @@ def test_a_model_without_a_loss_is_inference(tmp_path: Path, capsys: pytest.Capt
     assert run("explain", str(tmp_path / "plan")) == 0
     out = capsys.readouterr().out
     assert ", inference, on 2 devices of local:2" in out
-    assert "\ndevices by time: a step of " in out
+    assert run("explain", str(tmp_path / "plan"), "--timeline") == 0
+    drawn = capsys.readouterr().out
+    assert "Nothing is known about the speed of local:2: its times are those of a core with 50 Gflop/s" in drawn
+    assert re.search(r"\na step of .*\n  devices 0, 1  [Foc~ ]{100} +\d+%\n  F forward, ", drawn)
     assert run("train", f"{file}:model", *TWO) == 2
     assert "net.py:model gives no loss, so there is nothing to train" in " ".join(capsys.readouterr().err.split())
     for options in (("--optimizer", "adamw"), ("--optimizer", "no")):
