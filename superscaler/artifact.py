@@ -28,7 +28,7 @@ from superscaler.report.identity import kept_values, manifest, origin, own_opera
 from superscaler.specs.file_errors import writing
 from superscaler.store import plan as disk
 from superscaler.store.folder import digest, hash_without
-from superscaler.store.operators import copies
+from superscaler.store.operators import homes
 from superscaler.store.plan import plan_files, read_plan, recover, staged
 from superscaler.store.tensor_file import tensor_hashes
 
@@ -134,9 +134,9 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     stay. Raises InputError for a directory that cannot be written, or if a user's file would be replaced.
     """
     older = plan_files(directory)
-    operators, sources = copies(own_operators(compiled.graph.model))
+    operators = homes(own_operators(compiled.graph.model))
     for target, home in operators.items():
-        if home and not home["module"] and not home["file"]:
+        if home and not home["file"]:
             raise InputError(
                 f"{target} was registered outside of any file, where no process that runs the plan can find it; "
                 "put it into a .py file and import that."
@@ -148,7 +148,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         disk.JOURNAL_FILE: print_journal(compiled.graph.journal),
         disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
-    files = {**{name: text.encode() for name, text in written.items()}, **sources}
+    files = {name: text.encode() for name, text in written.items()}
     hashes = {name: digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": hash_without(data, "manifest"), "files": hashes}
     with writing(directory, "choose another directory"):
@@ -208,7 +208,11 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     try:
         recover(directory)
         plan = read_plan(directory)
-        if plan.head["seed"] != seed or not origin(graph, cluster, values).items() <= plan.head["manifest"].items():
+        # Also where operators are registered: ranks import them from there.
+        facts = seed, homes(own_operators(graph.model))
+        if (plan.head["seed"], plan.head["operators"]) != facts:
+            return None
+        if not origin(graph, cluster, values).items() <= plan.head["manifest"].items():
             return None
         plan.check()
         return json.loads(plan.text(disk.EXPLAIN_FILE))

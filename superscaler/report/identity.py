@@ -20,7 +20,7 @@ from superscaler.ir.text.model import print_model
 from superscaler.ir.variants import without_sources, without_twins
 from superscaler.store.cache import sources
 from superscaler.store.folder import digest
-from superscaler.store.operators import copies
+from superscaler.store.operators import homes
 
 
 def manifest(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
         "model": digest(print_model(model)),
         "plan": digest(_plan_text(graph)),
         "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
-        "operators": operators_hash(*copies(own_operators(model))),
+        "operators": operators_hash(homes(own_operators(model))),
         "weights": hash_values(kept_values(graph, values)),
         "sources": sources(),
         "superscaler": superscaler.__version__,
@@ -52,8 +52,10 @@ def own_operators(model: Model) -> set[str]:
     return {op.target for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
 
 
-def operators_hash(operators: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
-    return digest(json.dumps([operators, {name: digest(source) for name, source in files.items()}], sort_keys=True))
+def operators_hash(operators: Mapping[str, Any]) -> str:
+    """Return the hash of what registers operators, wherever that is."""
+    found = {target: home and [home["module"], home["sha256"]] for target, home in operators.items()}
+    return digest(json.dumps(found, sort_keys=True))
 
 
 def kept_values(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ from superscaler.store.plan import (
     RUN_FILE,
     code_of,
     open_plan,
-    operators_of,
     warn_versions,
     weights_of,
 )
@@ -57,7 +56,7 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
             f"{path} runs backwards in two halves, which torch.compile makes one; leave torch_compile "
             "(--torch-compile) out, or take a plan without split backwards, as pipeline_1f1b."
         )
-    import_operators(plan["operators"], operators_of(saved), path, manifest)
+    import_operators(plan["operators"], path, manifest)
     communicator = connect()
     if communicator.rank == 0:
         warn_versions(saved)
@@ -79,7 +78,7 @@ def _read_evaluation(
 ) -> tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]:
     """Return the plan of evaluation in a folder, its code, and its weights on a rank."""
     saved = open_plan(path, manifest)
-    import_operators(saved.head["operators"], operators_of(saved), path, manifest)
+    import_operators(saved.head["operators"], path, manifest)
     return saved.head, modules(code_of(saved), f"{path}/"), weights_of(saved, rank)[0]
 
 

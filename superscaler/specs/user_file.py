@@ -137,13 +137,18 @@ def root_of(module: str, file: Path) -> Path | None:
 @contextmanager
 def running(file: Path, trouble: str) -> Iterator[None]:
     """Run code of the user's file with its folder on `sys.path`, as Python does for a script; see `locating`."""
-    folder = str(file.resolve().parent)
-    sys.path.insert(0, folder)
+    with first_on_path(file.resolve().parent), locating(file, trouble):
+        yield
+
+
+@contextmanager
+def first_on_path(folder: Path) -> Iterator[None]:
+    """Import modules from a folder before others."""
+    sys.path.insert(0, str(folder))
     try:
-        with locating(file, trouble):
-            yield
+        yield
     finally:
-        sys.path.remove(folder)
+        sys.path.remove(str(folder))
 
 
 @contextmanager

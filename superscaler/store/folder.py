@@ -34,15 +34,6 @@ def named_path(verb: str, name: object) -> Path:
     return Path(name)
 
 
-def is_inside(name: str) -> bool:
-    """Return whether a name with slashes stays inside of its folder.
-
-    >>> is_inside("operators/ops.py"), is_inside("../ops.py"), is_inside("/ops.py")
-    (True, False, False)
-    """
-    return not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
-
-
 def digest(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
@@ -209,7 +200,6 @@ class Draft:
 
     def file(self, name: str, data: bytes) -> None:
         """Write a file."""
-        (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         (self.path / name).write_bytes(data)
         sync(self.path / name)
 
@@ -221,8 +211,7 @@ class Draft:
 
     def finish(self, head: Mapping[str, Any]) -> None:
         """Write the head with the hashes of itself, after all other files are on the disk."""
-        for folder in (*filter(Path.is_dir, self.path.rglob("*")), self.path):
-            sync(folder)
+        sync(self.path)
         lines = ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in self.types.signed(head).items())
         write_file(self.path / self.types.NAME, f"{{\n{lines}\n}}\n")
 

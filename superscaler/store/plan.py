@@ -13,19 +13,19 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import reading, refuse
 from superscaler.specs.options import OPTIMIZERS, kind_of
 from superscaler.specs.whole_file import sync
 from superscaler.store import folder as disk
-from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without, is_inside
+from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without
 from superscaler.store.tensor_file import kinds, opened
 
 if TYPE_CHECKING:
@@ -34,30 +34,20 @@ if TYPE_CHECKING:
 PLAN_FILE, EXPLAIN_FILE, JOURNAL_FILE = "plan.json", "explain.json", "journal.txt"
 MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
-# The folder of copies of the users' files that register operators.
-OPERATORS = "operators"
 # The folder with the plan of the module in eval mode.
 EVALUATION = "evaluation"
 # The folder of a new plan until it is whole.
 NEW = ".superscaler-new"
 REWRITE = "write it again with superscaler compile --out"
-_OURS = re.compile(
-    rf"(program_\d+|segments)\.py|{OPERATORS}/.+\.py|"
-    + "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
-)
+_TEXTS = "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
+_OURS = rf"^((program_[0-9]+|segments)\.py|{_TEXTS})$"
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Box = list[tuple[Count, Count]]
 Option = bool | Number | FiniteFloat | str | list[FiniteFloat] | None
 
 
-def _inside(name: str) -> str:
-    if not is_inside(name):
-        raise ValueError("a path inside of the plan directory is needed")
-    return name
-
-
-Inside = Annotated[str, AfterValidator(_inside)]
+Ours = Annotated[str, Field(pattern=_OURS)]
 Target = Annotated[str, Field(pattern=r"^\w+\.\w+\.\w+$")]
 
 
@@ -114,10 +104,10 @@ class Optimizer(Checked):
 
 
 class Operator(Checked):
-    """The registration of a user's operator: `file` is the copy, empty for a module that is installed."""
+    """The registration of a user's operator; see `operators.homes`."""
 
-    module: str
-    file: Inside | Literal[""]
+    module: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*)?$")]
+    file: Annotated[str, Field(min_length=1)]
     sha256: Hash
 
 
@@ -138,7 +128,7 @@ class Manifest(Checked):
     python: str
     code: Hash
     data: Hash
-    files: dict[Inside, Hash]
+    files: dict[Ours, Hash]
     header: Hash
     tensors: dict[str, Hash]
     self: Hash
@@ -148,7 +138,7 @@ class PlanHead(Head):
     """The types of plan.json."""
 
     NAME = PLAN_FILE
-    VERSION = 3
+    VERSION = 4
     DIFFERS = "is not what compile wrote there"
     REMEDY = REWRITE
 
@@ -225,11 +215,6 @@ def code_of(plan: disk.Whole) -> dict[str, str]:
     return {f"{name}.py": plan.text(f"{name}.py") for name in names}
 
 
-def operators_of(plan: disk.Whole) -> dict[str, bytes]:
-    """Return the copies of the user's operators in a plan directory by file."""
-    return {n: plan.bytes(n) for n in plan.head["manifest"]["files"] if n.startswith(f"{OPERATORS}/")}
-
-
 def weights_of(plan: disk.Whole, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the whole tensors of a rank's weights, and on rank 0 also the tensors that no device holds."""
     placed = [{w["tensor"] for w in device["weights"]} for device in plan.head["devices"]]
@@ -299,7 +284,7 @@ def _listed(folder: Path) -> frozenset[str]:
     hint = "nothing beside it is replaced; choose another --out, or empty that directory yourself"
     with reading(folder / PLAN_FILE, hint, kind="plan that compile writes"):
         names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
-        if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(n) and is_inside(n) for n in names):
+        if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(re.fullmatch(_OURS, n) for n in names):
             raise ValueError("it lists other files")
     return frozenset((PLAN_FILE, WEIGHTS_FILE, *names))
 
@@ -327,16 +312,10 @@ def _move(folder: Path, directory: Path) -> None:
     older = _listed(directory) if (directory / PLAN_FILE).is_file() else frozenset[str]()
     for name in sorted(names - {PLAN_FILE}):
         if (folder / name).is_file():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder / name, directory / name)
     for name in older - names:
         (directory / name).unlink(missing_ok=True)
-        for parent in Path(name).parents[:-1]:
-            # Folders with other files stay.
-            with suppress(OSError):
-                (directory / parent).rmdir()
-    for place in {(directory / name).parent for name in names}:
-        sync(place)
+    sync(directory)
     # Last: this file shows that the plan is whole.
     os.replace(folder / PLAN_FILE, directory / PLAN_FILE)
     sync(directory)

@@ -18,7 +18,7 @@ from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.variants import once, renamed, without_sources, without_twins
 from superscaler.report.identity import kept_values, own_operators
 from superscaler.store.folder import Whole
-from superscaler.store.operators import copies
+from superscaler.store.operators import homes
 from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan
 from superscaler.store.tensor_file import opened
 from superscaler.verify.compare import relative_error
@@ -81,10 +81,12 @@ def _lines(model: Model) -> Mapping[str, str]:
 
 
 def _of_files(model: Model, plan: Whole, weights: Values) -> Iterator[str]:
-    """Yield the saved files and weights that differ from those of this process."""
-    for name, source in copies(own_operators(model))[1].items():
-        if plan.bytes(name) != source:
-            yield f"{name} is not the file that registers an operator here"
+    """Yield the operators' files and the weights that differ from those of this process."""
+    for target, home in homes(own_operators(model)).items():
+        saved = plan.head["operators"].get(target)
+        if home and saved and home["sha256"] != saved["sha256"]:
+            theirs, ours = (f"sha256 {x['sha256'][:12]} ({x['file']})" for x in (saved, home))
+            yield f"{target} is registered by a file with {theirs} in the plan, but {ours} here"
     with opened(plan.path / WEIGHTS_FILE, REWRITE) as stored:
         for name in sorted(weights.keys() ^ set(stored.keys())):
             yield f"{name} is in {'the module' if name in weights else WEIGHTS_FILE} only"

@@ -140,7 +140,7 @@ def misfits(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 _HASH = "0" * 64
 # Beside those of another type, all of which test_damaged.py makes.
 VALUES: list[tuple[str, Any, str]] = [
-    ("version", 1, "is of version 1, but this superscaler reads version 3"),
+    ("version", 1, "is of version 1, but this superscaler reads version 4"),
     ("version", None, "is of version None, but"),
     ("world", 0, "a world of 0"),
     ("world", 2, "1 devices, 1 programs and a world of 2"),
@@ -157,9 +157,10 @@ VALUES: list[tuple[str, Any, str]] = [
     ("bounds", {"x": -1}, "bounds, x is '-1'"),
     ("slots", {"x": [[2**80]]}, "slots, x, 0, 0 is"),
     ("tensors/head.bias/kind", "neither", "kind is 'neither'"),
-    ("operators", {"a.b.c": {"module": "os", "file": "../x.py", "sha256": _HASH}}, "operators, a.b.c, file"),
+    ("operators", {"a.b.c": {"module": "../os", "file": "x.py", "sha256": _HASH}}, "operators, a.b.c, module"),
+    ("operators", {"a.b.c": {"module": "os", "file": "", "sha256": _HASH}}, "operators, a.b.c, file"),
     ("manifest", {}, "manifest, model is"),
-    ("manifest/files", {"../run.py": _HASH}, "manifest, files, ../run.py"),
+    *(("manifest/files", {name: _HASH}, f"manifest, files, {name}") for name in ("../run.py", "/run.py", "a/run.py")),
     ("manifest/files/run.py", _HASH, "run.py is not what compile wrote there"),
     ("manifest/tensors", {"nothing": _HASH}, WEIGHTS),
     ("manifest/header", _HASH, "initial.safetensors is not what compile wrote there"),

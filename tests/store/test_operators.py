@@ -1,4 +1,4 @@
-"""A rank imports the copies of what registers the operators of its plan, or says what is missing."""
+"""A rank imports the files that register the operators of its plan, or says which import it needs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ library.impl("op", lambda x: x * {factor}, "CompositeImplicitAutograd")
 """
 
 
-def source(namespace: str, head: str = "", factor: object = 2) -> bytes:
-    return (head + SOURCE.format(namespace=namespace, factor=factor)).encode()
+def source(namespace: str, head: str = "", factor: object = 2) -> str:
+    return head + SOURCE.format(namespace=namespace, factor=factor)
 
 
-def home(file: str, data: bytes = b"", module: str = "") -> dict[str, str]:
-    return {"module": module, "file": file, "sha256": digest(data)}
+def home(file: Path, text: str, module: str = "") -> dict[str, str]:
+    """Write a file; return its entry in plan.json."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return {"module": module, "file": str(file), "sha256": digest(text)}
 
 
 def call(namespace: str) -> float:
@@ -39,51 +42,62 @@ def call(namespace: str) -> float:
 
 
 def test_a_module_of_a_package_is_imported_by_its_name_with_what_it_imports(tmp_path: Path) -> None:
-    path, hooks = list(sys.path), list(sys.meta_path)
-    sources = {
-        "operators/runtime_test_package/__init__.py": b"",
-        "operators/runtime_test_package/ops.py": source(
-            "runtime_test_module", "from .helper import NUMBER\nimport runtime_test_beside\n", "NUMBER"
-        ),
-        "operators/runtime_test_package/helper.py": b"NUMBER = 5\n",
-        "operators/runtime_test_beside.py": b"",
-        "operators/runtime_test_space/later.py": b"",
-    }
-    at = home("operators/runtime_test_package/ops.py", module="runtime_test_package.ops")
-    import_operators({"runtime_test_module.op.default": at}, sources, tmp_path)
+    path, package = list(sys.path), tmp_path / "runtime_test_package"
+    text = source("runtime_test_module", "from .helper import NUMBER\nimport runtime_test_beside\n", "NUMBER")
+    at = home(package / "ops.py", text, "runtime_test_package.ops")
+    (package / "helper.py").write_text("NUMBER = 5\n")
+    (tmp_path / "runtime_test_beside.py").touch()
+    import_operators({"runtime_test_module.op.default": at}, tmp_path / "plan")
     assert call("runtime_test_module") == 5
-    assert (path, hooks) == (sys.path, sys.meta_path)
-    # What no import at the top names, a function may import when it is called.
-    assert "runtime_test_space.later" in sys.modules
+    assert path == sys.path
+    assert sys.modules["runtime_test_package.ops"].__file__ == str(package / "ops.py")
 
 
 def test_what_is_there_is_not_imported_again(tmp_path: Path) -> None:
-    name, at = "operators/1/b.py", home("operators/1/b.py")
-    import_operators({"runtime_test_twice.op.default": at}, {name: source("runtime_test_twice")}, tmp_path)
+    at = home(tmp_path / "b.py", source("runtime_test_twice"))
+    import_operators({"runtime_test_twice.op.default": at}, tmp_path)
     assert call("runtime_test_twice") == 2
-    import_operators({"runtime_test_twice.op.default": at}, {name: b"raise AssertionError\n"}, tmp_path)
+    again = home(tmp_path / "b.py", "raise AssertionError\n")
+    import_operators({"runtime_test_twice.op.default": again}, tmp_path)
 
 
-def test_another_module_of_the_same_name_is_not_taken_for_the_copy(tmp_path: Path) -> None:
-    at = home("operators/json/ops.py", module="json.ops")
-    with pytest.raises(InputError, match=r"json/__init__.py cannot be imported: json is loaded from .* already"):
-        import_operators({"runtime_test_json.op.default": at}, {"operators/json/__init__.py": b""}, tmp_path)
+@pytest.mark.parametrize("module", ["runtime_test_moved.ops", ""])
+def test_a_file_that_was_moved_is_found_by_its_name(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, with its folder on PYTHONPATH."""
+    name = f"runtime_test_{'module' if module else 'file'}_moved"
+    file = tmp_path / "there" / (module.replace(".", "/") or name)
+    at = home(file.with_suffix(".py"), source(name), module) | {"file": f"/nowhere/{file.name}.py"}
+    target = f"{name}.op.default"
+    with pytest.raises(
+        InputError, match=rf"calls {target}, which .*/nowhere/{file.name}.py registers, but .*PYTHONPATH"
+    ):
+        import_operators({target: at}, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "there")
+    with pytest.raises(InputError, match=rf"{target} is registered by .*/there/.* as it was when"):
+        import_operators({target: at | {"sha256": "0" * 64}}, tmp_path)
+    import_operators({target: at}, tmp_path)
+    assert call(name) == 2
 
 
 @pytest.mark.parametrize(
-    ("at", "text", "told"),
+    ("text", "told"),
     [
-        (None, "", "runtime_test_missing.op.default, which nothing here defines"),
-        (home("", module="nowhere.ops"), "", "nowhere.* cannot be imported: ModuleNotFoundError"),
-        (home("operators/1/c.py"), "x = 1\n", "c.py does not register it; register it at the top level of that file"),
-        (home("operators/1/c.py"), "x = 1 / 0\n", r"c.py cannot be imported: ZeroDivisionError|c.py:1"),
-        (home("operators/1/c.py"), "import torch_nowhere\n", "c.py.* cannot be imported: ModuleNotFoundError"),
-        (home("operators/1/c.py"), "raise SystemExit\n", "c.py.* it ends the process with sys.exit"),
+        ("x = 1\n", "c.py does not register it; register it at the top level of that file"),
+        ("x = 1 / 0\n", r"c.py:1 .*cannot be imported: ZeroDivisionError"),
+        ("import torch_nowhere\n", "c.py.* cannot be imported: ModuleNotFoundError"),
+        ("raise SystemExit\n", "c.py.* it ends the process with sys.exit"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, at: dict[str, str] | None, text: str, told: str) -> None:
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        import_operators({"runtime_test_missing.op.default": at}, {"operators/1/c.py": text.encode()}, tmp_path)
+        import_operators({"runtime_test_missing.op.default": home(tmp_path / "c.py", text)}, tmp_path)
+
+
+def test_an_operator_without_a_home_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"runtime_test_missing\.op\.default, which nothing here defines"):
+        import_operators({"runtime_test_missing.op.default": None}, tmp_path)
 
 
 def compiled(head: str, call: str, end: str) -> str:
@@ -183,40 +197,58 @@ def loss(plan: Path, head: str = "", **environment: str) -> str:
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
-def test_a_plan_has_copies_of_what_registers_its_operators_and_of_what_that_imports(project: Path) -> None:
+def test_a_plan_names_what_registers_its_operators(project: Path) -> None:
     plan = json.loads((project / "plan" / "plan.json").read_text())
-    names = {"1/model.py", "helper.py", "kernels/__init__.py", "kernels/scale.py", "kernels/numbers.py"}
-    assert {name for name in plan["manifest"]["files"] if name.startswith("operators")} == {
-        f"operators/{n}" for n in names
+    files = {
+        "ss_model.shifted.default": ("", "model.py"),
+        "ss_scale.scaled.default": ("kernels.scale", "kernels/scale.py"),
     }
-    assert {k: v["file"] for k, v in plan["operators"].items()} == {
-        "ss_model.shifted.default": "operators/1/model.py", "ss_scale.scaled.default": "operators/kernels/scale.py"
-    }  # fmt: skip
+    assert plan["operators"] == {
+        target: {"module": module, "file": str(project / name), "sha256": digest(PROJECT[name])}
+        for target, (module, name) in files.items()
+    }
+    assert not [path for path in (project / "plan").iterdir() if path.is_dir()]
     superscaler("validate", str(project / "plan"))
 
 
-def test_a_plan_runs_without_the_files_and_as_they_were(project: Path, tmp_path: Path) -> None:
+def test_a_plan_runs_elsewhere_with_its_files_as_they_were(project: Path, tmp_path: Path) -> None:
     expected = loss(project / "plan")
     assert float(expected) != 0
-    plan = tmp_path / "elsewhere"
+    plan, moved = tmp_path / "elsewhere", tmp_path / "moved"
     shutil.copytree(project / "plan", plan)
-    for name in PROJECT:
-        file = project / name
-        file.write_text("raise AssertionError\n")
+    # Other files of those names can be imported, too.
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "scale.py").write_text("raise AssertionError\n")
+    assert loss(plan, PYTHONPATH=on_path(tmp_path)) == expected
+    shutil.copytree(project, moved)
+    scale = project / "kernels" / "scale.py"
     try:
-        # Also where other files of those names can be imported.
-        shutil.copytree(project / "kernels", tmp_path / "kernels")
-        assert loss(plan, PYTHONPATH=os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(tmp_path)))) == expected
-        assert not list(plan.rglob("__pycache__"))
+        scale.write_text(PROJECT["kernels/scale.py"].replace("x *", "x /"))
+        told = loss(plan)
+        assert f"ss_scale.scaled.default is registered by {scale}:5, which is not {scale} as it was when" in told
+        for name in PROJECT:
+            (project / name).unlink()
+        told = loss(plan)
+        assert (
+            f"{plan} calls ss_model.shifted.default, which {project}/model.py registers, but that file is not" in told
+        )
+        assert loss(plan, PYTHONPATH=on_path(moved)) == expected
     finally:
         for name, text in PROJECT.items():
             (project / name).write_text(text)
 
 
-def test_a_module_that_is_not_the_copy_is_refused(project: Path, tmp_path: Path) -> None:
-    (tmp_path / "helper.py").write_text("FACTOR = 2.0\n")
-    told = loss(project / "plan", f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport helper\n")
-    assert f"helper is loaded from {tmp_path}/helper.py already, which is another one" in told
+def on_path(folder: Path) -> str:
+    return os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(folder)))
+
+
+def test_compiling_again_where_the_files_were_moved_names_their_new_place(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project, tmp_path / "moved")
+    given = f"{tmp_path}/moved/model.py:build", "--plan", "single", "--cluster", "local:1", "--no-cache", "--out"
+    superscaler("compile", *given, str(tmp_path / "moved" / "plan"))
+    plans = [json.loads((folder / "plan" / "plan.json").read_text()) for folder in (project, tmp_path / "moved")]
+    assert plans[1]["operators"]["ss_model.shifted.default"]["file"] == f"{tmp_path}/moved/model.py"
+    assert plans[0]["manifest"]["operators"] == plans[1]["manifest"]["operators"]
 
 
 def test_an_operator_that_another_file_registers_is_refused(project: Path, tmp_path: Path) -> None:
@@ -226,10 +258,10 @@ def test_an_operator_that_another_file_registers_is_refused(project: Path, tmp_p
     assert loss(project / "plan", head) == loss(project / "plan")
     (tmp_path / "model.py").write_text(PROJECT["model.py"].replace("x + FACTOR", "x - FACTOR"))
     told = loss(project / "plan", head)
-    assert f"ss_model.shifted.default is registered by {tmp_path}/model.py:8, which is not the copy in" in told
+    assert f"ss_model.shifted.default is registered by {tmp_path}/model.py:8, which is not {project}/model.py" in told
 
 
-def test_files_of_one_name_are_copied_apart(tmp_path: Path) -> None:
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     head = "from pathlib import Path\nfrom superscaler.specs.user_file import load_file\n"
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
@@ -239,5 +271,4 @@ def test_files_of_one_name_are_copied_apart(tmp_path: Path) -> None:
         head += f"times{number} = load_file(Path({str(tmp_path)!r}, '{number}', 'ops.py')).times{number}\n"
     end = f'ss.compile(graph, "single", "local:1").save({str(tmp_path / "plan")!r})'
     compiled(head, "times1(times2(super().forward(x)))", end)
-    assert len(list((tmp_path / "plan" / "operators").rglob("ops.py"))) == 2
     assert float(loss(tmp_path / "plan")) != 0

@@ -134,7 +134,7 @@ def _define(function: Any, rule: Registered) -> OpOverload:
     stem = path.parent.name if path.stem == "__init__" else path.stem
     namespace = "ss_" + re.sub(r"\W", "_", stem)
     target = f"{namespace}.{name}.default"
-    # A saved plan has an equal copy of the file.
+    # An equal file elsewhere is the same one: a saved plan is loaded with it.
     if target in REGISTERED and REGISTERED[target].file != rule.file and REGISTERED[target].source != rule.source:
         raise InputError(
             f"{rule.place}: the name {name} is taken by {REGISTERED[target].place}, a file of the same name; "
