@@ -218,8 +218,8 @@ class _Writer(Statements):
                 known.add(owner)
                 own = [v for v in self.weights if self.lists.owner(v) == owner]
                 paths = ", ".join(map(json.dumps, paths_of([self.weights[v] for v in own], self.modules)))
-                name = str(owner) if len(own) > 1 else f"({owner},)"
-                yield f"{name} = rt.weights_of({paths})"
+                name = self.spelling.variable(owner)
+                yield f"{name if len(own) > 1 else f'({name},)'} = rt.weights_of({paths})"
 
     def _body(self, run: Section, repeats: Sequence[Repeat], declared: Mapping[int, list[Value]]) -> Iterator[str]:
         """Yield the lines of a section, its loops over layers included."""

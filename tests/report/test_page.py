@@ -57,7 +57,7 @@ def middle_of(subject: Subject, device: int, microbatch: int) -> tuple[float, st
         if isinstance(i := lane.code[at], Forward) and i.task.microbatch == microbatch and lane.waited[n] < 0
     ]
     start, end = max(works, key=lambda work: work[1] - work[0])
-    return (start + end) / 2, f"{(end - start) * 1e6:.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:.4g} ms"
+    return (start + end) / 2, f"{(end - start) * 1e6:#.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:#.4g} ms"
 
 
 def test_a_page_shows_the_plan_and_asks_for_nothing(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def _zoom(shown: Any, lane: Lane, subject: Subject, label: str) -> None:
         shown.mouse.move(*event(shown, label, (start + end) / 2))
         lines = shown.inner_text("#hover").splitlines()
         assert lines[0] == subject.details.found[int(lane.detail[n])].title
-        words = f"{(end - start) * 1e6:.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:.4g} ms"
+        words = f"{(end - start) * 1e6:#.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:#.4g} ms"
         assert words.split()[0].rstrip("0")[:4] in lines[1], (words, lines[1])
 
 

@@ -79,6 +79,11 @@ class Adapter(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
+class Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum()
+
+
 def adapted() -> ss.Graph:
     """Return a llama with adapters of queries and values."""
     torch.manual_seed(0)
@@ -124,6 +129,12 @@ def test_values_that_all_layers_read_end_in_the_last_one() -> None:
     graph = captured(lambda: (Around(gated, first=nn.Linear(4, 4), layers=layers), torch.randn(4, 4)))
     text = equal(graph, "single", 1).compiled.emitted.files["segments.py"]
     assert "        if l == 2:\n            del exp, t\n" in text
+
+
+def test_weights_of_equal_layers_at_the_root_are_named_by_layer() -> None:
+    layers = (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3))
+    model = nn.Sequential(*layers, Squared())
+    equal(ss.capture(model, (torch.rand(8, 4),), optimizer=torch.optim.SGD(model.parameters(), 0.1)), "zero:stage=3")
 
 
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
