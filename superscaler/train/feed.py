@@ -198,7 +198,7 @@ def check_names(item: Any, inputs: Mapping[str, Any], what: str) -> None:
         raise InputError(f"{what} is {a(type(item).__name__)}; give a dict with {', '.join(inputs)}.")
     if lacking := [name for name in inputs if name not in item]:
         names = some([str(name) for name in item])
-        raise InputError(f"{what} has no '{lacking[0]}', but {names}; this plan reads {some([*inputs])}.")
+        raise InputError(f"{what} has no '{lacking[0]}', but {names or 'nothing'}; this plan reads {some([*inputs])}.")
 
 
 def _put(batch: Tensor, row: int, name: str, given: Tensor) -> None:

@@ -168,7 +168,7 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_training(
 ) -> None:
     monkeypatch.setattr("superscaler.cli.printing._PATIENCE", 0.0)
     (tmp_path / "held_out.py").write_text(f"def batches():\n    return {made}\n")
-    given = "--plan", "single", "--cluster", "local:1", "--steps", "2", "--save", tmp_path / "kept"
+    given = "--plan", "single", "--cluster", "local:1", "--steps", "2", "--save", tmp_path / "kept", "--no-cache"
     assert run("train", "mlp:layers=1,hidden=4", *given, "--eval", f"{tmp_path}/held_out.py:batches") == 2
     told = capfd.readouterr().err
     assert why in told

@@ -339,11 +339,11 @@ def test_plans_of_one_model_of_the_library_are_captured_once(tmp_path: Path, mon
 def test_a_module_that_is_not_its_graph_is_refused_unless_nobody_asks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "counted.py"
+    file = tmp_path / "clocked.py"
     file.write_text(
-        "import itertools\nimport torch\n\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
-        "        return (super().forward(x) * next(self.numbers)).mean()\n\n\n"
-        "def build():\n    net = Net(4, 4)\n    net.numbers = itertools.count(1)\n    return net, (torch.ones(8, 4),)\n"
+        "import time\nimport torch\n\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return (super().forward(x) * (time.perf_counter_ns() % 997)).mean()\n\n\n"
+        "def build():\n    return Net(4, 4), (torch.ones(8, 4),)\n"
     )
     assert run("capture", f"{file}:build") == 2
     assert "(Net.forward) does in step 1 what the captured graph does not: the loss is" in capsys.readouterr().err

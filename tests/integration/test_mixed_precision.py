@@ -17,6 +17,7 @@ import superscaler as ss
 from superscaler.errors import CaptureError, InputError
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.models import BuiltModel, build
+from superscaler.plan import capture_named
 from superscaler.runtime.optimizer import WithCopies
 from superscaler.runtime.step import Step
 from tests.graphs import graph_of
@@ -52,8 +53,8 @@ def batch() -> dict[str, Tensor]:
 def step_in(precision: str, scale: float = 0.0) -> ss.Graph:
     model = built()
     options: dict[str, Any] = {"scaler": scaler(scale)} if scale else {}
-    options["cache"] = SPEC
-    return ss.capture(model.module, model.args, model.kwargs, adamw(model.module), precision=precision, **options)
+    given = model.module, model.args, model.kwargs, adamw(model.module)
+    return capture_named(SPEC, *given, precision=precision, **options)
 
 
 @cache
