@@ -64,6 +64,7 @@ def examine() -> Iterator[Check]:
     yield torch
     if torch.ok:
         yield gloo()
+        yield _compiled()
         yield from _cuda()
     yield _transformers()
     few = "more processes than cores take turns: use small models and local:2"
@@ -102,6 +103,21 @@ def gloo() -> Check:
     """Run two processes that add their numbers up."""
     advice = "allow processes to connect on this machine: check the firewall and that 'localhost' resolves"
     return _probe("gloo", 2, Check("gloo (CPU)", True, "2 processes, all_reduce", advice, True))
+
+
+def _compiled() -> Check:
+    """Return the check that torch compiles here: on a CPU it needs a compiler of C++."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    from superscaler.runtime.inductor import cache_folder
+
+    advice = "--torch-compile needs it on a CPU: install g++, or set CXX"
+    try:
+        found = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return Check("compiler of C++", False, "not found", advice)
+    return Check("compiler of C++", True, f"{found}; compiled segments are kept in {cache_folder()}")
 
 
 def _cuda() -> Iterator[Check]:

@@ -50,7 +50,7 @@ class Training:
         bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
     ] = False
     torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Run each segment as torch.compile compiles it.")
+        bool, typer.Option("--torch-compile", help="Run each segment as torch's Inductor compiles it.")
     ] = False
     data: Annotated[
         Path | None,

@@ -14,6 +14,8 @@ from torch import Tensor
 from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
+from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.compiled_tape import CompiledTape
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
 from superscaler.runtime.updates import Updates
@@ -73,14 +75,14 @@ class Rank:
     beside: Tensor | None = None
     # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
-    # Gives the code that runs in the place of a segment, and its other arguments; None: segments run as they are.
-    compiled: Callable[[Segment, dict[str, Any]], tuple[Segment, dict[str, Any]]] | None = None
+    # Runs segments as Inductor compiles them; None: they run as they are.
+    compiled: CompiledSegments | None = None
 
     def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]], bool]) -> None:
         self.device = self.communicator.device
         self._copies = Copies(self.device)
         self.updates = Updates(self.communicator, self._copies, self.tables["weights"], self.weights, chosen)
-        self._tapes: dict[str, Tape] = {}
+        self._tapes: dict[str, Tape | CompiledTape] = {}
         # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
         self._names = {id(weight): name for name, weight in self.weights.items()}
         self._found: dict[tuple[str, ...], list[Tensor]] = {}
@@ -121,10 +123,11 @@ class Rank:
         facts = function.__dict__
         extra: dict[str, Any] = {} if draws is None else {"random": self.random(draws)}
         extra |= {} if parts is None else {"parts": self.tables["parts"][parts]}
-        if self.compiled is not None:
-            function, extra = self.compiled(function, extra)
         if tape:
-            outputs, self._tapes[tag] = record(function, inputs, extra, facts, self._names)
+            run = record if self.compiled is None else self.compiled.record
+            outputs, self._tapes[tag] = run(function, inputs, extra, facts, self._names)
+        elif self.compiled is not None:
+            outputs = self.compiled.run(function, inputs, extra)
         else:
             with torch.no_grad():
                 outputs = function(*(x.detach() for x in inputs), **extra)
@@ -166,17 +169,9 @@ class Rank:
         """Return a list for `count` sums of gradients; the first addition makes each sum."""
         return [None] * count
 
-    def random(self, number: int) -> Callable[[int], Tensor]:
-        """Return a function that draws the k-th random tensor of a segment on this device."""
-        entries = self.tables["draws"][number]
-
-        def random(k: int) -> Tensor:
-            e = entries[k]
-            steps = self.steps + e.get("ahead", 0)
-            drawn = functional.draw(self.seed, steps, e["op"], e["box"], e["extents"], self.device)
-            return drawn.reshape(e["shape"])
-
-        return random
+    def random(self, number: int) -> functional.Draws:
+        """Return what draws the k-th random tensor of a segment on this device."""
+        return functional.Draws(self.seed, self.steps, self.tables["draws"][number], self.device)
 
     def slice(self, x: Tensor, view: Sequence[int], box: int, shape: Sequence[int]) -> Tensor:
         return _narrow(x.reshape(view), self.tables["boxes"][box]).reshape(shape)

@@ -17,6 +17,7 @@ from superscaler.runtime.functions.attention_blocks import attention_gradient as
 from superscaler.runtime.functions.attention_blocks import attention_merge as attention_merge
 from superscaler.runtime.functions.attention_blocks import seen_by as seen_by
 from superscaler.runtime.functions.draws import BLOCK as BLOCK
+from superscaler.runtime.functions.draws import Draws as Draws
 from superscaler.runtime.functions.draws import draw as draw
 from superscaler.runtime.functions.draws import linear_index
 from superscaler.runtime.functions.losses import count_labels as count_labels
@@ -26,6 +27,7 @@ from superscaler.runtime.functions.losses import largest as largest
 from superscaler.runtime.functions.losses import nll_loss as nll_loss
 from superscaler.runtime.functions.losses import normalized as normalized
 from superscaler.runtime.functions.losses import row_losses as row_losses
+from superscaler.runtime.functions.tracing import is_traced
 
 _ATEN = torch.ops.aten
 # Kernels whose backward needs at most their inputs. Others run: copies, which a product may save, among them.
@@ -63,9 +65,9 @@ def segment(
 
 def for_backward() -> AbstractContextManager[Any]:
     """Return a context for results without readers. If a backward is recorded, products and sums give zeros there,
-    without memory. Otherwise it changes nothing, nor in code of torch.compile, which has no modes.
+    without memory. Otherwise it changes nothing.
     """
-    return nullcontext() if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _Unread()
+    return _Unread() if torch.is_grad_enabled() else nullcontext()
 
 
 class _Unread(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -269,8 +271,10 @@ def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
 
 
 def _nonzero(mask: Tensor, expected: int) -> tuple[Tensor, ...]:
-    """Return the places of true elements of a mask. A fake mask has no data: it is true at `expected` places."""
-    if type(mask) is not Tensor:
+    """Return the places of true elements of a mask. A fake mask has no data: it is true at `expected` places. In code
+    that is traced to be compiled their number is not known, which ends it.
+    """
+    if type(mask) is not Tensor and not is_traced():
         return tuple(mask.new_empty(expected, dtype=torch.int64) for _ in mask.shape)
     return mask.nonzero(as_tuple=True)
 

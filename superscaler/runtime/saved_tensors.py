@@ -56,8 +56,8 @@ def _names(kind: type) -> list[str]:
 class MovedTape:
     """The saved tensors of a tape, which are copied to the host and back. Views of one storage stay that."""
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self._kept = [kept for _, kept in kept_by(nodes)]
+    def __init__(self, kept: Sequence[Kept]) -> None:
+        self._kept = kept
         self._works: list[Handle] = []
         # The number of the storage of each tensor, its dtype and its place there.
         self._views: list[tuple[Kept, int, tuple[Any, ...]]] = []
@@ -108,7 +108,7 @@ class RegatheredTensors:
     def give(self, weights: Sequence[Tensor]) -> None:
         """Set the weights for the backward."""
         ways = zip(weights, self._dtypes, self._strides, strict=True)
-        self.given = [_strided(x.to(dtype), strides) for x, dtype, strides in ways]
+        self.given = [strided(x.to(dtype), strides) for x, dtype, strides in ways]
 
     def _pack(self, x: Tensor) -> Any:
         n = self._at.get(storage_of(x))
@@ -122,7 +122,8 @@ class RegatheredTensors:
         return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
 
-def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+def strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides."""
     if x.stride() == strides:
         return x
     return torch.empty_strided(x.size(), strides, dtype=x.dtype, device=x.device).copy_(x)

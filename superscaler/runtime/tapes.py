@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superscaler.runtime import split_backward as halves
-from superscaler.runtime.saved_tensors import Copies, MovedTape, RegatheredTensors, storage_of
+from superscaler.runtime.saved_tensors import Copies, MovedTape, RegatheredTensors, kept_by, storage_of
 
 Tensors = tuple[Tensor, ...]
 Segment = Callable[..., Tensors]
@@ -60,7 +60,8 @@ class Tape:
     def offload(self, copies: Copies, alive: Iterable[Tensor]) -> None:
         """Copy the saved tensors to the host, but for those that are `alive`."""
         if self._moved is None:
-            self._moved = MovedTape(halves.nodes_from(edge.node for edge in self.edges if edge is not None))
+            nodes = halves.nodes_from(edge.node for edge in self.edges if edge is not None)
+            self._moved = MovedTape([kept for _, kept in kept_by(nodes)])
         self._moved.offload(copies, alive)
 
     def fetch(self, copies: Copies) -> None:

@@ -141,7 +141,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _narrowed(self, rank: Rank, call: Call) -> set[int]:
         """Return the aliases whose gradients are added to wider sums; the backward then does not widen them itself."""
-        wide = rank._tapes[_TASK].wide if call.tape else []
+        tape: Any = rank._tapes[_TASK] if call.tape else None
+        wide = tape.wide if call.tape else []
         found = {n for n in call.added if wide[n]}
         for n in found:
             wide[n] = False
@@ -151,7 +152,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the backward of the recorded forward as functions: none without a tape, one, or two."""
         if not call.tape:
             return []
-        every, first = range(len(rank._tapes[_TASK].aliases)), call.first
+        tape: Any = rank._tapes[_TASK]
+        every, first = range(len(tape.aliases)), call.first
         if not first:
             return [lambda given, again: dict(zip(every, rank.backward(_TASK, given, again), strict=True))]
         rest = [n for n in every if n not in first]

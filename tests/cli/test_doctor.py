@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from torch._inductor.exc import InvalidCxxCompiler
 
 from superscaler.cli import doctor as rooms
 from superscaler.cli import measure as links
@@ -35,6 +36,17 @@ def test_the_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert rooms._cache().found == f"{tmp_path}/superscaler: 1 captures, 1.5 MB"
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     assert cache.folder().is_absolute()
+
+
+def test_the_folder_of_compiled_segments_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert rooms._compiled().found.endswith(f"compiled segments are kept in {tmp_path}")
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: raised(InvalidCxxCompiler()))
+    assert not rooms._compiled().ok
+
+
+def raised(error: Exception) -> str:
+    raise error
 
 
 def test_a_failed_probe_tells_which_rank_and_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

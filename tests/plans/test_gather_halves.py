@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.program import Collective, Instruction, Program
-from superscaler.runtime.load import CompiledSegments
+from superscaler.runtime import inductor
+from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import memories
 from tests.ran import Around, captured, equal, moved, on_ranks
@@ -186,10 +187,12 @@ def test_verify_compares_it_with_the_module_in_float64_and_as_trained() -> None:
 
 @pytest.mark.slow
 def test_segments_that_torch_compiles_read_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend runs what torch traced, by the same operators."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    """The graphs run as torch traced them, by Inductor's operators."""
+    monkeypatch.setattr(inductor, "compiled", lambda graph, *_: inductor.plain(graph))
     plan = ss.compile(made(), "fsdp:gather_halves=true", "local:2")
-    assert_same(on_ranks(plan, trained(2, is_compiled=True)), on_ranks(plan, trained(2)))
+    found, expected = on_ranks(plan, trained(2, is_compiled=True)), on_ranks(plan, trained(2))
+    # Of the 0.02 that two updates move a weight: products are rounded to bfloat16, and sums ordered otherwise.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_goes_on_under_a_plan_that_gathers_in_float32(tmp_path: Path) -> None:

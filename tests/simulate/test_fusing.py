@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,9 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Backward, Forward
 from superscaler.models import build
-from superscaler.runtime.load import CompiledSegments
+from superscaler.runtime import compiled_tape, inductor
+from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.saved_tensors import storage_of
 from superscaler.runtime.step import Step
 from superscaler.simulate import fusing
 from superscaler.simulate.kernels import Works
@@ -84,22 +85,20 @@ def test_a_compiled_forward_keeps_what_torch_saves(monkeypatch: pytest.MonkeyPat
         own = {n for n, name in zip(numbers, names, strict=True) if name not in rest}
         kept += segment.tapes[0].bytes + sum(segment.sizes[n] for n in segment.tapes[0].held & own)
 
-    saved = dict[int, int]()
+    saved, init = dict[int, int](), compiled_tape.CompiledTape.__init__
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
+    def noted(tape: compiled_tape.CompiledTape, *given: Any) -> None:
+        init(tape, *given)
+        saved.update((storage_of(x), x.untyped_storage().nbytes()) for x in tape._kept if x is not None)
 
     def work(step: Step) -> None:
         step.state.compiled = CompiledSegments()
-        weights = {w.untyped_storage().data_ptr() for w in step.state.weights.values()}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            step(as_in(plan.compiled, graph.captured.batch))
-        for pointer in weights & set(saved):
-            del saved[pointer]
+        step(as_in(plan.compiled, graph.captured.batch))
+        for weight in step.state.weights.values():
+            saved.pop(storage_of(weight), None)
 
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(inductor, "compiled", lambda graph, *_: inductor.plain(graph))
+    monkeypatch.setattr(compiled_tape.CompiledTape, "__init__", noted)
     on_ranks(plan, work)
     assert kept == pytest.approx(sum(saved.values()), rel=0.02)
 

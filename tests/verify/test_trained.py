@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.runtime import optimizer
+from superscaler.runtime.in_parts import InParts
 from superscaler.runtime.updates import Pairs, Updates
-from superscaler.verify.trained import InParts
 from tests.graphs import step_of
 
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -3,8 +3,10 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ _WORD = 1 << 64
 # Elements that a core mixes at a time, so that the words stay in its cache, and most of them in a row.
 BLOCK = 1 << 16
 _COLUMNS = 1 << 12
+# The sizes of a random tensor, those of the whole one, and its shape in a segment.
+Form = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.device | str, block: int = 0) -> Tensor:
@@ -43,6 +47,49 @@ def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.
     for own, out in zip(some, numbers.split(len(some[0])), strict=True):
         _mix(own, columns, out)
     return numbers.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random tensors of a segment in a step. Called with a number, it draws one. `entries`: of plan.json."""
+
+    seed: int
+    step: int
+    entries: Sequence[Mapping[str, Any]]
+    device: torch.device
+
+    def __call__(self, k: int) -> Tensor:
+        e = self.entries[k]
+        return draw(self.seed, self._step(e), e["op"], e["box"], e["extents"], self.device).reshape(e["shape"])
+
+    def _step(self, entry: Mapping[str, Any]) -> int:
+        return self.step + int(entry.get("ahead", 0))
+
+    def words(self) -> Tensor:
+        """Return an int64 for each tensor, which has all that differs between steps, ops and places; the first one is
+        a constant of all, which a compiler must not see: it would compute the exact products of all indices.
+        """
+        found = [_signed(_GAMMA)]
+        for e in self.entries:
+            offset = sum(low * math.prod(e["extents"][k + 1 :]) for k, (low, _) in enumerate(e["box"]))
+            found.append(_signed((_key(self.seed, self._step(e), e["op"]) + offset * _GAMMA) % _WORD))
+        return torch.tensor(found, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def forms(self) -> tuple[Form, ...]:
+        """Return what is equal in all steps, and of equal layers."""
+        return tuple(
+            (tuple(high - low for low, high in e["box"]), tuple(e["extents"]), tuple(e["shape"])) for e in self.entries
+        )
+
+
+def drawn(all_words: Tensor, k: int, form: Form) -> Tensor:
+    """Return the numbers of the k-th tensor, for `Draws.words`, by operators that a compiler fuses."""
+    sizes, extents, shape = form
+    index = linear_index([(0, size) for size in sizes], extents, all_words.device)
+    words = index * all_words[0] + all_words[k + 1]
+    words = (words ^ _shift(words, 30)) * _signed(_FIRST)
+    words = (words ^ _shift(words, 27)) * _signed(_SECOND)
+    return (_shift(words, 40).to(torch.float32) * 2.0**-24).reshape(shape)
 
 
 def linear_index(box: Box, extents: Sizes, device: torch.device | str) -> Tensor:

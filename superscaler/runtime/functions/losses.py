@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from superscaler.runtime.functions.tracing import is_traced
+
 _ATEN = torch.ops.aten
 # Of the reductions of aten's losses.
 _SUM = 2
@@ -19,10 +21,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: i
     """Return the summed cross entropy of (N, C, ...) logits and (N, ...) labels over `count`: a scalar, a part of the
     mean.
 
-    Halves are widened to the dtype of `count`, because the sum over many labels may exceed their range.
+    Halves are widened to the dtype of `count`, because the sum over many labels may exceed their range. Traced code has
+    the plain loss, which a compiler fuses.
     """
     dtype = torch.promote_types(logits.dtype, count.dtype)
-    if logits.ndim != 2:
+    if logits.ndim != 2 or is_traced():
         return F.cross_entropy(logits.to(dtype), labels, reduction="sum", ignore_index=ignore_index) / count
     total: Tensor = _SummedLoss.apply(logits, labels, dtype, ignore_index)
     return total / count

@@ -1,0 +1,113 @@
+"""Parts of the graph of a backward: with sums of gradients, without some gradients of outputs, and its two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from superscaler.runtime.joint import inputs_of, results_of
+
+# The gradient of each input; None: nothing arrives.
+Results = Sequence[fx.Node | None]
+# Two graphs, and what the second reads.
+Halves = tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]
+
+
+def part(
+    graph: fx.GraphModule, inputs: Sequence[fx.Node], results: Results, zeros: Collection[fx.Node] = ()
+) -> fx.GraphModule:
+    """Return the graph from some nodes, which become its inputs, to some others. `zeros`: inputs that are zeros."""
+    made, copy = fx.Graph(), dict[fx.Node, fx.Node]()
+    for n in inputs:
+        copy[n] = made.placeholder(n.name)
+    for n in zeros:
+        val = n.meta["val"]
+        copy[n] = made.call_function(
+            torch.ops.aten.full.default, (list(val.shape), 0), {"dtype": val.dtype, "device": val.device}
+        )
+    needed = before(results, [*inputs, *zeros])
+    for n in graph.graph.nodes:
+        if n in needed and n not in copy:
+            copy[n] = made.node_copy(n, copy.__getitem__)
+    for n, own in copy.items():
+        own.meta = {"val": n.meta["val"]} if "val" in n.meta else {}
+    made.output(tuple(None if n is None else copy[n] for n in results))
+    return fx.GraphModule(graph, made)
+
+
+def before(results: Results, ends: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """Return the nodes that some results need, up to the `ends`."""
+    found, stack, known = set[fx.Node](), [n for n in results if n is not None], set(ends)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += [] if n in known else n.all_input_nodes
+    return found
+
+
+def without_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, Tensor]]:
+    """Return a graph without the results that depend on no input, and these by number. An unread result is such a one:
+    zeros, without memory.
+    """
+    inputs, results = inputs_of(graph), results_of(graph)
+    fixed = {k: n for k, n in enumerate(results) if before([n]).isdisjoint(inputs)}
+    if not fixed:
+        return graph, {}
+    found = part(graph, [], list(fixed.values()))()
+    left = [n for k, n in enumerate(results) if k not in fixed]
+    return part(graph, inputs, left), dict(zip(fixed, found, strict=True))
+
+
+def with_sums(graph: fx.GraphModule, kinds: Mapping[int, torch.dtype], added: Iterable[int]) -> fx.GraphModule:
+    """Return a graph some of whose results are in other dtypes, and some are `added` to further inputs, one for each.
+
+    So a product is added to a sum by the kernel that makes it, where a compiler can.
+    """
+    inputs, results = inputs_of(graph), results_of(graph)
+    made = part(graph, inputs, results)
+    nodes, last = results_of(made), inputs_of(made)[-1]
+    output = made.graph.output_node()
+    for k in added:
+        with made.graph.inserting_after(last):
+            last = made.graph.placeholder(f"total_of_gradient_{k}")
+        with made.graph.inserting_before(output):
+            val = nodes[k].meta["val"]
+            last.meta["val"] = val = val.to(kinds.get(k, val.dtype))
+            nodes[k] = _call(made.graph, torch.ops.aten.add.Tensor, val, last, nodes[k])
+    with made.graph.inserting_before(output):
+        for k, kind in kinds.items():
+            if nodes[k] is not None and nodes[k].meta["val"].dtype != kind:
+                val = nodes[k].meta["val"].to(kind)
+                nodes[k] = _call(made.graph, torch.ops.prims.convert_element_type.default, val, nodes[k], kind)
+    output.args = (tuple(nodes),)
+    made.recompile()
+    return made
+
+
+def _call(graph: fx.Graph, target: Any, val: Any, *args: Any) -> fx.Node:
+    made = graph.call_function(target, args)
+    made.meta["val"] = val
+    return made
+
+
+def halves(graph: fx.GraphModule, first: Sequence[int]) -> Halves:
+    """Return a backward as two graphs: the gradients with these numbers, then the others; and what the second reads, as
+    numbers in the list of the inputs and the results (but None) of the first.
+
+    Where the gradients of vectors (the weight and bias of a norm) branch off, they are made in the first half: the
+    second would need an activation and its gradient for a few numbers.
+    """
+    inputs, results = inputs_of(graph), results_of(graph)
+    own, others = [results[k] for k in first], [n for k, n in enumerate(results) if k not in first]
+    now = before([*own, *(n for n in others if n is not None and n.meta["val"].dim() < 2)]).union(inputs)
+    late = before(others, now) - now
+    read = {n for n in others if n in now}.union(x for n in late for x in n.all_input_nodes if x in now)
+    kept = [n for n in graph.graph.nodes if n in read]
+    extra = [n for n in kept if n not in inputs and n not in own]
+    found = [*inputs, *(n for n in own if n is not None), *extra]
+    number = {n: k for k, n in reversed(list(enumerate(found)))}
+    return part(graph, inputs, [*own, *extra]), part(graph, kept, others), tuple(number[n] for n in kept)

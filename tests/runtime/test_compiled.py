@@ -1,0 +1,164 @@
+"""Segments as Inductor compiles them: losses and weights are those of plans without it, but for rounding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import RuntimeFailure
+from superscaler.runtime import inductor
+from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.functions.draws import Draws, drawn
+from superscaler.runtime.load import modules
+from superscaler.runtime.step import Step
+from tests.commands import answer
+from tests.graphs import graph_of, step_of
+from tests.ran import as_in, exact, on_ranks
+
+# Plans of GPT-2 and their devices: the ways in which a tape is kept, dropped, moved, halved, or read in parts.
+PLANS = {
+    "single": 1, "recompute": 1, "co_shard:parts=2": 1, "tensor_parallel": 2, "zero:stage=3,keep=4": 2,
+    "pipeline_1f1b:2,microbatches=4 x recompute": 2, "pipeline_1f1b:microbatches=8,offload=2": 4,
+    "zb_h1:2,microbatches=4": 2, "zbv:2,microbatches=4": 2, "hybrid:dp=2,tp=2": 4,
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(torch.tanh(self.up(x)))).square().sum()
+
+
+class Plain:
+    """A compiler that runs graphs operator by operator, and counts them: what is tested is all but Inductor."""
+
+    graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, *_: Any) -> inductor.Call:
+        self.graphs += 1
+        return inductor.plain(graph)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
+    counted = Plain()
+    monkeypatch.setattr(inductor, "compiled", counted)
+    return counted
+
+
+def trained(graph: ss.Graph, plan: str, devices: int, is_compiled: bool, steps: int = 3) -> list[Any]:
+    """Return the losses and the weights of each rank after some steps in float64."""
+    compiled = exact(graph, plan, devices)
+    batch = as_in(compiled, graph.captured.batch)
+
+    def work(step: Step) -> Any:
+        step.state.compiled = CompiledSegments() if is_compiled else None
+        losses = [step(batch).detach() for _ in range(steps)]
+        return losses, {n: w.detach().clone() for n, w in step.state.weights.items()}
+
+    return on_ranks(compiled, work)
+
+
+def test_a_segment_is_compiled_once_and_trains_as_before(plain: Plain) -> None:
+    graph = step_of(Net(), torch.rand(6, 4))
+    expected = trained(graph, "single", 1, is_compiled=False)
+    assert plain.graphs == 0
+    found = trained(graph, "single", 1, is_compiled=True)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    # One forward and one backward: later steps draw other numbers by the same graphs.
+    assert plain.graphs == 2
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(p, marks=() if p == "zb_h1:2,microbatches=4" else pytest.mark.slow) for p in PLANS],
+)
+def test_gpt2_trains_as_before(plan: str, plain: Plain) -> None:
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16,dropout=0.1")
+    expected = trained(graph, plan, PLANS[plan], is_compiled=False)
+    torch.testing.assert_close(trained(graph, plan, PLANS[plan], is_compiled=True), expected, rtol=1e-9, atol=1e-12)
+    assert plain.graphs
+
+
+def test_the_origin_of_a_loss_that_is_not_finite_is_named(plain: Plain) -> None:
+    def work(step: Step) -> None:
+        step.state.compiled = CompiledSegments()
+        with pytest.raises(RuntimeFailure, match=r"comes from input x on rank 0, which has 1 of 24 elements"):
+            step({"x": torch.rand(6, 4).put(torch.tensor(5), torch.tensor(torch.nan))}, check_finite=True)
+        assert step.state.compiled is not None
+
+    on_ranks(ss.compile(step_of(Net(), torch.rand(6, 4)), "single", "local:1"), work)
+    assert plain.graphs
+
+
+def test_what_inductor_refuses_runs_uncompiled_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> inductor.Call:
+        raise OSError("no compiler\nis there")
+
+    graph = step_of(Net(), torch.rand(6, 4))
+    expected = trained(graph, "single", 1, is_compiled=False)
+    monkeypatch.setattr(inductor, "compiled", fail)
+    with pytest.warns(
+        UserWarning, match=r"segment_1 .*uncompiled: Inductor refuses it \(OSError: no compiler\)"
+    ) as said:
+        torch.testing.assert_close(trained(graph, "single", 1, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
+    # Once for the forward, once for the backward, in three steps.
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_what_inductor_computes_wrongly_runs_uncompiled(is_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call has other results than the operators; no step has them."""
+
+    def wrong(graph: torch.fx.GraphModule, given: Sequence[Tensor], mode: object, of_backward: bool) -> inductor.Call:
+        run = inductor.plain(graph)
+        if of_backward is not is_backward:
+            return run
+        return lambda given: [x if x is None else x * 1.001 for x in run(given)]
+
+    graph = step_of(Net(), torch.rand(6, 4))
+    expected = trained(graph, "single", 1, is_compiled=False)
+    monkeypatch.setattr(inductor, "compiled", wrong)
+    with pytest.warns(UserWarning, match=r"Inductor computes it wrongly \(the error of result 0 is 0.001, where"):
+        torch.testing.assert_close(trained(graph, "single", 1, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_inductor_trains_as_before() -> None:
+    graph = step_of(Net(), torch.rand(6, 4))
+    expected = trained(graph, "single", 1, is_compiled=False)
+    torch.testing.assert_close(trained(graph, "single", 1, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_random_numbers_of_compiled_code_are_those_of_all_plans() -> None:
+    whole, box = (5, 300, 40), ((1, 4), (0, 300), (7, 40))
+    for seed, step in ((0, 0), (1 << 70, 77), (-3, 5)):
+        entry = {"op": 3, "box": box, "extents": whole, "shape": [3, 300, 33], "ahead": 2}
+        draws = Draws(seed, step, [entry, {**entry, "op": 4}], torch.device("cpu"))
+        for k in range(2):
+            assert torch.equal(drawn(draws.words(), k, draws.forms()[k]), draws(k))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_processes_train_compiled_with_halves_of_backwards(capfd: pytest.CaptureFixture[str]) -> None:
+    given = "mlp:layers=2,hidden=8", "--plan", "zb_h1:2,microbatches=2", "--cluster", "local:2", "--steps", "3"
+    plain, _ = answer(capfd, "train", *given)
+    found, said = answer(capfd, "train", *given, "--torch-compile")
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert "uncompiled" not in said
+
+
+def test_code_has_its_source_where_its_folder_is_gone(tmp_path: Path) -> None:
+    text = "def first(x):\n    return (x,)\n"
+    made = modules({"segments.py": text}, f"{tmp_path}/gone/")["segments"]
+    assert inspect.getsource(made.first) == text
