@@ -54,7 +54,7 @@ def simulate(
         ),
     ] = None,
     torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Of a step whose segments torch.compile compiles, as of train.")
+        bool, typer.Option("--torch-compile", help="Of a step whose segments Inductor compiles, as of train.")
     ] = False,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.

@@ -17,7 +17,7 @@ from torch import Tensor
 from superscaler.errors import brief
 from superscaler.runtime.compiled_tape import Compiled, CompiledTape
 from superscaler.runtime.functions.draws import Draws, drawn
-from superscaler.runtime.inductor import difference, quiet, say
+from superscaler.runtime.inductor import Compiler, checked, difference, quiet, say
 from superscaler.runtime.joint import Joint, trace
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.runtime.tapes import Segment, Tape, Tensors, record
@@ -31,8 +31,24 @@ class CompiledSegments:
     What cannot be compiled runs uncompiled, with a warning that names it.
     """
 
+    compiler: Compiler = staticmethod(checked)
+
     def __init__(self) -> None:
         self._made: dict[Hashable, Compiled | None] = {}
+
+    def compiled(self, call: Called) -> Compiled | None:
+        """Return a segment that is compiled for a call, None if it runs uncompiled."""
+        try:
+            made = call.traced(self.compiler)
+            wrong = difference(partial(call.eager, made.joint), call.by_graphs(made))
+        except Exception as error:
+            say(call.name, f"it cannot be traced ({type(error).__name__}: {brief(error)})")
+            return None
+        if wrong:
+            say(call.name, f"it is traced wrongly ({wrong})")
+            return None
+        made.compile(call.given)
+        return made
 
     def run(self, function: Segment, inputs: Sequence[Tensor], extra: Mapping[str, Any]) -> Tensors:
         """Return the results of a segment without a backward."""
@@ -74,8 +90,9 @@ class CompiledSegments:
         given = [*inputs] if random is None else [*inputs, random.words()]
         key = function, facts is None, random and random.forms(), repr(extra.get("parts")), *map(_form, given)
         if key not in self._made:
-            call = _Called(function, [x.detach() for x in given], extra, facts, len(inputs), residents)
-            self._made[key] = call.compiled()
+            resident = {n for n, x in enumerate(given) if id(x) in residents}
+            call = Called(function, [x.detach() for x in given], extra, facts, len(inputs), resident)
+            self._made[key] = self.compiled(call)
         return self._made[key], given
 
 
@@ -84,37 +101,32 @@ def _form(x: Tensor) -> Hashable:
 
 
 @dataclass
-class _Called:
-    """A call of a segment: `given` are its `inputs` (their number), and maybe words of random numbers."""
+class Called:
+    """A call of a segment: `given` are its `inputs` (their number), and maybe words of random numbers. `resident`: the
+    numbers of those that are weights at rest.
+    """
 
     function: Segment
     given: list[Tensor]
     extra: Mapping[str, Any]
     facts: Facts | None
     inputs: int
-    residents: Mapping[int, object]
+    resident: set[int]
 
-    def compiled(self) -> Compiled | None:
-        """Return the compiled segment. None, with a warning, if it cannot be traced or if its graphs are wrong."""
-        name, facts = self.function.__name__, self.facts or {}
-        constant = facts.get("constant", ())
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def traced(self, compiler: Compiler) -> Compiled:
+        """Return the segment with its graphs."""
+        facts = self.facts or {}
+        constant, again = facts.get("constant", ()), facts.get("again", ())
         wants = [self.facts is not None and n < self.inputs and n not in constant for n in range(len(self.given))]
-        resident = [n for n, x in enumerate(self.given) if n in facts.get("again", ()) or id(x) in self.residents]
-        try:
-            with quiet():
-                joint = trace(self._traced, self.given, wants, facts.get("saved"), resident)
-            made = Compiled.of(name, joint, facts, self.given, wants)
-            wrong = difference(partial(self._eager, joint), self._by_graphs(made))
-        except Exception as error:
-            say(name, f"it cannot be traced ({type(error).__name__}: {brief(error)})")
-            return None
-        if wrong:
-            say(name, f"it is traced wrongly ({wrong})")
-            return None
-        made.compile(self.given)
-        return made
+        with quiet():
+            joint = trace(self._run, self.given, wants, facts.get("saved"), sorted(self.resident.union(again)))
+        return Compiled.of(self.name, joint, facts, self.given, wants, compiler)
 
-    def _traced(self, *given: Tensor) -> Tensors:
+    def _run(self, *given: Tensor) -> Tensors:
         """Run the segment while it is traced, with random numbers from their words."""
         more = dict(self.extra)
         if random := more.get("random"):
@@ -122,7 +134,7 @@ class _Called:
             more["random"] = lambda k: drawn(given[-1], k, forms[k])
         return self.function(*given[: self.inputs], **more)
 
-    def _eager(self, joint: Joint) -> list[Tensor]:
+    def eager(self, joint: Joint) -> list[Tensor]:
         """Return the outputs of the segment as it is, and the gradients of its inputs for `_ends`."""
         inputs = self.given[: self.inputs]
         if self.facts is None:
@@ -133,7 +145,7 @@ class _Called:
         again = [inputs[n] for n in self.facts.get("again", ())]
         return [*(x.detach() for x in outputs), *tape.backward(gradients, again, None)]
 
-    def _by_graphs(self, made: Compiled) -> list[Tensor]:
+    def by_graphs(self, made: Compiled) -> list[Tensor]:
         """Return the same by the graphs, operator by operator."""
         joint = made.joint
         values = [*self.given, *joint.forward(*self.given)]
@@ -144,8 +156,8 @@ class _Called:
         if joint.backward is None:
             return outputs
         found = joint.backward(*(values[n] for n in joint.kept), *_ends(joint))
-        pairs = zip(made.gradients, found, strict=True)
-        return [*outputs, *(own.zeros() if g is None else g.to(own.own) for own, g in pairs)]
+        kinds = made.kinds(range(len(found)))
+        return [*outputs, *(made.zeros(n) if g is None else g.to(kinds.get(n, g.dtype)) for n, g in enumerate(found))]
 
 
 def _ends(joint: Joint) -> list[Tensor]:

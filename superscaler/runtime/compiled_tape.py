@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from superscaler.runtime import graph_parts as parts
-from superscaler.runtime.inductor import Call, Results, checked, plain
+from superscaler.runtime.inductor import Call, Compiler, Results, plain
 from superscaler.runtime.joint import Joint, inputs_of, results_of
 from superscaler.runtime.saved_tensors import Copies, Kept, MovedTape, storage_of, strided
 from superscaler.runtime.tapes import List, Sums, Tensors
@@ -22,29 +22,20 @@ from superscaler.runtime.tapes import List, Sums, Tensors
 Targets = Mapping[int, tuple[List, int]]
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of an input: its shape, the dtype of the input, whether it is float32, and whether it arrives."""
+class Gradient(NamedTuple):
+    """The gradient of an input: its shape, the dtype of the input, its device, and whether it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    is_wide: bool
     arrives: bool
-
-    @property
-    def own(self) -> torch.dtype:
-        return torch.float32 if self.is_wide else self.dtype
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.own, device=self.device)
 
 
 @dataclass
 class Compiled:
     """A compiled segment. `saved`: the outputs whose gradients its backward gets; `ends`: the dtypes of those that it
     reads. `again`: of what the forward keeps, the number, among the regathered weights, of each that is one, and its
-    dtype and strides.
+    dtype and strides. `wide`: whether each gradient is float32.
     """
 
     name: str
@@ -53,6 +44,8 @@ class Compiled:
     ends: Sequence[torch.dtype]
     again: Mapping[int, tuple[int, torch.dtype, tuple[int, ...]]]
     gradients: Sequence[Gradient]
+    wide: list[bool]
+    compiler: Compiler
     # The forward, but for results that depend on no input, by their numbers.
     run: Call
     constants: Mapping[int, Tensor]
@@ -62,26 +55,31 @@ class Compiled:
 
     @classmethod
     def of(
-        cls, name: str, joint: Joint, facts: Mapping[str, Any], given: Sequence[Tensor], wants: Sequence[bool]
+        cls,
+        name: str,
+        joint: Joint,
+        facts: Mapping[str, Any],
+        given: Sequence[Tensor],
+        wants: Sequence[bool],
+        compiler: Compiler,
     ) -> Compiled:
         """Return a segment whose graphs are not compiled yet."""
         saved, wide = facts.get("saved"), facts.get("wide", ())
         number = {n: k for k, n in enumerate(facts.get("again", ()))}
         again = {k: (number[n], given[n].dtype, given[n].stride()) for k, n in enumerate(joint.kept) if n in number}
-        found = [None] * sum(wants) if joint.backward is None else results_of(joint.backward)
         wanted = [n for n, is_wanted in enumerate(wants) if is_wanted]
-        gradients = [
-            Gradient(tuple(given[n].shape), given[n].dtype, given[n].device, n in wide, result is not None)
-            for n, result in zip(wanted, found, strict=True)
-        ]
+        found = [None] * len(wanted) if joint.backward is None else results_of(joint.backward)
+        pairs = zip([given[n] for n in wanted], found, strict=True)
+        gradients = [Gradient(tuple(x.shape), x.dtype, x.device, result is not None) for x, result in pairs]
         ends = [n.meta["val"].dtype for n in joint.gradients]
         numbers = range(joint.outputs) if saved is None else saved
-        return cls(name, joint, numbers, ends, again, gradients, plain(joint.forward), {})
+        is_wide = [n in wide for n in wanted]
+        return cls(name, joint, numbers, ends, again, gradients, is_wide, compiler, plain(joint.forward), {})
 
     def compile(self, given: Sequence[Tensor]) -> None:
         """Compile the forward, for inputs of these forms."""
         graph, self.constants = parts.without_constants(self.joint.forward)
-        self.run = checked(self.name, graph, given, self.joint.mode, is_backward=False)
+        self.run = self.compiler(self.name, graph, given, self.joint.mode, False)
 
     def forward(self, given: list[Tensor]) -> list[Tensor]:
         """Return the results of the forward; it empties the list of inputs."""
@@ -101,7 +99,7 @@ class Compiled:
             if key in self.calls:
                 call, shared = self.calls[key]
                 return call(given), shared
-            call = checked(f"the backward of {self.name}", build(), given, self.joint.mode, is_backward=True)
+            call = self.compiler(f"the backward of {self.name}", build(), given, self.joint.mode, True)
             known = set(map(storage_of, given))
             found = call(given)
             self.calls[key] = call, _shared(known, found)
@@ -128,7 +126,12 @@ class Compiled:
 
     def kinds(self, numbers: Sequence[int]) -> dict[int, torch.dtype]:
         """Return the dtypes of wide gradients, by their place among some."""
-        return {k: torch.float32 for k, n in enumerate(numbers) if self.gradients[n].is_wide}
+        return {k: torch.float32 for k, n in enumerate(numbers) if self.wide[n]}
+
+    def zeros(self, n: int) -> Tensor:
+        """Return a gradient where nothing arrives."""
+        shape, dtype, device, _ = self.gradients[n]
+        return torch.zeros(shape, dtype=torch.float32 if self.wide[n] else dtype, device=device)
 
 
 def _shared(known: set[int], found: Results) -> frozenset[int]:
@@ -152,6 +155,10 @@ class CompiledTape:
         self._moved: tuple[MovedTape, list[Kept | None]] | None = None
         # Of the second half of a backward: the numbers of its gradients, and how it is run.
         self._rest: tuple[Sequence[int], _Rest | None] | None = None
+
+    @property
+    def wide(self) -> list[bool]:
+        return self._made.wide
 
     def backward(self, gradients: Sequence[Tensor | None], again: Sequence[Tensor], into: Sums | None) -> Tensors:
         """Return the gradients of all inputs that want one; see `Rank.backward`."""
@@ -237,11 +244,11 @@ class CompiledTape:
         whole = list[Tensor]()
         for k, (n, g) in enumerate(zip(numbers, found, strict=True)):
             if n not in targets:
-                whole.append(self._made.gradients[n].zeros() if g is None else g)
+                whole.append(self._made.zeros(n) if g is None else g)
                 continue
             own, at = targets[n]
             if own[at] is None:
-                own[at] = self._made.gradients[n].zeros() if g is None else g.clone() if k in shared else g
+                own[at] = self._made.zeros(n) if g is None else g.clone() if k in shared else g
             elif g is not None:
                 own[at] = g
         return tuple(whole)

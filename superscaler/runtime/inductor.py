@@ -24,6 +24,8 @@ from superscaler.runtime.joint import inductor_context, like
 # A compiled graph: it empties the list of its inputs.
 Call = Callable[[list[Tensor]], Sequence[Any]]
 Results = Sequence[Tensor | None]
+# Compiles a graph with a name for inputs of the forms of these, traced in this mode; True: it is a backward.
+Compiler = Callable[[str, fx.GraphModule, Sequence[Tensor], FakeTensorMode, bool], Call]
 # Inductor is for one thread at a time; ranks may be threads.
 LOCK = RLock()
 # The numbers of parts of sums, whose effect is the noise; how often an error may exceed it.

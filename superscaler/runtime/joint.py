@@ -69,9 +69,10 @@ def trace(
 def _tracing() -> Iterator[FakeTensorMode]:
     """Yield the mode in which a segment is traced: shapes are numbers, and no operator gives a shape by its data."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import _disable_current_modes
 
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, traced():
+    with _disable_current_modes(), FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, traced():
         yield mode
 
 

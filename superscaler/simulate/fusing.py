@@ -1,71 +1,57 @@
-"""Segments as `torch.compile` runs them: operators between products and attention are fused into few kernels.
+"""Segments as Inductor compiles them: operators between products and attention are fused into few kernels.
 
-Torch's own partitioner decides what a forward keeps and what its backward computes again. Of its two graphs the kernels
-are estimated, as Inductor would make them: an operator is in one kernel with those that read it, but for sums of whole
-columns, and for readers that wait for a product meanwhile. A fused kernel reads and writes memory once.
+The graphs are those that are trained (`runtime/joint.py`). Their kernels are estimated, as Inductor would make them. An
+operator is in one kernel with those that read it, but for sums of whole columns, and for readers that wait for a
+product meanwhile. A fused kernel reads and writes memory once.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from superscaler.groups import group_by
+from superscaler.runtime.compiled import Called, CompiledSegments
+from superscaler.runtime.compiled_tape import Compiled
+from superscaler.runtime.inductor import Call
 from superscaler.simulate.rates import class_of, is_attention, name_of, products_of
 from superscaler.simulate.recording import KINDS, Recorder, metas_of, tensors_of
 from superscaler.simulate.works import Kernel, Meta
 
-Run = Callable[..., tuple[Tensor, ...]]
 _VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 # Operators with a kernel of their own: these classes, and these names.
 _APART, _NAMES = ("gather", "scatter"), ("sort", "topk", "argsort")
+_EVERYWHERE = -1
 # Of the loss: one constant a row, which is written where the others are.
 _CONSTANT = torch.ops.aten.scatter.value
 
 
-def fused(run: Run, recorder: Recorder) -> Run:
-    """Return a segment that is partitioned as for `torch.compile`, whose fused kernels a recorder sees.
+class RecordedSegments(CompiledSegments):
+    """Segments as they are compiled to be trained, whose graphs run so that a recorder sees fused kernels."""
 
-    Random numbers are drawn before it, by kernels of their own. `run` has them as `draws`, and takes them as `random`.
-    """
-    from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
 
-    def compiled(gm: fx.GraphModule, example_inputs: object) -> Any:
-        made: Any = partial(_Fused.boxed_run, _Fused(gm, recorder))
-        # It empties the list of its inputs, so that each ends after its last reader.
-        made._boxed_call = True
+    def compiled(self, call: Called) -> Compiled | None:
+        with self.recorder.without(*KINDS):
+            try:
+                made = call.traced(self.fused)
+            except Exception:
+                # It runs uncompiled, as it does when it is trained.
+                return None
+            made.compile(call.given)
         return made
 
-    def called(*inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        drawn = [draw() for draw in run.__dict__.get("draws", ())]
-
-        def whole(*both: Tensor) -> tuple[Tensor, ...]:
-            more = both[len(inputs) :]
-            return run(*both[: len(inputs)], **options, **({"random": more.__getitem__} if more else {}))
-
-        table, cut = select_decomp_table(), min_cut_rematerialization_partition
-        function = aot_function(whole, compiled, compiled, cut, table, inference_compiler=compiled)
-        # The first call traces: its graphs keep the tensors that it is given.
-        with recorder.without(*KINDS):
-            function(*map(_like, (*inputs, *drawn)))
-        found: tuple[Tensor, ...] = function(*inputs, *drawn)
-        return found
-
-    called.__dict__.update(run.__dict__)
-    return called
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
+    def fused(self, name: str, graph: fx.GraphModule, *_: object) -> Call:
+        return partial(_Fused.boxed_run, _Fused(graph, self.recorder))
 
 
 class _Fused(fx.Interpreter):
@@ -75,8 +61,9 @@ class _Fused(fx.Interpreter):
         super().__init__(graph)
         self.recorder = recorder
         self.group = groups(graph.graph)
-        members = group_by(self.group, self.group.__getitem__).values()
-        self.kernels = {nodes[-1]: _kernel(nodes, self.group) for nodes in members}
+        members = group_by(self.group, self.group.__getitem__)
+        members.pop(_EVERYWHERE, None)
+        self.kernels = {nodes[-1]: _kernel(nodes, self.group) for nodes in members.values()}
         self.inside = {n for n in self.group if not _is_made(n, self.group)}
 
     def boxed_run(self, args_list: list[Any]) -> Any:
@@ -97,7 +84,8 @@ class _Fused(fx.Interpreter):
 
 
 def groups(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of the fused kernel of each operator that is in one.
+    """Return the number of the fused kernel of each operator that is in one, or EVERYWHERE: each reader of what is
+    computed of places and scalars only, as the words of random numbers, computes it itself.
 
     The level of an operator counts the kernels apart before it, or before its first reader: what waits for one of these
     is in another kernel.
@@ -117,13 +105,17 @@ def groups(graph: fx.Graph) -> dict[fx.Node, int]:
             n = joined[n]
         return n
 
-    single = apart.union(filter(_is_of_columns, own))
+    everywhere = set[fx.Node]()
+    for n in own:
+        if n not in apart and all(base_of(x) in everywhere or not _dims(x) for x in n.all_input_nodes):
+            everywhere.add(n)
+    single = apart.union(everywhere, filter(_is_of_columns, own))
     for n in own:
         for x in map(base_of, n.all_input_nodes):
             if x in joined and level[x] == level[n] and single.isdisjoint((n, x)):
                 joined[root(x)] = root(n)
     number = {n: k for k, n in enumerate(own)}
-    return {n: number[root(n)] for n in own if n not in apart}
+    return {n: _EVERYWHERE if n in everywhere else number[root(n)] for n in own if n not in apart}
 
 
 def base_of(n: fx.Node) -> fx.Node:
@@ -143,6 +135,8 @@ def _source_of(n: fx.Node, group: Mapping[fx.Node, int]) -> fx.Node:
 
 def _is_made(n: fx.Node, group: Mapping[fx.Node, int]) -> bool:
     """Return whether an operator of a fused kernel has a result in memory: something else reads it, or a view of it."""
+    if group[n] == _EVERYWHERE:
+        return False
     others = (x for x in _readers(n) if group.get(x) != group[n])
     return any(x not in group or n.target not in _CASTS for x in others)
 
@@ -161,13 +155,18 @@ def _kernel(nodes: Sequence[fx.Node], group: Mapping[fx.Node, int]) -> Kernel:
     read = dict[fx.Node, Meta]()
     for x in (x for n in nodes for x in n.all_input_nodes):
         base = _source_of(x, group)
-        if group.get(base) != group[nodes[0]]:
+        if group.get(base) not in (group[nodes[0]], _EVERYWHERE):
             # Of a part of a tensor the part, of an expanded one its memory.
             part, whole = _metas(x)[0], _metas(base)[0]
             is_part = prod(part[0]) < prod(whole[0])
             read[x if is_part else base] = (part[0] if is_part else whole[0]), whole[1]
     made = [meta for n in nodes if _is_made(n, group) for meta in _metas(n)]
     return Kernel("fused", tuple(read.values()), tuple(made))
+
+
+def _dims(n: fx.Node) -> int:
+    """Return the number of dims of a tensor."""
+    return len(_metas(n)[0][0])
 
 
 def _metas(n: fx.Node) -> tuple[Meta, ...]:

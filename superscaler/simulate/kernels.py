@@ -28,11 +28,12 @@ _LISTED = (("mul_", 1, 1), ("lerp_", 2, 1), ("mul_", 1, 1), ("addcmul_", 2, 1), 
 
 class Works:
     """The kernels of the devices of a program. Equal segments are recorded once. `on_gpu`: the updates are those of a
-    GPU; `torch_compile`: torch.compile compiles segments.
+    GPU; `torch_compile`: Inductor compiles segments, whose backward makes the first sums of gradients itself.
     """
 
     def __init__(self, program: Program, on_gpu: bool = False, torch_compile: bool = False) -> None:
         self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu, torch_compile), on_gpu
+        self.torch_compile = torch_compile
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
         self._backwards: dict[tuple[object, ...], Kernels] = {}
@@ -48,7 +49,8 @@ class Works:
         """Return the kernels of a backward and of its sums (gradient, sum, whether the sum exists already)."""
         key = id(work), added
         if key not in self._backwards:
-            sums = (_added(total, own) if is_old else _copied(total, own) for own, total, is_old in added)
+            first = _cast if self.torch_compile else _copied
+            sums = (_added(total, own) if is_old else first(total, own) for own, total, is_old in added)
             self._backwards[key] = *work, *(k for some in sums for k in some)
         return self._backwards[key]
 
@@ -230,3 +232,9 @@ def _copied(meta: Meta, source: Meta | None = None) -> Kernels:
 @cache
 def _added(meta: Meta, value: Meta | None = None) -> Kernels:
     return (Kernel("add_.Tensor", (meta, value or meta), (meta,)),)
+
+
+@cache
+def _cast(meta: Meta, source: Meta) -> Kernels:
+    """Return the kernel that makes a gradient the first of a sum, where it is not made so."""
+    return () if meta[1] == source[1] else _copied(meta, source)

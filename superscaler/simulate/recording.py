@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial, wraps
 from math import prod
 from types import FrameType, SimpleNamespace
@@ -28,6 +29,7 @@ from superscaler.ir.model import Op
 from superscaler.ir.program import Function, Program
 from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
+from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.emitted_lines import op_at
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.load import modules
@@ -56,6 +58,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.levels: list[int] = []
         self.alive, self.on_gpu, self.kinds = 0, on_gpu, frozenset(KINDS)
+        # Runs segments as they are compiled; None: they run as they are.
+        self.compiled: CompiledSegments | None = None
         # Of storages that are alive: bytes and the op of those without a number, and the numbers of others.
         self.others: dict[int, tuple[int, int]] = {}
         self.numbers: dict[int, int] = {}
@@ -88,21 +92,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
         """Return the segment of a function under a call."""
-        rank = Rank(
-            cast(Any, SimpleNamespace(device=torch.device("cpu"))),
-            {"weights": []},
-            {},
-            ("SGD", (), False),
-            torch.float32,
-        )
+        draws = [run.__dict__["draws"]] if self.compiled is not None and run.__dict__["draws"] else []
+        device = cast(Any, SimpleNamespace(device=torch.device("cpu")))
+        rank = Rank(device, {"weights": [], "draws": draws}, {}, ("SGD", (), False), torch.float32)
+        rank.compiled = self.compiled
         with FakeTensorMode(allow_non_fake_inputs=True):
             strides, placed = dict(call.strides), partial(run, parts=call.parts) if call.parts else run
-            placed.__dict__.update(run.__dict__)
+            placed.__dict__.update(run.__dict__, __name__=run.__name__)
             inputs = [_empty(shape, strides.get(n), dtype) for n, (shape, dtype) in enumerate(metas)]
+            rank._names = {id(inputs[n]): "" for n in run.__dict__["weights"]}
             # Their numbers are their places.
             list(map(self._number, inputs))
             with self:
-                outputs = rank.forward(_TASK, placed, inputs, call.tape)
+                outputs = rank.forward(_TASK, placed, inputs, call.tape, 0 if draws else None)
             forward = self._work(0, 0, 0)
             results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
             layouts = tuple(() if x.is_contiguous() else x.stride() for x in outputs)
@@ -141,8 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _narrowed(self, rank: Rank, call: Call) -> set[int]:
         """Return the aliases whose gradients are added to wider sums; the backward then does not widen them itself."""
-        tape: Any = rank._tapes[_TASK] if call.tape else None
-        wide = tape.wide if call.tape else []
+        wide = rank._tapes[_TASK].wide if call.tape else []
         found = {n for n in call.added if wide[n]}
         for n in found:
             wide[n] = False
@@ -152,8 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the backward of the recorded forward as functions: none without a tape, one, or two."""
         if not call.tape:
             return []
-        tape: Any = rank._tapes[_TASK]
-        every, first = range(len(tape.aliases)), call.first
+        every, first = range(len(rank._tapes[_TASK].wide)), call.first
         if not first:
             return [lambda given, again: dict(zip(every, rank.backward(_TASK, given, again), strict=True))]
         rest = [n for n in every if n not in first]
@@ -272,7 +272,12 @@ def callables(
             made: tuple[Tensor, ...] = run(*inputs, **extra)
             return made
 
-        called.__dict__["draws"] = [partial(random, k) for k in range(len(draws))]
+        # What the random numbers are, and the inputs whose memory is there anyway.
+        called.__dict__["draws"] = list(map(asdict, draws))
+        tensors = program.model.tensors
+        called.__dict__["weights"] = [
+            n for n, name in enumerate(function.inputs) if tensors[name].kind in ("parameter", "buffer")
+        ]
         return called
 
     return list(map(bound, program.functions, names))

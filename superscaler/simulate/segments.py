@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from superscaler.errors import InputError
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box, extents
@@ -28,7 +27,7 @@ from superscaler.ir.program import (
 )  # fmt: skip
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
-from superscaler.simulate.fusing import fused
+from superscaler.simulate.fusing import RecordedSegments
 from superscaler.simulate.recording import Recorder, callables
 from superscaler.simulate.repeats.steady import Pace, Walker, paces_of, walk
 from superscaler.simulate.repeats.steps import Step, steps
@@ -42,7 +41,7 @@ Dtypes = tuple[tuple[int, str], ...]
 
 class Segments:
     """The segments of a program. Equal calls are recorded once. `on_gpu`: as a GPU runs them; `torch_compile`: as
-    torch.compile compiles them.
+    Inductor compiles them.
     """
 
     def __init__(self, program: Program, on_gpu: bool = False, torch_compile: bool = False) -> None:
@@ -63,17 +62,11 @@ class Segments:
     ) -> Segment:  # fmt: skip
         """Return the segment of a forward and its backward, or of the first half of a split one. `strides`: of
         non-contiguous inputs, by number; `added`: the aliases whose gradients are added to sums, in both halves;
-        `rounded`: the dtypes of inputs that were rounded before they were gathered. Raises InputError if halves are to
-        be compiled.
+        `rounded`: the dtypes of inputs that were rounded before they were gathered.
         """
         given, first = tuple[bool, ...](), tuple[int, ...]()
         if backward is not None:
             given = tuple([g is not None for g in backward.gradients])
-            if backward.half and self.torch_compile:
-                raise InputError(
-                    "torch.compile makes one of a backward in two halves, which this plan has; leave torch_compile "
-                    "(--torch-compile) out, or take a plan without split backwards, as pipeline_1f1b."
-                )
             if backward.half:
                 sums = backward.sums or (None,) * len(backward.outputs)
                 made = zip(backward.outputs, sums, strict=True)
@@ -182,7 +175,8 @@ class Segments:
         key = run.__name__, metas, call
         if key not in self._known:
             recorder = Recorder(self.on_gpu)
-            self._known[key] = recorder.segment(fused(run, recorder) if self.torch_compile else run, metas, call)
+            recorder.compiled = RecordedSegments(recorder) if self.torch_compile else None
+            self._known[key] = recorder.segment(run, metas, call)
         return self._known[key]
 
 

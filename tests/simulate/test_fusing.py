@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import superscaler as ss
-from superscaler.errors import InputError
 from superscaler.ir.program import Backward, Forward
 from superscaler.models import build
 from superscaler.runtime import compiled_tape, inductor
@@ -114,14 +115,35 @@ def test_products_and_attention_are_those_of_the_segment_and_the_rest_takes_less
     assert not any(k.name.startswith(("pow", "rsqrt", "silu")) for k in fused)
 
 
-def test_dropout_is_drawn_by_kernels_of_its_own() -> None:
+def test_dropout_is_drawn_by_the_kernels_that_read_it() -> None:
     plan = ss.compile(captured(f"gpt2:{SIZES},dropout=0.1"), "single", "h100:1x1")
-    found = kernels(plan, is_compiled=True)
-    assert any(k.name not in ("fused", "mm", "addmm") and k.outputs[0][1].startswith("int") for k in found)
+    own, compiled = (words(kernels(plan, is_compiled)) for is_compiled in (False, True))
+    assert own
+    assert not compiled
     assert plan.simulate(torch_compile=True).step_seconds < plan.simulate().step_seconds
 
 
-def test_split_backwards_cannot_be_compiled() -> None:
-    plan = ss.compile(captured(GPT2.replace("layers=1", "layers=2")), "zb_h1:2,microbatches=2", "h100:1x2")
-    with pytest.raises(InputError, match="without split backwards"):
-        plan.simulate(torch_compile=True)
+def words(some: Sequence[Kernel]) -> list[Kernel]:
+    """Return the kernels that write int64 words in the shape of an activation."""
+    return [k for k in some if any(kind == "int64" and len(shape) > 2 for shape, kind in k.outputs)]
+
+
+def test_halves_of_a_backward_have_the_kernels_of_the_whole() -> None:
+    graph = captured(GPT2.replace("layers=1", "layers=2"))
+    halved, whole = (ss.compile(graph, f"{p}:2,microbatches=2", "h100:1x2") for p in ("zb_h1", "pipeline_1f1b"))
+    for rank in range(2):
+        both = [backwards(plan, rank, is_compiled=True) for plan in (halved, whole)]
+        assert both[0] == both[1]
+        assert total(both[0]) < 0.95 * total(backwards(halved, rank, is_compiled=False))
+    assert halved.simulate(torch_compile=True).step_seconds < halved.simulate().step_seconds
+
+
+def backwards(plan: ss.Plan, rank: int, is_compiled: bool) -> Counter[Kernel]:
+    """Return the kernels of all backwards of a device."""
+    works, device = Works(plan.compiled.program, True, is_compiled), plan.compiled.program.devices[rank]
+    pairs = zip(device.instructions[:], works.of(device), strict=True)
+    return Counter(kernel for i, some in pairs if isinstance(i, Backward) for kernel in some)
+
+
+def total(kernels: Counter[Kernel]) -> int:
+    return sum(bytes_of(kernel) * count for kernel, count in kernels.items())
