@@ -156,8 +156,7 @@ class Called:
         if joint.backward is None:
             return outputs
         found = joint.backward(*(values[n] for n in joint.kept), *_ends(joint))
-        kinds = made.kinds(range(len(found)))
-        return [*outputs, *(made.zeros(n) if g is None else g.to(kinds.get(n, g.dtype)) for n, g in enumerate(found))]
+        return [*outputs, *(made.zeros(n) if g is None else g.to(made.kind(n)) for n, g in enumerate(found))]
 
 
 def _ends(joint: Joint) -> list[Tensor]:

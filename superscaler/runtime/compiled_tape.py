@@ -16,7 +16,7 @@ from superscaler.runtime import graph_parts as parts
 from superscaler.runtime.inductor import Call, Compiler, Results, plain
 from superscaler.runtime.joint import Joint, inputs_of, results_of
 from superscaler.runtime.saved_tensors import Copies, Kept, MovedTape, storage_of, strided
-from superscaler.runtime.tapes import List, Sums, Tensors
+from superscaler.runtime.tapes import List, Sums, Tensors, in_dtypes
 
 # By the number of a gradient, the list and the place of its sum.
 Targets = Mapping[int, tuple[List, int]]
@@ -107,7 +107,7 @@ class Compiled:
 
     def whole(self, missing: Sequence[bool], added: Sequence[int]) -> fx.GraphModule:
         """Return the graph of the backward without some gradients of outputs, some of its results added to sums."""
-        return parts.with_sums(self._without(missing), self.kinds(range(len(self.gradients))), added)
+        return parts.with_sums(self._without(missing), added)
 
     def in_halves(self, missing: tuple[bool, ...], first: tuple[int, ...]) -> parts.Halves:
         """Return the backward in halves, the first of which gives the gradients with these numbers."""
@@ -124,14 +124,13 @@ class Compiled:
         zeros = [n for n, is_missing in zip(self.joint.gradients, missing, strict=True) if is_missing]
         return parts.part(graph, [n for n in inputs_of(graph) if n not in zeros], results_of(graph), zeros)
 
-    def kinds(self, numbers: Sequence[int]) -> dict[int, torch.dtype]:
-        """Return the dtypes of wide gradients, by their place among some."""
-        return {k: torch.float32 for k, n in enumerate(numbers) if self.wide[n]}
+    def kind(self, n: int) -> torch.dtype:
+        """Return the dtype of a gradient."""
+        return torch.float32 if self.wide[n] else self.gradients[n].dtype
 
     def zeros(self, n: int) -> Tensor:
         """Return a gradient where nothing arrives."""
-        shape, dtype, device, _ = self.gradients[n]
-        return torch.zeros(shape, dtype=torch.float32 if self.wide[n] else dtype, device=device)
+        return torch.zeros(self.gradients[n].shape, dtype=self.kind(n), device=self.gradients[n].device)
 
 
 def _shared(known: set[int], found: Results) -> frozenset[int]:
@@ -183,7 +182,7 @@ class CompiledTape:
             return self._filled([None] * len(numbers), numbers, {})
         now, later, kept = made.in_halves(missing, numbers)
         values = list(given)
-        found, _ = made.call(("first", missing, numbers), lambda: parts.with_sums(now, made.kinds(numbers), ()), given)
+        found, _ = made.call(("first", missing, numbers), lambda: now, given)
         values += [x for x in found if x is not None]
         self._rest = rest, _Rest(later, (missing, numbers), [values[n] for n in kept])
         return self._filled(found[: len(numbers)], numbers, {})
@@ -198,7 +197,7 @@ class CompiledTape:
         added = self._added(targets, numbers)
         rest.given += _sums(targets, numbers, added)
         key, graph = ("second", rest.key, added), rest.graph
-        found, shared = made.call(key, lambda: parts.with_sums(graph, made.kinds(numbers), added), rest.given)
+        found, shared = made.call(key, lambda: parts.with_sums(graph, added), rest.given)
         return self._filled(found, numbers, targets, shared)
 
     def offload(self, copies: Copies, alive: Iterable[Tensor]) -> None:
@@ -241,16 +240,20 @@ class CompiledTape:
         """Return gradients, zeros for missing ones, but for those with a sum, which are stored as this. A first one is
         copied if it shares memory.
         """
-        whole = list[Tensor]()
+        made, fresh = self._made, list[tuple[int, int, Tensor]]()
         for k, (n, g) in enumerate(zip(numbers, found, strict=True)):
-            if n not in targets:
-                whole.append(self._made.zeros(n) if g is None else g)
-                continue
-            own, at = targets[n]
-            if own[at] is None:
-                own[at] = self._made.zeros(n) if g is None else g.clone() if k in shared else g
+            if n not in targets or _sum(*targets[n]) is None:
+                fresh.append((k, n, made.zeros(n) if g is None else g))
             elif g is not None:
+                own, at = targets[n]
                 own[at] = g
+        cast, whole = in_dtypes([g for *_, g in fresh], [made.kind(n) for _, n, _ in fresh]), list[Tensor]()
+        for (k, n, before), g in zip(fresh, cast, strict=True):
+            if n in targets:
+                own, at = targets[n]
+                own[at] = g.clone() if g is before and k in shared else g
+            else:
+                whole.append(g)
         return tuple(whole)
 
 

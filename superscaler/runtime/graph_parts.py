@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -62,35 +62,26 @@ def without_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, 
     return part(graph, inputs, left), dict(zip(fixed, found, strict=True))
 
 
-def with_sums(graph: fx.GraphModule, kinds: Mapping[int, torch.dtype], added: Iterable[int]) -> fx.GraphModule:
-    """Return a graph some of whose results are in other dtypes, and some are `added` to further inputs, one for each.
+def with_sums(graph: fx.GraphModule, added: Sequence[int]) -> fx.GraphModule:
+    """Return a graph some of whose results are added to further inputs, one for each.
 
-    So a product is added to a sum by the kernel that makes it, where a compiler can.
+    The additions are one operator on lists, as few kernels, and part of what makes a result where a compiler can.
     """
-    inputs, results = inputs_of(graph), results_of(graph)
-    made = part(graph, inputs, results)
-    nodes, last = results_of(made), inputs_of(made)[-1]
-    output = made.graph.output_node()
+    if not added:
+        return graph
+    made = part(graph, inputs_of(graph), results_of(graph))
+    nodes, last, sums = results_of(made), inputs_of(made)[-1], list[fx.Node]()
     for k in added:
         with made.graph.inserting_after(last):
             last = made.graph.placeholder(f"total_of_gradient_{k}")
-        with made.graph.inserting_before(output):
-            val = nodes[k].meta["val"]
-            last.meta["val"] = val = val.to(kinds.get(k, val.dtype))
-            nodes[k] = _call(made.graph, torch.ops.aten.add.Tensor, val, last, nodes[k])
+        sums.append(last)
+    output = made.graph.output_node()
     with made.graph.inserting_before(output):
-        for k, kind in kinds.items():
-            if nodes[k] is not None and nodes[k].meta["val"].dtype != kind:
-                val = nodes[k].meta["val"].to(kind)
-                nodes[k] = _call(made.graph, torch.ops.prims.convert_element_type.default, val, nodes[k], kind)
+        both = made.graph.call_function(torch.ops.aten._foreach_add.List, (sums, [nodes[k] for k in added]))
+        for n, k in enumerate(added):
+            nodes[k] = made.graph.call_function(operator.getitem, (both, n))
     output.args = (tuple(nodes),)
     made.recompile()
-    return made
-
-
-def _call(graph: fx.Graph, target: Any, val: Any, *args: Any) -> fx.Node:
-    made = graph.call_function(target, args)
-    made.meta["val"] = val
     return made
 
 

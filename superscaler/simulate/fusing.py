@@ -107,7 +107,8 @@ def groups(graph: fx.Graph) -> dict[fx.Node, int]:
 
     everywhere = set[fx.Node]()
     for n in own:
-        if n not in apart and all(base_of(x) in everywhere or not _dims(x) for x in n.all_input_nodes):
+        read = [x for x in n.all_input_nodes if base_of(x) not in everywhere]
+        if n not in apart and not any(map(_dims, read)) and (_dims(n) or not read):
             everywhere.add(n)
     single = apart.union(everywhere, filter(_is_of_columns, own))
     for n in own:
