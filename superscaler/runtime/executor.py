@@ -18,7 +18,7 @@ from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.compiled_tape import CompiledTape
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
-from superscaler.runtime.updates import Updates
+from superscaler.runtime.updates import Chosen, Updates
 
 Box = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -54,13 +54,14 @@ class Rank:
     """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
 
     `tables`: the device's tables in plan.json. `weights`: its slices by local name. `chosen`: the optimizer's name and
-    the options of its groups, and whether it updates float32 copies of 16-bit weights. `seed`: of all random numbers.
+    the options of its groups, and whether it updates float32 copies of 16-bit weights (see `Updates`). `seed`: of all
+    random numbers.
     """
 
     communicator: Communicator
     tables: Mapping[str, Any]
     weights: dict[str, Tensor]
-    chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]], bool]]
+    chosen: InitVar[Chosen]
     dtype: torch.dtype
     seed: int = 0
     steps: int = 0
@@ -78,7 +79,7 @@ class Rank:
     # Runs segments as Inductor compiles them; None: they run as they are.
     compiled: CompiledSegments | None = None
 
-    def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]], bool]) -> None:
+    def __post_init__(self, chosen: Chosen) -> None:
         self.device = self.communicator.device
         self._copies = Copies(self.device)
         self.updates = Updates(self.communicator, self._copies, self.tables["weights"], self.weights, chosen)

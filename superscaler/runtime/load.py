@@ -12,7 +12,6 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
-from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.step import Step, build_step
 from superscaler.specs.arguments import checked
 from superscaler.specs.user_file import locating
@@ -55,9 +54,9 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
     weights, fixed = weights_of(saved, communicator.rank)
     # The code and tables without hashes may be what a user wrote.
     with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
-        step = build_step(plan, modules(code, f"{path}/"), weights, communicator, fixed)
+        made = modules(code, f"{path}/")
+        step = build_step(plan, made, weights, communicator, fixed, torch_compile=torch_compile)
     step.directory = path
-    step.state.compiled = CompiledSegments() if torch_compile else None
     if (path / EVALUATION / PLAN_FILE).exists():
         step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)
     state = step.state

@@ -21,6 +21,9 @@ from superscaler.store.checkpoint import AVERAGE
 _SHAPE, _RATE = (3, 43), 0.05
 # Relative to the largest element: the same float32 operations in another order.
 ROUNDING = 4 * torch.finfo(torch.float32).eps
+# The same of compiled steps, whose results differ by rounding anyway: torch's fused kernels for GPUs compute 1 - 0.999
+# in float32 (torch 2.11).
+COMPILED_ROUNDING = 3e-5
 # On a GPU torch updates all weights in one list, and makes lists of temporary tensors. Lists of so many bytes of
 # float32 are as fast. The fused kernel of Adam, which makes none, takes 1 - 0.999 for 0.00099999 there (torch 2.11).
 LISTED = 1 << 28
@@ -95,10 +98,11 @@ def optimizer_of(
     name: str,
     groups: Sequence[Mapping[str, Any]],
     is_mixed: bool = False,
+    rounding: float = ROUNDING,
 ) -> torch.optim.Optimizer | None:
     """Return torch's own optimizer over the local slices, in the user's parameter groups.
 
-    `is_mixed`: float32 copies of 16-bit weights are updated.
+    `is_mixed`: float32 copies of 16-bit weights are updated. `rounding`: how far a fused update may be from the plain.
     """
     members: list[list[Tensor]] = [[] for _ in groups]
     for entry in table:
@@ -107,10 +111,14 @@ def optimizer_of(
     pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
     for params, options in pairs:
         # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
-        others = map(options.get, ("foreach", "differentiable", "capturable"))
-        if options.get("fused") is None and not any(others) and is_plain(*kind_of(options, name), params, is_mixed):
+        if is_open(options) and is_plain(*kind_of(options, name), params, is_mixed, rounding):
             options["fused"] = True
     return together(name, [{"params": params, **options} for params, options in pairs], is_mixed) if pairs else None
+
+
+def is_open(options: Mapping[str, Any]) -> bool:
+    """Return whether the user leaves the kernels of an update to torch."""
+    return options.get("fused") is None and not any(map(options.get, ("foreach", "differentiable", "capturable")))
 
 
 def together(name: str, groups: Sequence[Mapping[str, Any]], is_mixed: bool = False) -> torch.optim.Optimizer:
@@ -177,14 +185,15 @@ class Together(torch.optim.Optimizer):
         self._share()
 
 
-def is_listed(name: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a GPU updates weights of a parameter group by kernels over lists: Adam's, if they are not fused.
+def is_listed(name: str, options: Mapping[str, Any], torch_compile: bool = False) -> bool:
+    """Return whether a GPU updates weights of a parameter group by kernels over lists: Adam's, if they are not fused,
+    as compiled steps have them where the user leaves it open.
 
     >>> is_listed("AdamW", {"lr": 0.1}), is_listed("AdamW", {"fused": True}), is_listed("SGD", {})
     (True, False, False)
     """
     kind, options = kind_of(dict(options), name)
-    return kind in ("Adam", "AdamW") and not options.get("fused")
+    return kind in ("Adam", "AdamW") and not options.get("fused") and not (torch_compile and is_open(options))
 
 
 def at_once(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -252,17 +261,25 @@ def laid_out(x: Tensor, weight: Tensor) -> Tensor:
     return x if x.stride() == weight.stride() else torch.empty_like(weight, dtype=x.dtype).copy_(x)
 
 
-def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor], is_mixed: bool = False) -> bool:
-    """Return whether fused updates of all weights, or of their copies, equal the plain ones, to the last digits of
-    float32.
+def is_plain(
+    name: str,
+    options: Mapping[str, Any],
+    weights: Iterable[Tensor],
+    is_mixed: bool = False,
+    rounding: float = ROUNDING,
+) -> bool:
+    """Return whether fused updates of all weights, or of their copies, equal the plain ones, by default to the last
+    digits of float32.
     """
     text = json.dumps({**options, "lr": _RATE}, sort_keys=True)
     kinds = {(torch.float32 if is_mixed else x.dtype, x.device, x.is_contiguous()) for x in weights}
-    return all(_agrees(name, text, *kind) for kind in kinds)
+    return all(_agrees(name, text, rounding, *kind) for kind in kinds)
 
 
 @cache
-def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, is_contiguous: bool) -> bool:
+def _agrees(
+    name: str, options: str, rounding: float, dtype: torch.dtype, device: torch.device, is_contiguous: bool
+) -> bool:
     """Compare two updates of a weight. Torch 2.13 does not update vectors of half precision (SGD, CPU)."""
     given = json.loads(options)
     try:
@@ -270,7 +287,7 @@ def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, i
     except (RuntimeError, TypeError):
         # Torch has no such kernel.
         return False
-    return all(float((a - b).abs().max()) <= ROUNDING * float(b.abs().max()) for a, b in zip(fused, plain, strict=True))
+    return all(float((a - b).abs().max()) <= rounding * float(b.abs().max()) for a, b in zip(fused, plain, strict=True))
 
 
 def _updated(

@@ -21,8 +21,9 @@ from superscaler.errors import InputError
 from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.batch import Padding, check_batches, put_together, rows_read
+from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.optimizer import averaged, for_schedules
+from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged, for_schedules
 from superscaler.runtime.scaling import Scaler
 from superscaler.specs.options import CHOSEN, SCHEDULED
 from superscaler.store.restore import load_weights, restore
@@ -339,9 +340,11 @@ def build_step(
     communicator: Communicator,
     fixed: Mapping[str, Tensor] | None = None,
     shared: Mapping[str, Tensor] | None = None,
+    torch_compile: bool = False,
 ) -> Step:
     """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices. `fixed`: on
-    rank 0, the module's tensors that no device holds. `shared`: existing slices by local name.
+    rank 0, the module's tensors that no device holds. `shared`: existing slices by local name. `torch_compile`: its
+    segments are compiled.
     """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
     local = dict(shared or {})
@@ -351,11 +354,13 @@ def build_step(
         kept = kept.pin_memory() if communicator.device.type == "cuda" and not kept.is_cuda else kept
         local[entry["name"]] = kept.requires_grad_(entry["trained"])
     chosen, scaling = plan["optimizer"], plan["optimizer"]["scaler"]
-    optimizer = chosen["name"], chosen["groups"], bool(chosen.get("precision"))
+    rounding = COMPILED_ROUNDING if torch_compile else ROUNDING
+    optimizer = chosen["name"], chosen["groups"], bool(chosen.get("precision")), rounding
     dtype = getattr(torch, plan["loss_dtype"] or "float32")
     groups = {tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))}
     communicator.prepare(sorted(groups))
     rank = Rank(communicator, tables, local, optimizer, dtype, plan["seed"])
     rank.updates.scaler = Scaler(scaling, communicator.device) if scaling else None
     rank.iterations = plan.get("iterations", 1)
+    rank.compiled = CompiledSegments() if torch_compile else None
     return Step(plan, programs, rank, fixed)

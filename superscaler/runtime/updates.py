@@ -13,13 +13,15 @@ from superscaler.runtime.scaling import Scaler, scale
 from superscaler.runtime.tapes import in_dtypes
 
 Pairs = Sequence[tuple[str, Tensor]]
+Groups = Sequence[Mapping[str, Any]]
+Chosen = tuple[str, Groups, bool] | tuple[str, Groups, bool, float]
 
 
 class Updates:
     """The optimizer of a rank, and what a step does with the gradients of its weights.
 
     `table`: the entries of its weights in plan.json. `chosen`: the optimizer's name and the options of its groups, and
-    whether it updates float32 copies of 16-bit weights.
+    whether it updates float32 copies of 16-bit weights; maybe also how far fused updates may be from plain ones.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Updates:
         copies: Copies,
         table: Sequence[Mapping[str, Any]],
         weights: Mapping[str, Tensor],
-        chosen: tuple[str, Sequence[Mapping[str, Any]], bool],
+        chosen: Chosen,
     ) -> None:
         self.communicator, self.weights = communicator, weights
         self.optimizer = optimizer_of(table, weights, *chosen)

@@ -86,10 +86,9 @@ class _Device:
             tensor = self.tensors[weight.tensor]
             self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
         # The optimizer of each weight, and its kernels.
-        ways = [
-            "foreach" if works.on_gpu and is_listed(self.optimizer.name, dict(group)) else "fused"
-            for group in self.optimizer.groups
-        ]
+        options = map(dict, self.optimizer.groups)
+        name = self.optimizer.name
+        ways = ["foreach" if works.on_gpu and is_listed(name, o, works.torch_compile) else "fused" for o in options]
         trained = [w for w in device.weights if w.trained]
         self.kinds = {
             w.name: (self.optimizer.kind(w.group).lower(), "host" if w.host else ways[w.group]) for w in trained

@@ -92,7 +92,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
         """Return the segment of a function under a call."""
-        draws = [run.__dict__["draws"]] if self.compiled is not None and run.__dict__["draws"] else []
+        # A compiled segment gets the words of its random numbers, and its weights are in memory anyway.
+        draws, weights = ([run.__dict__["draws"]], run.__dict__["weights"]) if self.compiled is not None else ([], [])
         device = cast(Any, SimpleNamespace(device=torch.device("cpu")))
         rank = Rank(device, {"weights": [], "draws": draws}, {}, ("SGD", (), False), torch.float32)
         rank.compiled = self.compiled
@@ -100,11 +101,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             strides, placed = dict(call.strides), partial(run, parts=call.parts) if call.parts else run
             placed.__dict__.update(run.__dict__, __name__=run.__name__)
             inputs = [_empty(shape, strides.get(n), dtype) for n, (shape, dtype) in enumerate(metas)]
-            rank._names = {id(inputs[n]): "" for n in run.__dict__["weights"]}
+            rank._names = {id(inputs[n]): "" for n in weights}
             # Their numbers are their places.
             list(map(self._number, inputs))
             with self:
-                outputs = rank.forward(_TASK, placed, inputs, call.tape, 0 if draws else None)
+                outputs = rank.forward(_TASK, placed, inputs, call.tape, 0 if any(draws) else None)
             forward = self._work(0, 0, 0)
             results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
             layouts = tuple(() if x.is_contiguous() else x.stride() for x in outputs)

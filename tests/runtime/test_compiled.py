@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import RuntimeFailure
-from superscaler.runtime import inductor
+from superscaler.runtime import inductor, optimizer
 from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.functions.draws import Draws, drawn
 from superscaler.runtime.load import modules
@@ -146,6 +146,28 @@ def test_random_numbers_of_compiled_code_are_those_of_all_plans() -> None:
         draws = Draws(seed, step, [entry, {**entry, "op": 4}], torch.device("cpu"))
         for k in range(2):
             assert torch.equal(drawn(draws.words(), k, draws.forms()[k]), draws(k))
+
+
+@pytest.mark.parametrize("torch_compile", [False, True])
+@pytest.mark.parametrize("foreach", [None, True])
+def test_a_compiled_step_updates_by_one_fused_pass_where_the_user_leaves_it_open(
+    foreach: bool | None, torch_compile: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch's kernel is made as far from the plain update as that of GPUs is."""
+    updated = optimizer._updated
+
+    def rounded(name: str, options: Any, *more: Any) -> list[Tensor]:
+        return [x * (1 + 1e-5 * bool(options.get("fused"))) for x in updated(name, options, *more)]
+
+    optimizer._agrees.cache_clear()
+    monkeypatch.setattr(optimizer, "_updated", rounded)
+    module = Net()
+    adam = torch.optim.AdamW(module.parameters(), foreach=foreach)
+    graph = ss.capture(module, (torch.rand(6, 4),), optimizer=adam, check=False)
+    ss.compile(graph, "single", "local:1").save(tmp_path / "plan")
+    step = ss.load(tmp_path / "plan", torch_compile=torch_compile)
+    optimizer._agrees.cache_clear()
+    assert [bool(group["fused"]) for group in step.groups().values()] == [torch_compile and not foreach]
 
 
 @pytest.mark.dist
