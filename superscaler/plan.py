@@ -84,11 +84,15 @@ class Plan:
         return {**dict.fromkeys(CHECKS, True), **self.counts}
 
     def verify(
-        self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None, shapes: str = "auto"
+        self,
+        backend: str = "threads",
+        batch: Mapping[str, torch.Tensor] | None = None,
+        shapes: str = "auto",
+        torch_compile: bool = False,
     ) -> dict[str, Any]:
         """Compare two steps with the model, in float64 and as trained; see `superscaler.verify.run`."""
         with phase("verify"):
-            return verify(self.compiled, backend, batch, shapes)
+            return verify(self.compiled, backend, batch, shapes, torch_compile)
 
     @checked
     def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | None = None) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from superscaler.cli.common import PlanRequest, command, option
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
@@ -26,6 +28,9 @@ def verify(
         str,
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="With segments that Inductor compiles, as those of train.")
+    ] = False,
 ) -> bool:
     """Run two steps of the plan and of the model in float64 and compare; one more that is clipped, one with a scaled
     loss; then two in the trained dtype. There the plan's error may be as large as the rounding error of the model's own
@@ -33,7 +38,7 @@ def verify(
     """
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
     compiled, built = request.compile()
-    printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes)
+    printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes, torch_compile)
     printer.show(_certificate(printer.result))
     return bool(printer.result["equal"])
 

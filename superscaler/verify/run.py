@@ -1,6 +1,9 @@
 """The certificate: steps of a plan in float64 and as trained against the user's module, on every replica."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,7 +21,9 @@ from superscaler.ir.communication import bytes_moved
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
 from superscaler.runtime.batch import check_batch
+from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.load import load
+from superscaler.runtime.step import Step
 from superscaler.verify.compare import Comparison, Errors, noise_of
 from superscaler.verify.eager import Unlike
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
@@ -34,7 +39,13 @@ Found = dict[str, Any]
 _LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
 
 
-def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto") -> Found:
+def verify(
+    compiled: Compiled,
+    backend: str = "threads",
+    batch: Values | None = None,
+    shapes: str = "auto",
+    torch_compile: bool = False,
+) -> Found:
     """Compare two steps of the plan (n + 2, if it reads weights of n updates ago) with the user's module, without
     dropout: in float64, then in the trained dtypes, where sums in parts may round (see `superscaler.verify.trained`).
     In float64 also a step that is clipped below its norm, and one with a scaled loss.
@@ -44,7 +55,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
     "gpu", threads with the tensors of all devices on one GPU; the module runs where its weights are. `shapes`: "model"
     runs the plan at its own shapes against a copy of the module, or against the exported program if no copy can run;
     "small" on few elements and places (see `shrink`) against the graph on one device; "auto" is "small" for a plan that
-    is too large to run here. The checks of the program always see the whole plan.
+    is too large to run here. The checks of the program always see the whole plan. `torch_compile`: its segments are
+    compiled, as by `ss.load(directory, torch_compile=True)`.
 
     Returns a dict. equal: in both precisions. trained_dtype, trained_error (the one nearest to its limit),
     trained_allowed (that limit). The largest relative errors in float64: loss_error, gradient_error (with a floor),
@@ -60,29 +72,32 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = 
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
+    if str(backend) not in _BACKENDS:
+        raise InputError(unknown("backend", backend, _BACKENDS))
+    run = Runs(backend, torch_compile)
     captured = compiled.graph.captured
     if batch is not None:
         check_batch(batch, reads(compiled.graph.model))
     if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
         exact = finish(retype(compiled.graph, "float64"), compiled.cluster)
-        found = {**certify(exact, backend, batch, with_options=True), "shapes": "model", "shrunk": {}}
+        found = {**_certified(exact, replace(run, with_options=True), batch), "shapes": "model", "shrunk": {}}
         values, inputs = initial_values(compiled.graph.model, captured.values), batch or captured.batch
-        return _as_trained(found, compiled, backend, values, inputs)
+        return _as_trained(found, compiled, run, values, inputs)
     refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
     small = shrink(compiled, batch)
     exact, own = (finish(retype(small.graph, kind), small.cluster) for kind in ("float64", None))
     values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
     inputs = {k: retyped(v, torch.float64) for k, v in small.batch.items()}
     oracles = {"graph": lambda: graph_step(exact, inputs)}
-    found = _certificate(exact, backend, 60.0, values, inputs, oracles, with_options=True)
+    found = _certificate(exact, replace(run, with_options=True), values, inputs, oracles)
     first = next((text for text in refused.values() if text), "") or found["first_difference"]
     whole = {name: not text and found[name] for name, text in refused.items()}
     found |= {**whole, "equal": found["equal"] and not first, "first_difference": first}
     found |= {"shapes": "small", "shrunk": small.shrunk, "note": _SMALL}
-    return _as_trained(found, own, backend, small.values, small.batch)
+    return _as_trained(found, own, run, small.values, small.batch)
 
 
-def _as_trained(found: Found, plan: Compiled, backend: str, values: Values, inputs: Values) -> Found:
+def _as_trained(found: Found, plan: Compiled, run: Runs, values: Values, inputs: Values) -> Found:
     """Return the results in float64, extended by those of steps in the plan's own dtypes if the plan was equal."""
     tensors = plan.graph.model.tensors.values()
     dtypes = sorted({t.dtype for t in tensors if t.kind == "parameter" and getattr(torch, t.dtype).is_floating_point})
@@ -95,7 +110,7 @@ def _as_trained(found: Found, plan: Compiled, backend: str, values: Values, inpu
         return {**found, **trained, "trained_error": error, "trained_allowed": TOLERANCE}
     try:
         own = quiet(plan)
-        results = _BACKENDS[backend](own, values, inputs, 60.0, False)
+        results = run(own, values, inputs)
         errors = near(own, values, results, oracles_of(own, inputs, None)[found["reference"]]())
     except (RuntimeFailure, Unlike) as why:
         errors = Errors(first=str(why), nearest=(float("inf"), 0.0))
@@ -123,13 +138,18 @@ def certify(
 
     `with_options`: also a step that is clipped, and one with a scaled loss.
     """
+    if str(backend) not in _BACKENDS:
+        raise InputError(unknown("backend", backend, _BACKENDS))
+    return _certified(exact, Runs(backend, with_options=with_options, timeout=timeout), batch)
+
+
+def _certified(exact: Compiled, run: Runs, batch: Values | None) -> Found:
     captured, model = exact.graph.captured, exact.graph.model
     values = {k: retyped(v, torch.float64) for k, v in initial_values(model, captured.values).items()}
     inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}
     oracles = oracles_of(exact, inputs, torch.float64)
     used = ["graph"] if _limits(model) else ["eager", "export"]
-    oracles = {name: oracles[name] for name in used}
-    return _certificate(exact, backend, timeout, values, inputs, oracles, with_options)
+    return _certificate(exact, run, values, inputs, {name: oracles[name] for name in used})
 
 
 def _limits(model: Model) -> dict[str, int]:
@@ -152,8 +172,7 @@ def _dropped(exact: Compiled, known: Values) -> tuple[int, int]:
 
 def _certificate(
     exact: Compiled,
-    backend: str,
-    timeout: float,
+    run: Runs,
     values: Values,
     inputs: Values,
     oracles: Mapping[str, Callable[[], Oracle]],
@@ -163,15 +182,13 @@ def _certificate(
 
     If it differs, it is compared with the next one too, which shows whether the plan or the captured graph is wrong.
     """
-    if str(backend) not in _BACKENDS:
-        raise InputError(unknown("backend", backend, _BACKENDS))
-    model = exact.graph.model
+    model, timeout = exact.graph.model, run.timeout
     refused = {name: _refusal(partial(check, exact.program)) for name, check in CHECKS.items()}
     first = next((text for text in refused.values() if text), "")
     results: list[list[Result]] = []
     try:
         with default_dtype(torch.float64):
-            results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout, with_options)
+            results = [] if first else run(exact, values, inputs)
     except RuntimeFailure:
         first = _first_difference(exact, values, inputs, timeout)
         if not first:
@@ -195,7 +212,7 @@ def _certificate(
         "trains": bool(model.loss),
         "outputs": [t.name for t in model.tensors.values() if t.kind == "output"],
         "world": exact.program.world,
-        "backend": backend,
+        "backend": run.backend,
         "bytes_moved": sum(steps[0].moved for steps in results),
         "bytes_planned": bytes_moved(exact.program),
         "stale": sorted({*model.ages.values()}) or [0],
@@ -246,46 +263,63 @@ def _steps(compiled: Compiled) -> int:
     return STEPS + max(compiled.graph.model.ages.values(), default=0)
 
 
-def _threads(
-    compiled: Compiled, values: Values, batch: Values, timeout: float, with_options: bool, device: str = "cpu"
-) -> list[list[Result]]:
-    run = partial(run_steps, batch=batch, count=_steps(compiled), with_options=with_options)
-    return on_threads(compiled, values, run, timeout, device)
+@dataclass(frozen=True)
+class Runs:
+    """Runs a plan: on threads, processes or a GPU, maybe compiled. `with_options`: also a step that is clipped, and one
+    with a scaled loss. `timeout`: seconds that a rank waits for another.
+    """
+
+    backend: str
+    torch_compile: bool = False
+    with_options: bool = False
+    timeout: float = 60.0
+
+    def __call__(self, compiled: Compiled, values: Values, batch: Values) -> list[list[Result]]:
+        """Return the state of each rank after each step."""
+        return _BACKENDS[self.backend](self, compiled, values, batch)
+
+    def threads(self, compiled: Compiled, values: Values, batch: Values, device: str = "cpu") -> list[list[Result]]:
+        def run(step: Step) -> list[Result]:
+            step.state.compiled = CompiledSegments() if self.torch_compile else None
+            return run_steps(step, batch, _steps(compiled), self.with_options)
+
+        # A rank waits for those that compile.
+        return on_threads(compiled, values, run, 1800.0 if self.torch_compile else self.timeout, device)
+
+    def gpu(self, compiled: Compiled, values: Values, batch: Values) -> list[list[Result]]:
+        if not torch.cuda.is_available():
+            raise InputError(
+                "verify on a GPU needs a CUDA device, and torch sees none; leave out --gpu (backend 'threads') for the "
+                "CPU."
+            )
+        return self.threads(compiled, values, batch, "cuda")
+
+    def processes(self, compiled: Compiled, values: Values, batch: Values) -> list[list[Result]]:
+        with TemporaryFolder("superscaler-verify-") as name:
+            folder = Path(name)
+            write(compiled, folder / "plan", values)
+            torch.save(dict(batch), folder / "batch")
+            default = str(torch.get_default_dtype()).removeprefix("torch.")
+            way = "compiled" if self.torch_compile else "plain"
+            more = str(_steps(compiled)), "options" * self.with_options, default, way
+            call(_rank, compiled.program.world, name, *more)
+            files = [folder / f"rank{rank}" for rank in range(compiled.program.world)]
+            # These files were written by this program.
+            return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def _gpu(compiled: Compiled, values: Values, batch: Values, timeout: float, with_options: bool) -> list[list[Result]]:
-    if not torch.cuda.is_available():
-        raise InputError(
-            "verify on a GPU needs a CUDA device, and torch sees none; leave out --gpu (backend 'threads') for the CPU."
-        )
-    return _threads(compiled, values, batch, timeout, with_options, "cuda")
-
-
-def _processes(compiled: Compiled, values: Values, batch: Values, _: float, with_options: bool) -> list[list[Result]]:
-    with TemporaryFolder("superscaler-verify-") as name:
-        folder = Path(name)
-        write(compiled, folder / "plan", values)
-        torch.save(dict(batch), folder / "batch")
-        default = str(torch.get_default_dtype()).removeprefix("torch.")
-        more = str(_steps(compiled)), "options" * with_options, default
-        call(_rank, compiled.program.world, name, *more)
-        files = [folder / f"rank{rank}" for rank in range(compiled.program.world)]
-        # These files were written by this program.
-        return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
-
-
-def _rank(name: str, count: str, options: str, default: str) -> None:
+def _rank(name: str, count: str, options: str, default: str, way: str) -> None:
     """Run the plan in a folder on this rank under a default dtype, and write its states after each step."""
     torch.set_default_dtype(getattr(torch, default))
     folder = Path(name)
-    step = load(folder / "plan")
+    step = load(folder / "plan", torch_compile=way == "compiled")
     results = run_steps(step, torch.load(folder / "batch"), int(count), bool(options))
     torch.save(results, folder / f"rank{step.rank}")
     step.close()
 
 
-_BACKENDS: Mapping[str, Callable[[Compiled, Values, Values, float, bool], list[list[Result]]]] = {
-    "threads": _threads,
-    "processes": _processes,
-    "gpu": _gpu,
+_BACKENDS: Mapping[str, Callable[[Runs, Compiled, Values, Values], list[list[Result]]]] = {
+    "threads": Runs.threads,
+    "processes": Runs.processes,
+    "gpu": Runs.gpu,
 }

@@ -93,7 +93,7 @@ def test_the_options_of_every_command() -> None:
         "capture": [*model, "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
-        "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "model"]),
+        "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "--torch-compile", "model"]),
         "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "--torch-compile", "directory", "model"]),
         "train": sorted(
             [*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "--torch-compile", "model"]

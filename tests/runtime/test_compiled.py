@@ -133,6 +133,25 @@ def test_what_inductor_computes_wrongly_runs_uncompiled(is_backward: bool, monke
         torch.testing.assert_close(trained(graph, "single", 1, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_verify_runs_compiled_segments(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ss.compile(step_of(Net(), torch.rand(6, 4)), "data_parallel", "local:2")
+    assert plan.verify()["equal"]
+    assert not plain.graphs
+    assert plan.verify(torch_compile=True)["equal"]
+    assert plain.graphs
+
+    def wrong(graph: torch.fx.GraphModule, *_: object) -> inductor.Call:
+        run = inductor.plain(graph)
+        return lambda given: [x if x is None or not x.is_floating_point() else x * 1.001 for x in run(given)]
+
+    # Nothing is compared when it first runs.
+    monkeypatch.setattr(inductor, "compiled", wrong)
+    monkeypatch.setattr(inductor, "difference", lambda *_: "")
+    found = plan.verify(torch_compile=True)
+    assert not found["equal"]
+    assert found["loss_error"] == pytest.approx(1e-3, rel=1)
+
+
 def test_inductor_trains_as_before() -> None:
     graph = step_of(Net(), torch.rand(6, 4))
     expected = trained(graph, "single", 1, is_compiled=False)
