@@ -18,7 +18,7 @@ from superscaler.errors import brief
 from superscaler.runtime.compiled_tape import Compiled, CompiledTape
 from superscaler.runtime.functions.draws import Draws, drawn
 from superscaler.runtime.inductor import Compiler, checked, difference, quiet, say
-from superscaler.runtime.joint import Joint, trace
+from superscaler.runtime.joint import Joint, reshape_views, trace
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.runtime.tapes import Segment, Tape, Tensors, record
 
@@ -40,6 +40,9 @@ class CompiledSegments:
         """Return a segment that is compiled for a call, None if it runs uncompiled."""
         try:
             made = call.traced(self.compiler)
+            for graph in (made.joint.forward, made.joint.backward):
+                if graph is not None:
+                    reshape_views(graph)
             wrong = difference(partial(call.eager, made.joint), call.by_graphs(made))
         except Exception as error:
             say(call.name, f"it cannot be traced ({type(error).__name__}: {brief(error)})")

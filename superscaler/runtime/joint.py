@@ -174,3 +174,13 @@ def set_results(graph: fx.GraphModule, results: Sequence[Any]) -> None:
     graph.graph.output_node().args = (tuple(results),)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def reshape_views(graph: fx.GraphModule) -> None:
+    """Let a graph run operator by operator on tensors of other strides than those it was traced with: a gradient may
+    have any.
+    """
+    for target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        for n in graph.graph.find_nodes(op="call_function", target=target):
+            n.target = torch.ops.aten.reshape.default
+    graph.recompile()

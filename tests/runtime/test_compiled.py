@@ -26,7 +26,7 @@ from tests.ran import as_in, exact, on_ranks
 PLANS = {
     "single": 1, "recompute": 1, "co_shard:parts=2": 1, "tensor_parallel": 2, "zero:stage=3,keep=4": 2,
     "pipeline_1f1b:2,microbatches=4 x recompute": 2, "pipeline_1f1b:microbatches=8,offload=2": 4,
-    "zb_h1:2,microbatches=4": 2, "zbv:2,microbatches=4": 2, "hybrid:dp=2,tp=2": 4,
+    "ulysses": 2, "zb_h1:2,microbatches=4": 2, "zbv:2,microbatches=4": 2, "hybrid:dp=2,tp=2": 4,
 }  # fmt: skip
 
 
