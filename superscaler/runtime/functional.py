@@ -229,10 +229,16 @@ def expert_rows(rows: Tensor, wanted: Tensor, gate_up: Tensor, down: Tensor, act
     """Return down @ (activation(gate @ row) * (up @ row)) of the rows of each expert in use, zeros for the others.
 
     rows (experts, groups, capacity, hidden), the first `wanted` (experts, groups) in use; gate_up (experts, 2 width,
-    hidden), down (experts, outputs, width).
+    hidden), down (experts, outputs, width). Traced code computes all rows: how many are in use is not known there.
     """
     made = []
     for own, count, up_weight, down_weight in zip(rows, wanted, gate_up, down, strict=True):
+        if is_traced():
+            gate, up = F.linear(own, up_weight).chunk(2, -1)
+            is_used = torch.arange(own.shape[1], device=own.device) < count.unsqueeze(-1)
+            each = F.linear(getattr(F, activation)(gate) * up, down_weight)
+            made.append(each.masked_fill(~is_used.unsqueeze(-1), 0.0))
+            continue
         used = _nonzero(torch.arange(own.shape[1], device=own.device) < count.unsqueeze(-1), own[..., 0].numel())
         gate, up = F.linear(own[used], up_weight).chunk(2, -1)
         each = F.linear(getattr(F, activation)(gate) * up, down_weight)

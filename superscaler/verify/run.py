@@ -176,7 +176,6 @@ def _certificate(
     values: Values,
     inputs: Values,
     oracles: Mapping[str, Callable[[], Oracle]],
-    with_options: bool,
 ) -> Found:
     """Check the program, run it, and compare it with the first available oracle.
 

@@ -90,6 +90,26 @@ def test_gpt2_trains_as_before(plan: str, plain: Plain) -> None:
     assert plain.graphs
 
 
+@pytest.mark.slow
+def test_experts_with_a_capacity_are_compiled(plain: Plain) -> None:
+    """Each has rows for so many tokens, used or not. A segment that ran uncompiled would say so, which is an error."""
+    graph, plan = graph_of("mixtral:size=tiny,layers=2,batch=8"), "expert_parallel:capacity=1.25"
+    expected = trained(graph, plan, 2, is_compiled=False)
+    torch.testing.assert_close(trained(graph, plan, 2, is_compiled=True), expected, rtol=1e-9, atol=1e-12)
+    assert plain.graphs
+
+
+def test_what_is_of_a_shape_that_depends_on_data_runs_uncompiled(plain: Plain) -> None:
+    """Experts without a capacity have as many tokens as chose them."""
+    graph = graph_of("mixtral:size=tiny,layers=1,batch=2")
+    expected = trained(graph, "single", 1, is_compiled=False)
+    with pytest.warns(
+        UserWarning, match=r"uncompiled: it cannot be traced \(DynamicOutputShapeException: aten.nonzero"
+    ):
+        found = trained(graph, "single", 1, is_compiled=True)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_the_origin_of_a_loss_that_is_not_finite_is_named(plain: Plain) -> None:
     def work(step: Step) -> None:
         step.state.compiled = CompiledSegments()
