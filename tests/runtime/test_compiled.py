@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import RuntimeFailure
+from superscaler.models import build
 from superscaler.runtime import inductor, optimizer
 from superscaler.runtime.compiled import CompiledSegments
 from superscaler.runtime.functions.draws import Draws, drawn
@@ -88,6 +90,47 @@ def test_gpt2_trains_as_before(plan: str, plain: Plain) -> None:
     expected = trained(graph, plan, PLANS[plan], is_compiled=False)
     torch.testing.assert_close(trained(graph, plan, PLANS[plan], is_compiled=True), expected, rtol=1e-9, atol=1e-12)
     assert plain.graphs
+
+
+MODELS = ("llama:size=tiny,layers=4,batch=8", "t5:size=tiny,batch=8", "vit:size=tiny,batch=8", "bert:size=tiny,batch=8")
+OTHERS = {
+    "single": 1, "recompute": 1, "co_shard:parts=2": 1, "swap:what=both": 1, "chunked_loss:parts=4": 1,
+    "gradient_accumulation:microbatches=4": 1, "data_parallel": 2, "tensor_parallel": 2, "fsdp:recompute=true": 2,
+    "zero:stage=2,microbatches=2": 2, "zb_h1": 2, "chimera": 2, "hybrid:dp=2,tp=2,zero=1": 4,
+}  # fmt: skip
+# Of the llama alone: the others have no such attention, or two chains of layers.
+OF_LLAMA = {"ring_attention": 2, "ulysses": 2, "sequence_parallel:regather=true": 2, "zbv": 2, "pipedream_2bw": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "plan"), [*((m, p) for m in MODELS for p in OTHERS), *((MODELS[0], p) for p in OF_LLAMA)]
+)
+def test_other_models_train_as_before(model: str, plan: str, plain: Plain) -> None:
+    graph, devices = graph_of(model), {**OTHERS, **OF_LLAMA}[plan]
+    expected = trained(graph, plan, devices, is_compiled=False, steps=2)
+    found = trained(graph, plan, devices, is_compiled=True, steps=2)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+    assert plain.graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{}, {"precision": "bf16"}, {"autocast": "bf16"}], ids=str)
+@pytest.mark.parametrize("plan", ["single", "recompute", "gradient_accumulation:microbatches=2"])
+def test_inductor_trains_in_the_trained_dtypes_as_before(plan: str, way: dict[str, str]) -> None:
+    """Nothing says that it runs uncompiled. Losses differ by the rounding of a step."""
+    built = build("gpt2:size=tiny,layers=2,batch=4,dropout=0.1")
+    adam = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+    graph = ss.capture(built.module, built.args, built.kwargs, adam, check=False, **way)
+    compiled = ss.compile(graph, plan, "local:1")
+
+    def work(step: Step, is_compiled: bool) -> list[float]:
+        step.state.compiled = CompiledSegments() if is_compiled else None
+        return [float(step(graph.captured.batch)) for _ in range(5)]
+
+    found, expected = (on_ranks(compiled, partial(work, is_compiled=k))[0] for k in (True, False))
+    assert found == pytest.approx(expected, rel=1e-3 if way else 2e-6)
+    assert found != expected
 
 
 @pytest.mark.slow
