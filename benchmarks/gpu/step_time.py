@@ -5,7 +5,8 @@
 bf16 weights, dropout 0, fused AdamW. GPT-2 small (batch 8, sequence 1024), where the GPU is busy, and GPT-2 small of 64
 channels (batch 1, sequence 64), where the host is: its seconds by kernel are those of starting one. Prints median
 seconds and peak memory of interleaved steps, and the median ratio to the peer of a plan: the eager module for single,
-the module with checkpoints for plans that compute again. Skips with a message where there is no GPU.
+the module with checkpoints for plans that compute again; then the ten longest kernels of the compiled `single` and of
+torch.compile, and their seconds of kernels. Skips with a message where there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ VOCABULARY = 50257
 # Channels, heads, batch, sequence.
 CASES = {"GPT-2 small": (768, 12, 8, 1024), "GPT-2 small of 64 channels": (64, 4, 1, 64)}
 # Plans, and the peer of each.
-PLANS = {"single": "eager", "recompute": "eager, checkpoints", "co_shard:parts=4": "eager, checkpoints"}
+PLANS = {
+    "single": "eager",
+    "recompute": "eager, checkpoints",
+    "co_shard:parts=4": "eager, checkpoints",
+    "chunked_loss:parts=8": "eager",
+}
 Step = Callable[[dict[str, Tensor]], Any]
 
 
@@ -77,12 +83,21 @@ def seconds(step: Step, batch: dict[str, Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def kernels(step: Step, batch: dict[str, Tensor]) -> int:
-    """Return the number of kernels that a step starts."""
+def kernels(step: Step, batch: dict[str, Tensor]) -> list[tuple[float, int, str]]:
+    """Return the microseconds, the number and the name of each kernel that a step starts, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         step(batch)
         torch.cuda.synchronize()
-    return sum(event.count for event in found.key_averages() if event.self_device_time_total)
+    events = (event for event in found.key_averages() if event.self_device_time_total)
+    return sorted(((e.self_device_time_total, e.count, e.key) for e in events), reverse=True)
+
+
+def show_longest(side: str, step: Step, batch: dict[str, Tensor]) -> None:
+    """Print the ten longest kernels of a step, and the seconds of all."""
+    found = kernels(step, batch)
+    print(f"\n{side}: {sum(time for time, *_ in found) / 1e3:.2f} ms of kernels")
+    for time_of, count, name in found[:10]:
+        print(f"{time_of / 1e3:9.2f} ms {count:5d} x {name[:90]}")
 
 
 def measure(name: str, steps: int, is_compiled: bool) -> None:
@@ -117,9 +132,11 @@ def measure(name: str, steps: int, is_compiled: bool) -> None:
         its_peer = PLANS.get(side.removesuffix(", compiled"), "")
         print(
             f"{side:30} {statistics.median(mine) * 1e3:8.2f} {ratio(its_peer):>12} "
-            f"{ratio('torch.compile'):>11} {peaks[side]:9.2f} {kernels(sides[side], batch):8d}",
+            f"{ratio('torch.compile'):>11} {peaks[side]:9.2f} {sum(n for _, n, _ in kernels(sides[side], batch)):8d}",
             flush=True,
         )
+    for side in {"single, compiled", "torch.compile"}.intersection(sides):
+        show_longest(side, sides[side], batch)
 
 
 def main() -> None:
