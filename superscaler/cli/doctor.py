@@ -110,7 +110,7 @@ def _compiled() -> Check:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
-    from superscaler.runtime.inductor import cache_folder
+    from superscaler.runtime.compiled.inductor import cache_folder
 
     advice = "--torch-compile needs it on a CPU: install g++, or set CXX"
     try:

@@ -14,8 +14,8 @@ from torch import Tensor
 from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
-from superscaler.runtime.compiled import CompiledSegments
-from superscaler.runtime.compiled_tape import CompiledTape
+from superscaler.runtime.compiled.segments import CompiledSegments
+from superscaler.runtime.compiled.tape import CompiledTape
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
 from superscaler.runtime.updates import Chosen, Updates
@@ -171,7 +171,7 @@ class Rank:
         return [None] * count
 
     def random(self, number: int) -> functional.Draws:
-        """Return what draws the k-th random tensor of a segment on this device."""
+        """Return the random tensors of a segment on this device; called with k, they draw the k-th."""
         return functional.Draws(self.seed, self.steps, self.tables["draws"][number], self.device)
 
     def slice(self, x: Tensor, view: Sequence[int], box: int, shape: Sequence[int]) -> Tensor:

@@ -21,7 +21,7 @@ from superscaler.errors import InputError
 from superscaler.runtime import evaluation
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.batch import Padding, check_batches, put_together, rows_read
-from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged, for_schedules
 from superscaler.runtime.scaling import Scaler

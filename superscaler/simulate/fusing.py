@@ -1,8 +1,8 @@
 """Segments as Inductor compiles them: operators between products and attention are fused into few kernels.
 
-The graphs are those that are trained (`runtime/joint.py`). Their kernels are estimated, as Inductor would make them. An
-operator is in one kernel with those that read it, but for sums of whole columns, and for readers that wait for a
-product meanwhile. A fused kernel reads and writes memory once.
+The graphs are those that are trained (`runtime/compiled/joint.py`). Their kernels are estimated, as Inductor would make
+them. An operator is in one kernel with those that read it, but for sums of whole columns, and for readers that wait for
+a product meanwhile. A fused kernel reads and writes memory once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from superscaler.groups import group_by
-from superscaler.runtime.compiled import Called, CompiledSegments
-from superscaler.runtime.compiled_tape import Compiled
-from superscaler.runtime.inductor import Call
+from superscaler.runtime.compiled.inductor import Call
+from superscaler.runtime.compiled.segments import Called, CompiledSegments
+from superscaler.runtime.compiled.tape import Compiled
 from superscaler.simulate.rates import class_of, is_attention, name_of, products_of
 from superscaler.simulate.recording import KINDS, Recorder, metas_of, tensors_of
 from superscaler.simulate.works import Kernel, Meta

@@ -29,7 +29,7 @@ from superscaler.ir.model import Op
 from superscaler.ir.program import Function, Program
 from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
-from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.emitted_lines import op_at
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.load import modules

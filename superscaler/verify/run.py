@@ -21,7 +21,7 @@ from superscaler.ir.communication import bytes_moved
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
 from superscaler.runtime.batch import check_batch
-from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.load import load
 from superscaler.runtime.step import Step
 from superscaler.verify.compare import Comparison, Errors, noise_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from superscaler.compiler import Compiled, finish
 from superscaler.frontend.oracle import Reference, largest
 from superscaler.ir.model import Model
-from superscaler.runtime.in_parts import InParts
+from superscaler.runtime.compiled.in_parts import InParts
 from superscaler.runtime.optimizer import ROUNDING
 from superscaler.verify.compare import Comparison, Errors, floor_of, relative_error
 from superscaler.verify.locate import Values

@@ -18,8 +18,8 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.program import Collective, Instruction, Program
-from superscaler.runtime import inductor
-from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.compiled import inductor
+from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import memories
 from tests.ran import Around, captured, equal, moved, on_ranks

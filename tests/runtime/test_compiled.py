@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import RuntimeFailure
 from superscaler.models import build
-from superscaler.runtime import inductor, optimizer
-from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime import optimizer
+from superscaler.runtime.compiled import inductor
+from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.functions.draws import Draws, drawn
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step

@@ -12,8 +12,9 @@ import torch
 import superscaler as ss
 from superscaler.ir.program import Backward, Forward
 from superscaler.models import build
-from superscaler.runtime import compiled_tape, inductor
-from superscaler.runtime.compiled import CompiledSegments
+from superscaler.runtime.compiled import inductor
+from superscaler.runtime.compiled import tape as compiled_tape
+from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.runtime.step import Step
 from superscaler.simulate import fusing

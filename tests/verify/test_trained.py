@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.runtime import optimizer
-from superscaler.runtime.in_parts import InParts
+from superscaler.runtime.compiled.in_parts import InParts
 from superscaler.runtime.updates import Pairs, Updates
 from tests.graphs import step_of
 

@@ -76,7 +76,7 @@ class Draws:
         return torch.tensor(found, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def forms(self) -> tuple[Form, ...]:
-        """Return what is equal in all steps, and of equal layers."""
+        """Return the sizes and shapes, which equal layers share in all steps."""
         return tuple(
             (tuple(high - low for low, high in e["box"]), tuple(e["extents"]), tuple(e["shape"])) for e in self.entries
         )

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from superscaler.runtime import graph_parts as parts
-from superscaler.runtime.inductor import Call, Compiler, Results, plain
-from superscaler.runtime.joint import Joint, inputs_of, results_of
+from superscaler.runtime.compiled import graph_parts as parts
+from superscaler.runtime.compiled.inductor import Call, Compiler, Results, plain
+from superscaler.runtime.compiled.joint import Joint, inputs_of, results_of
 from superscaler.runtime.saved_tensors import Copies, Kept, MovedTape, storage_of, strided
 from superscaler.runtime.tapes import List, Sums, Tensors, in_dtypes
 
@@ -110,7 +110,7 @@ class Compiled:
         return parts.with_sums(self._without(missing), added)
 
     def in_halves(self, missing: tuple[bool, ...], first: tuple[int, ...]) -> parts.Halves:
-        """Return the backward in halves, the first of which gives the gradients with these numbers."""
+        """Return the backward in halves: the first gives the gradients with these numbers."""
         key = missing, first
         if key not in self.halves:
             self.halves[key] = parts.halves(self._without(missing), first)
@@ -215,7 +215,7 @@ class CompiledTape:
     def _given(
         self, gradients: Sequence[Tensor | None], again: Sequence[Tensor]
     ) -> tuple[list[Tensor], tuple[bool, ...]]:
-        """Return what the backward reads, in a list that has its only names, and which gradients are missing."""
+        """Return the tensors that the backward reads, in a list with their only names, and the missing gradients."""
         if self._moved is not None:
             moved, held = self._moved
             moved.arrive()

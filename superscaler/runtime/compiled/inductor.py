@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from superscaler.errors import brief
-from superscaler.runtime.in_parts import InParts
-from superscaler.runtime.joint import inductor_context, like
+from superscaler.runtime.compiled.in_parts import InParts
+from superscaler.runtime.compiled.joint import inductor_context, like
 
 # A compiled graph: it empties the list of its inputs.
 Call = Callable[[list[Tensor]], Sequence[Any]]
@@ -109,7 +109,7 @@ def quiet() -> Iterator[None]:
 
 
 def difference(run: Callable[[], Results], found: Results) -> str:
-    """Return how results differ from those of a function beyond the noise of reordered sums; '' if they do not."""
+    """Return the first error of results that is beyond the noise of reordered sums in a function; '' for none."""
     expected = run()
     limits = _limits(run, expected)
     for n, (a, b, limit) in enumerate(zip(found, expected, limits, strict=True)):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import brief
-from superscaler.runtime.compiled_tape import Compiled, CompiledTape
+from superscaler.runtime.compiled.inductor import Compiler, checked, difference, quiet, say
+from superscaler.runtime.compiled.joint import Joint, reshape_views, trace
+from superscaler.runtime.compiled.tape import Compiled, CompiledTape
 from superscaler.runtime.functions.draws import Draws, drawn
-from superscaler.runtime.inductor import Compiler, checked, difference, quiet, say
-from superscaler.runtime.joint import Joint, reshape_views, trace
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.runtime.tapes import Segment, Tape, Tensors, record
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor, fx
 
-from superscaler.runtime.joint import inputs_of, results_of
+from superscaler.runtime.compiled.joint import inputs_of, results_of
 
 # The gradient of each input; None: nothing arrives.
 Results = Sequence[fx.Node | None]
