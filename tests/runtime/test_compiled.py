@@ -82,10 +82,30 @@ def test_a_segment_is_compiled_once_and_trains_as_before(plain: Plain) -> None:
     assert plain.graphs == 2
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [pytest.param(p, marks=() if p == "zb_h1:2,microbatches=4" else pytest.mark.slow) for p in PLANS],
-)
+class Layers(nn.Module):
+    """A module whose layers have a norm: vectors beside matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(3))
+        self.last = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("plan", ["zb_h1:2,microbatches=2", "zero:stage=3", "pipeline_1f1b:2,microbatches=4,offload=2"])
+def test_tapes_are_halved_gathered_again_and_moved_as_before(plan: str, plain: Plain) -> None:
+    graph = step_of(Layers(), torch.rand(8, 4))
+    expected = trained(graph, plan, 2, is_compiled=False)
+    torch.testing.assert_close(trained(graph, plan, 2, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
+    assert plain.graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
 def test_gpt2_trains_as_before(plan: str, plain: Plain) -> None:
     graph = graph_of("gpt2:size=tiny,layers=4,batch=16,dropout=0.1")
     expected = trained(graph, plan, PLANS[plan], is_compiled=False)
