@@ -41,7 +41,7 @@ def parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> arg
     made.add_argument("--data", type=path, help="a text, read as bytes, or FILE.py:function; default: Python's own")
     made.add_argument("--eval", type=path, help="FILE.py:function that gives batches to evaluate, or with metrics")
     made.add_argument("--eval-every", type=int, help="steps between two evaluations; default: one at the end")
-    made.add_argument("--torch-compile", action="store_true", help="run each segment as torch.compile compiles it")
+    made.add_argument("--torch-compile", action="store_true", help="run each segment as Inductor compiles it")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=path, help="file of a JSON object a step; a run that goes on adds to it")
     made.add_argument("--profile", type=int, help="steps to record with torch's profiler, after a first one; see --run")
