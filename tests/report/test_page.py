@@ -57,7 +57,9 @@ def middle_of(subject: Subject, device: int, microbatch: int) -> tuple[float, st
         if isinstance(i := lane.code[at], Forward) and i.task.microbatch == microbatch and lane.waited[n] < 0
     ]
     start, end = max(works, key=lambda work: work[1] - work[0])
-    return (start + end) / 2, f"{(end - start) * 1e6:#.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:#.4g} ms"
+    return (
+        start + end
+    ) / 2, f"{(end - start) * 1e6:#.4g} us" if end - start < 1e-3 else f"{(end - start) * 1e3:#.4g} ms"
 
 
 def test_a_page_shows_the_plan_and_asks_for_nothing(tmp_path: Path) -> None:
