@@ -204,7 +204,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("two ranks do not sum their losses", "self.all_reduce(x, tuple(range(self.world)), planned=False)",
      "self.all_reduce(x, tuple(range(self.world)) if self.world > 2 else (self.rank,), planned=False)",
      "integration/test_equality plans/test_equal"),
-    ("a later iteration draws what the first drew", 'steps = self.steps + e.get("ahead", 0)', "steps = self.steps",
+    ("a later iteration draws what the first drew", 'return self.step + int(entry.get("ahead", 0))', "return self.step",
      "integration/test_unroll"),
     ("dropout keeps what it should drop", "x * (random.ge_(p)", "x * (random.lt_(p)",
      "runtime/test_functional ops/test_rules"),
