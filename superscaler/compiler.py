@@ -195,7 +195,9 @@ def _folded(
     phases: dict[str, float],
     steady: SteadyState | None = None,
 ) -> tuple[Schedule, Program]:
-    """Compile the sampled places of each fold axis; all places of an axis that proves not to fold."""
+    """Compile the sampled places of each fold axis; all places of an axis that proves neither to fold nor to divide
+    into axes that do.
+    """
     fold, kept = full_fold, planned if steady is None else first_microbatches(planned, steady)
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
@@ -206,4 +208,4 @@ def _folded(
                 return schedule, materialize(schedule, len(cluster.devices), cluster, fold, steady)
         except Unfoldable as error:
             assert fold is not None
-            fold = fold.without(error.axis)
+            fold = fold.divided(error.axis, error.parts) if error.parts else fold.without(error.axis)

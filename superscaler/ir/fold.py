@@ -25,11 +25,13 @@ Coordinate = tuple[int, ...]
 
 
 class Unfoldable(Exception):
-    """A plan differs between places of a fold axis."""
+    """A plan differs between places of a fold axis. `parts`: the places of axes into which that one is divided, if the
+    plan may be alike along each of these.
+    """
 
-    def __init__(self, axis: int) -> None:
+    def __init__(self, axis: int, parts: tuple[int, ...] = ()) -> None:
         super().__init__(f"fold axis {axis}")
-        self.axis = axis
+        self.axis, self.parts = axis, parts
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Fold:
         """Return the fold without one of its axes, whose places become bases of their own."""
         moved = np.moveaxis(self.devices, 1 + axis, 1)
         return Fold(moved.reshape(-1, *moved.shape[2:]))
+
+    def divided(self, axis: int, parts: Sequence[int]) -> Fold:
+        """Return the fold with several axes in place of one: [.., 8, ..] -> [.., 4, 2, ..]."""
+        outer, inner = self.devices.shape[: 1 + axis], self.devices.shape[2 + axis :]
+        return Fold(self.devices.reshape(*outer, *parts, *inner))
 
     def closeness(self, a: int, b: int) -> int:
         """Return the number of fold axes along which two devices are at the same place."""

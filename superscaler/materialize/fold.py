@@ -1,6 +1,6 @@
 """Folded devices: the compiled samples, checked to determine the code of all other devices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from superscaler.ir.fold import Fold, Folded, Unfoldable
@@ -41,8 +41,24 @@ def _check_peers(device: Device, fold: Fold) -> None:
             for member in group:
                 base, *place = fold.places[member]
                 lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
-            if is_message or any(len(line) != fold.widths[axis] for line in lines.values()):
+            width = fold.widths[axis]
+            if is_message:
                 raise Unfoldable(axis)
+            if partial := next((line for line in lines.values() if len(line) != width), None):
+                raise Unfoldable(axis, _division(sorted(partial), width))
+
+
+def _division(line: Sequence[int], width: int) -> tuple[int, ...]:
+    """Return the parts of an axis of which these places fill one; nothing if there are none.
+
+    >>> _division([0, 2, 4, 6], 8), _division([4, 5], 8), _division([0, 3], 8)
+    ((4, 2), (4, 2), ())
+    """
+    step, count = line[-1] - line[-2] if len(line) > 1 else width, len(line)
+    # The places of an axis [outer, count, step] along its middle part.
+    first = line[0] // (count * step) * count * step + line[0] % step
+    is_filled = width % (count * step) == 0 and [*line] == [first + n * step for n in range(count)]
+    return tuple(n for n in (width // (count * step), count, step) if n > 1) if is_filled and count > 1 else ()
 
 
 def _meet(first: Device, other: Device, fold: Fold) -> bool:
