@@ -13,10 +13,10 @@ from superscaler.certify.certificate import check_program
 from superscaler.certify.interpret import Interpreter
 from superscaler.certify.masks import Masks
 from superscaler.certify.rounds import Rounds
-from superscaler.compiler import compile_graph
+from superscaler.compiler import Compiled, compile_graph, finish
 from superscaler.errors import ScheduleError
 from superscaler.ir.loops import Loop, Rolled, Run
-from superscaler.ir.program import Device, Free, Instruction, Program, reads, writes
+from superscaler.ir.program import Collective, Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 
@@ -51,6 +51,36 @@ def test_left_out_rounds_change_the_state_as_if_they_had_run(plan: str, devices:
         ends.append(len(steps))
     assert ends[0] == ends[2]
     assert ends[1] < 0.8 * ends[3]
+
+
+@cache
+def compiled_in_parts() -> Compiled:
+    """Return a plan whose cheapest way between stages gathers over 4 of 8 tensor-parallel devices: 0, 2, 4 and 6."""
+    graph = graph_of("mlp:layers=4,hidden=64,inputs=64,classes=4,batch=8192", "SGD")
+    plan = resolve("hybrid:dp=4,tp=8,pp=2,microbatches=16")
+    return compile_graph(graph, plan, ss.Cluster.parse("v100:8x8"))
+
+
+def test_the_rounds_of_a_plan_with_groups_along_a_part_of_an_axis_are_left_out() -> None:
+    program, steps = compiled_in_parts().program, list[int]()
+    groups = {i.group for device, _ in program.distinct for i in device.instructions if isinstance(i, Collective)}
+    assert (32, 34, 36, 38) in groups
+    runs = Rounds(program, Masks(program))
+    step = runs._step
+    runs._step = lambda run, i: steps.append(run.at) or step(run, i)  # type: ignore
+    runs.run()
+    # As many cohorts as stages; none runs all of its 15 repetitions.
+    assert len(runs.runs) == 2
+    assert len(steps) < 0.6 * sum(len(run.cohort.code) for run in runs.runs)
+
+
+def test_an_axis_in_parts_gives_the_bytes_of_the_unfolded_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = compiled_in_parts()
+    assert (folded.full_fold and folded.full_fold.widths, folded.fold and folded.fold.widths) == ((4, 8), (4, 4, 2))
+    monkeypatch.setattr("superscaler.compiler.KEPT", 64)
+    unfolded = finish(folded.graph, folded.cluster)
+    assert unfolded.fold is None
+    assert folded.emitted.files == unfolded.emitted.files
 
 
 def without_one(runs: tuple[Run, ...]) -> Iterator[Run]:
