@@ -56,10 +56,9 @@ def unrolled(model: Model, count: int) -> Model:
 
 def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
     """Return the reasons against unrolling, each with whether it holds."""
-    is_number = isinstance(count, int) and not isinstance(count, bool) and count > 1
     return [
-        (not is_number, f"{count!r} is no number of iterations; give 2 or more."),
-        (is_number and count > MOST, f"{count} iterations make {count} copies of the model; choose at most {MOST}."),
+        (count < 2, f"{count} is no number of iterations; give 2 or more."),
+        (count > MOST, f"{count} iterations make {count} copies of the model; choose at most {MOST}."),
         (model.iterations > 1, f"the graph has {model.iterations} iterations already; unroll it once."),
         (not model.loss, "nothing is trained, so no iteration depends on the one before; capture an optimizer."),
         (bool(model.result), "the step returns more than its loss; capture it without outputs."),

@@ -49,7 +49,7 @@ def _check_peers(device: Device, fold: Fold) -> None:
 
 
 def _division(line: Sequence[int], width: int) -> tuple[int, ...]:
-    """Return the parts of an axis of which these places fill one; nothing if there are none.
+    """Return the parts of an axis such that these places fill one of them; nothing if there are none.
 
     >>> _division([0, 2, 4, 6], 8), _division([4, 5], 8), _division([0, 3], 8)
     ((4, 2), (4, 2), ())

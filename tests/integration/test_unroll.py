@@ -182,7 +182,7 @@ def test_a_step_takes_as_many_batches_as_it_has_iterations(tmp_path: Path) -> No
     [
         (None, 1, "1 is no number of iterations; give 2 or more"),
         (None, 10**9, "1000000000 iterations make 1000000000 copies of the model; choose at most 1024"),
-        (None, 2.0, "2.0 is no number of iterations"),
+        (None, 2.0, "iterations is 2.0 of type float; give int"),
         (lambda graph: graph.unroll(2), 2, "2 iterations already"),
         (lambda graph: ss.op_trans(graph, graph.forward_ops, ss.Stale()), 2, "are read as they were updates ago"),
     ],
@@ -191,7 +191,7 @@ def test_what_cannot_be_unrolled_is_told(before: Any, iterations: Any, told: str
     graph = graph_of("mlp").copy()
     if before is not None:
         before(graph)
-    with pytest.raises(TransformError, match=rf"unroll at .*test_unroll.py:\d+: .*{told}"):
+    with pytest.raises(InputError, match=rf"unroll at .*test_unroll.py:\d+: .*{told}"):
         graph.unroll(iterations)
 
 

@@ -15,7 +15,7 @@ from superscaler.ir.loops import Rolled
 from superscaler.ir.program import Device, Fetch, Instruction, Offload
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.text.program import parse_program, print_program
-from superscaler.runtime.saved_tensors import Copies, MovedTape
+from superscaler.runtime.saved_tensors import Copies, MovedTape, kept_by
 from superscaler.runtime.split_backward import nodes_from
 from superscaler.simulate.memory import memories
 from superscaler.simulate.predict import simulate
@@ -83,7 +83,8 @@ def test_a_tape_goes_to_the_host_again_before_its_backward() -> None:
     alive = y.exp()
     z = (x.exp() * alive).sin()
     expected = torch.autograd.grad(z, (x, y), torch.ones_like(z), retain_graph=True)
-    tape, copies = MovedTape(nodes_from([z.grad_fn])), Copies(torch.device("cpu"))
+    kept = [kept for _, kept in kept_by(nodes_from([z.grad_fn]))]
+    tape, copies = MovedTape(kept), Copies(torch.device("cpu"))
     for stays in ((alive,), ()):
         tape.offload(copies, stays)
         tape.fetch(copies)
