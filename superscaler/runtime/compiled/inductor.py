@@ -98,9 +98,10 @@ def say(name: str, why: str) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Compile in the block, which is for one thread at a time. What Inductor writes of an error is pages long."""
-    before = logging.root.manager.disable
     with LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Read in the lock: another thread has switched it off meanwhile.
+        before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
         try:
             yield
