@@ -70,7 +70,10 @@ def validate(
     printer.progress.announce(f"validate {request}: capture, compile, then certify the programs; nothing is run")
     compiled, _ = request.compile()
     printer.result = compiled.validate()
-    printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")
+    printer.show(
+        compiled.summary(),
+        "the plan holds: every part is covered, no device waits forever, its code does what the program says",
+    )
     return True
 
 
