@@ -77,7 +77,8 @@ def fits(value: Any, kind: Any, has_items: bool = True) -> bool:
     if not isinstance(value, origin or kind) or (origin and isinstance(value, str | bytes)):
         return False
     many = has_items and isinstance(value, list | tuple) and inner
-    return not many or all(fits(item, inner[0], False) for item in value)
+    # An item of each type says it for all.
+    return not many or all(fits(item, inner[0], False) for item in {type(item): item for item in value}.values())
 
 
 class Numbered(tuple[T, ...]):

@@ -44,9 +44,9 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
         )
     if op.is_forward:
         graph.cut_along |= named
-        if any(_is_nameless_cut(axis) for grid, _ in _grids(graph, parts) for axis in grid.axes):
-            for name in (name for name, size in sizes.items() if size > 1 and name not in named):
-                graph.only_copied.setdefault(name, op.name)
+        copied = [name for name, size in sizes.items() if size > 1 and name not in {*named, *graph.only_copied}]
+        if copied and any(_is_nameless_cut(axis) for grid, _ in _grids(graph, parts) for axis in grid.axes):
+            graph.only_copied |= dict.fromkeys(copied, op.name)
     for name in (name for name in sizes if name not in named):
         parts = cut(graph, parts, Replicate(sizes[name], axis=name), where)
     places: dict[str, tuple[int, Ints]] = {}
