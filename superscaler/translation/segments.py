@@ -155,6 +155,7 @@ class Wanted:
         self._boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
         self._inputs = [self.run.symbol("input", n) for n in range(len(function.inputs))]
         self._values = dict[str, Symbol]()
+        self._names = {"__builtins__": {}, **names_of(self.run), "random": self.run.random, "parts": Parts()}
         self.draws = self.parts = 0
         unread, ops, after = unread_twins(model), unfused(function.ops, self._products), list[int]()
         for op in ops:
@@ -185,8 +186,7 @@ class Wanted:
             local = Local(op, self._boxes[op.name], [*given], shapes, results, self._tensors, random, parts)
             source = row_of(op.target).text(local)
             self.draws, self.parts = self.draws + bool(random), self.parts + len(parts)
-        scope = {**names_of(self.run), **given, "random": self.run.random, "parts": Parts()}
-        return eval(_code(source), {"__builtins__": {}, **scope})
+        return eval(_code(source), {**self._names, **given})
 
     def _operand(self, op: Op, k: int) -> Symbol:
         number = self._function.input_of.get((op.name, k))

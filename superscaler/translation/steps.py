@@ -49,10 +49,7 @@ class Step(Beside):
         return [self._weights[n] for path in paths for t, n in self._tensors if t == path or t.startswith(f"{path}.")]
 
     def weights_at(self, number: int) -> list[Held]:
-        names, *others = [data.tables["updates"][number] for data in self.data]
-        for other in others:
-            self._same("what is updated", other, names)
-        return [self._weights[name] for name in names]
+        return [self._weights[name] for name in self._of_all("updates", number)]
 
     def input(self, number: int) -> Held:
         i, spot = self.take(p.Load, "rt.input")
@@ -305,10 +302,15 @@ class Step(Beside):
         return True
 
     def wait_all(self, works: Sequence[Held], shapes: int) -> list[Held]:
-        found = [data.tables["shapes"][shapes] for data in self.data]
-        for other in found:
-            self._same("the shapes of what is waited for", other, found[0])
-        return [self.arrive(work, tuple(shape)) for work, shape in zip(works, found[0], strict=True)]
+        found = self._of_all("shapes", shapes)
+        return [self.arrive(work, tuple(shape)) for work, shape in zip(works, found, strict=True)]
+
+    def _of_all(self, table: str, number: int) -> Any:
+        """Return an entry of a table that is equal on all devices."""
+        first, *others = [data.tables[table][number] for data in self.data]
+        for other in others:
+            self._same(f"entry {number} of {table}", other, first)
+        return first
 
     # Ends.
 
