@@ -31,7 +31,8 @@ from superscaler.simulate.rates import (
     segment_seconds,
     waiting_seconds,
 )
-from superscaler.simulate.recording import Recorder, alone, callables
+from superscaler.simulate.recording import alone, callables
+from superscaler.simulate.segments import recorded
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Lane, Timetable
 from superscaler.simulate.works import Call
@@ -234,7 +235,7 @@ def products(model: Model) -> list[tuple[Kernel, int]]:
     functions = [alone(op) for op in example.values()]
     found = list[tuple[Kernel, int]]()
     for key, function, run in zip(example, functions, callables(Program(plain, tuple(functions), ())), strict=True):
-        kernels = Recorder().segment(run, input_metas(plain, function), Call(tape=False)).forward.kernels
+        kernels = recorded(run, tuple(input_metas(plain, function)), Call(tape=False)).forward.kernels
         found += [(kernel, count[key] * (3 if model.loss else 1)) for kernel in kernels if flops_of(kernel)]
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial, wraps
@@ -35,6 +35,7 @@ from superscaler.runtime.executor import Rank
 from superscaler.runtime.load import modules
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
+from superscaler.specs.registered import REGISTERED
 
 Tensors = Sequence[Tensor]
 # Random numbers by their number in a segment.
@@ -252,6 +253,7 @@ def callables(
 
     def bound(function: Function, name: str) -> Callable[..., tuple[Tensor, ...]]:
         boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
+        targets = {op.target for op in function.ops}
         draws = draws_of(program.model, function, boxes)
 
         def random(k: int) -> Tensor:
@@ -275,6 +277,7 @@ def callables(
 
         # What the random numbers are, and the inputs whose memory is there anyway.
         called.__dict__["draws"] = list(map(asdict, draws))
+        called.__dict__["text"] = _text_of(run, draws, own) if REGISTERED.keys().isdisjoint(targets) else None
         tensors = program.model.tensors
         called.__dict__["weights"] = [
             n for n, name in enumerate(function.inputs) if tensors[name].kind in ("parameter", "buffer")
@@ -282,6 +285,12 @@ def callables(
         return called
 
     return list(map(bound, program.functions, names))
+
+
+def _text_of(run: Any, draws: Iterable[Any], parts: Iterable[Box]) -> Hashable:
+    """Return what a function does, wherever it is written: equal for equal functions of two programs."""
+    code = run.__code__.replace(co_name="", co_qualname="", co_firstlineno=1, co_linetable=b"")
+    return code, repr(sorted(vars(run).items())), tuple((d.extents, d.shape) for d in draws), tuple(parts)
 
 
 def alone(op: Op) -> Function:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,9 @@ from superscaler.simulate.works import Call, Meta, Segment
 
 # Operators that leave out what no query of a part sees.
 _BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
+# The segments of all programs of this process, and the most of them.
+_RECORDED: dict[Hashable, Segment] = {}
+_MOST = 4096
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 Dtypes = tuple[tuple[int, str], ...]
 
@@ -174,10 +178,25 @@ class Segments:
         # Functions with the same text have the same name.
         key = run.__name__, metas, call
         if key not in self._known:
-            recorder = Recorder(self.on_gpu)
-            recorder.compiled = RecordedSegments(recorder) if self.torch_compile else None
-            self._known[key] = recorder.segment(run, metas, call)
+            self._known[key] = recorded(run, metas, call, self.on_gpu, self.torch_compile)
         return self._known[key]
+
+
+def recorded(
+    run: Callable[..., Any], metas: tuple[Meta, ...], call: Call, on_gpu: bool = False, torch_compile: bool = False
+) -> Segment:
+    """Return the segment of a function under a call. Functions of other plans with the same text are not run again."""
+    text = run.__dict__["text"]
+    key = text, metas, call, on_gpu, torch_compile
+    if key in _RECORDED:
+        return _RECORDED[key]
+    recorder = Recorder(on_gpu)
+    recorder.compiled = RecordedSegments(recorder) if torch_compile else None
+    found = recorder.segment(run, metas, call)
+    if len(_RECORDED) >= _MOST:
+        _RECORDED.clear()
+    # A registered operator may be registered anew.
+    return found if text is None else _RECORDED.setdefault(key, found)
 
 
 def input_metas(model: Model, function: Function) -> Iterator[Meta]:
