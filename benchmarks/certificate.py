@@ -3,8 +3,8 @@
     python benchmarks/certificate.py [--plans tensor,hybrid] [--most 100] [--numbers 30] [--show 5]
 
 Every instruction is left out, repeated and exchanged with the next; every number, flag and name of every instruction,
-weight and function is another (`tests/faults/single.py`); several are others that look right one by one, as a weight
-that is loaded again after its update, or two messages of one number (`tests/faults/several.py`). `certificate` and
+weight and function is another (`tests/helpers/single.py`); several are others that look right one by one, as a weight
+that is loaded again after its update, or two messages of one number (`tests/helpers/several.py`). `certificate` and
 `deadlock` count what these checks refuse.
 Of what is left `ran` mutants ran two steps in float64: `equal` gave the numbers of the plan, `fails` did not run to the
 end, `MISSED` gave others. `--most` bounds the mutants of a class and plan, `--numbers` those that run; both are drawn
@@ -21,16 +21,15 @@ from typing import Any
 
 import torch
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "faults"), str(TESTS / "property")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 COUNTS = (("mutants", 8), ("certificate", 12), ("deadlock", 9), ("left", 7), ("ran", 6), ("equal", 6), ("fails", 6))
 HEAD = f"{'mutation':20}" + "".join(f"{name:>{width}}" for name, width in COUNTS) + " MISSED"
 
 
 def main() -> None:
-    from outcome import SCOPES, Row, added, sweep
-    from small_plans import PLANS
+    from tests.helpers.outcome import SCOPES, Row, added, sweep
+    from tests.helpers.small_plans import PLANS
 
     options = _options(list(PLANS))
     torch.set_num_threads(1)

@@ -13,11 +13,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("faults", "property")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def main() -> None:
-    from mutations import TABLE, report
+    from tests.helpers.mutations import TABLE, report
 
     print(f"{'mutation':52} {'plan':16} {'caught by':14} report")
     caught_by: Counter[str] = Counter()

@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
-from live import Live
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import superscaler as ss
 from superscaler.artifact import initial_values
@@ -41,6 +44,7 @@ from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
+from tests.helpers.live import Live
 
 MODELS = {
     "small": "gpt2:size=tiny,layers=4,seq=128",

@@ -3,8 +3,8 @@
     python benchmarks/random_plans.py [--graphs 700] [--sprograms 200] [--numbers 0.1] [--first 50000] [--minutes 60]
 
 Of each kind so many plans, from seeds that follow `--first`. `regular` and `nested` are random graphs under random
-grids and trees of parts (tests/property/random_graphs.py); `free`, `layered`, `rewritten` and `unrolled` are random
-sPrograms on small models (tests/property/random_sprograms.py). `rewritten` ones have recomputation, split backwards,
+grids and trees of parts (tests/helpers/random_graphs.py); `free`, `layered`, `rewritten` and `unrolled` are random
+sPrograms on small models (tests/helpers/random_sprograms.py). `rewritten` ones have recomputation, split backwards,
 attention in blocks, copies, tapes on hosts, stale weights and early updates; `unrolled` ones have two iterations in the
 place of stale weights. `refused`: their own orders cannot hold, or a copy changes nothing, so that there is no plan.
 `alarm`: a check refuses a plan. Of a share `--numbers` of the plans, and of all alarms, a step is compared
@@ -30,7 +30,7 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # How many plans of a kind follow each other.
 BLOCK = 10
@@ -97,7 +97,7 @@ def _alarm(program: Program) -> str:
 
 
 def _graphs(kind: str, seeds: range) -> Iterator[Drawn]:
-    from random_graphs import largest_error, random_model, random_plan
+    from tests.helpers.random_graphs import largest_error, random_model, random_plan
 
     for seed in seeds:
         model, values = random_model(seed, 6)
@@ -107,13 +107,13 @@ def _graphs(kind: str, seeds: range) -> Iterator[Drawn]:
 
 @cache
 def _captured(models: tuple[str, ...]) -> list[ss.Graph]:
-    from random_sprograms import captured
+    from tests.helpers.random_sprograms import captured
 
     return list(map(captured, models))
 
 
 def _sprograms(kind: str, seeds: range) -> Iterator[Drawn]:
-    from random_sprograms import MODELS, random_sprogram
+    from tests.helpers.random_sprograms import MODELS, random_sprogram
 
     graphs = _captured(tuple(MODELS))
     for seed in seeds:

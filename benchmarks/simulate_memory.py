@@ -3,7 +3,7 @@
     python benchmarks/simulate_memory.py [--model NAME]
 
 For each plan the peaks of its distinct programs, in MB, in the second step: predicted from the instructions, counted
-while one rank runs (tests/simulate/counted.py says how), and their quotient. Then the seconds of the prediction, with
+while one rank runs (tests/helpers/counted.py says how), and their quotient. Then the seconds of the prediction, with
 those of recording the segments, and what is alive at the peak of the fullest device.
 """
 
@@ -22,8 +22,7 @@ import superscaler as ss
 from superscaler.errors import PlanError
 from superscaler.models import build
 from superscaler.simulate.memory import memories
-from tests.simulate.counted import counted
-from tests.simulate.test_memory import PLANS
+from tests.helpers.counted import PLANS, counted
 
 MODELS = ("gpt2:size=tiny,layers=4,seq=128", "llama:size=tiny,layers=4,seq=128", "mixtral:size=tiny,seq=64")
 MORE = [("expert_parallel", 2), ("seq1f1b", 2), ("fsdp", 2)]

@@ -13,17 +13,21 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from live import Live
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import superscaler as ss
 from superscaler.plans import resolve
+from tests.helpers.live import Live
 
 BACKWARDS = ("backward", "backward_input", "backward_weight")
 

@@ -12,17 +12,14 @@ import pytest
 from hypothesis import settings
 
 from superscaler.timing import cores
-from tests.quick import quick_python
-from tests.sweeps import COVERED, UNKNOWN
+from tests.helpers.quick import quick_python
+from tests.helpers.sweeps import COVERED, UNKNOWN
 
 PYTHON = os.environ["REAL_PYTHON"] = sys.executable
 
 # A busy machine is no fault.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
-
-for folder in ("property", "faults", "dist", "materialize/rvd", "verbs"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +35,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def is_whole(config: pytest.Config) -> bool:
     """Return whether all tests are asked for. A worker gets the folders by name."""
-    return [Path(name).name for name in config.args] == config.getini("testpaths")
+    return [Path(name).name for name in config.args] == [Path(name).name for name in config.getini("testpaths")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,7 +89,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.unfreeze = lambda: None
     if "torch" in sys.modules and session.items:
-        from tests.exports import quick_exports
+        from tests.helpers.exports import quick_exports
 
         quick_exports()
 

@@ -2,7 +2,7 @@
 
 It fails where a plan does not compile, where its certificate does not hold, or where a ratio leaves its band of 20 %:
 around the paper's number for searched paths, and for shallow models, which the paper does not have, around the ratio
-of the day when the band was written. AlphaFold2 is left out; tests/plans/test_paper.py compares its plans with the
+of the day when the band was written. AlphaFold2 is left out; test_paper.py compares its plans with the
 model.
 """
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from mutations import Code, at, named
-from outcome import differs
-from small_plans import exact
 
 from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Folded
 from superscaler.ir.program import Combine, Free, Function, Load, Program, Recv, Send, Slice, Update, Value, Wait
+from tests.helpers.mutations import Code, at, named
+from tests.helpers.outcome import differs
+from tests.helpers.small_plans import exact
 
 Edit = Callable[[Program], Program]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_plans import exact
 
 from superscaler.certify.interpret import Interpreter
 from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Free, Instruction, Program, Recv, Send, Wait, writes
+from tests.helpers.small_plans import exact
 
 
 class Count:

@@ -18,7 +18,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import Collective, Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
 
 PLANS = [
     ("hybrid:dp=1,tp=2,pp=2,microbatches=32", 4),

@@ -19,9 +19,9 @@ from superscaler.certify.hosts import on_host
 from superscaler.errors import ScheduleError
 from superscaler.ir import program as p
 from superscaler.plans import resolve
-from tests.graphs import graph_of
-from tests.ran import Around, captured, exact
-from tests.rewrites import offloaded, swapped
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, exact
+from tests.helpers.rewrites import offloaded, swapped
 
 Code = list[p.Instruction]
 

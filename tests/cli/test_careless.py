@@ -16,8 +16,8 @@ from superscaler.errors import InputError
 from superscaler.plan import Plan
 from superscaler.store.plan import plan_files
 from superscaler.train.resume import interrupted
-from tests.commands import run
-from tests.graphs import graph_of
+from tests.helpers.commands import run
+from tests.helpers.graphs import graph_of
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from superscaler.store.checkpoint import check_folder, lock
 from superscaler.store.pieces import whole
 from superscaler.store.tensors import open_checkpoint
-from tests.commands import answer, run
+from tests.helpers.commands import answer, run
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"

@@ -10,8 +10,8 @@ import pytest
 
 from superscaler.store import cache
 from superscaler.store.plan import PLAN_FILE
-from tests.commands import answer, run
-from tests.sweeps import slow
+from tests.helpers.commands import answer, run
+from tests.helpers.sweeps import slow
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]

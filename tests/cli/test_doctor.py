@@ -18,7 +18,7 @@ from superscaler.measure.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel
 from superscaler.store import cache
-from tests.commands import answer, run
+from tests.helpers.commands import answer, run
 
 
 @pytest.mark.dist

@@ -18,7 +18,7 @@ from superscaler.cli.main import app
 from superscaler.cli.printing import printing
 from superscaler.errors import InputError, ScheduleError
 from superscaler.timing import phase
-from tests.commands import run
+from tests.helpers.commands import run
 
 COMPILED = ["--plan", "single", "--cluster", "local:1"]
 

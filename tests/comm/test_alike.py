@@ -18,7 +18,7 @@ from superscaler.comm.alike import EVERY, FIRST
 from superscaler.errors import InputError
 from superscaler.launch.launch import launch
 from superscaler.runtime.step import Step
-from tests.ran import on_ranks
+from tests.helpers.ran import on_ranks
 
 Batch = dict[str, Tensor]
 

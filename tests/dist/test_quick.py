@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import quick_python
+from tests.helpers.quick import quick_python
 
 
 def test_the_process_that_forks_keeps_the_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import random_meshes
-import random_sprograms
+from tests.helpers import random_meshes
+from tests.helpers import random_sprograms
 import torch
-from random_graphs import random_model, random_plan, whole_step
+from tests.helpers.random_graphs import random_model, random_plan, whole_step
 from torch import Tensor
 
 import superscaler as ss
@@ -28,10 +28,10 @@ from superscaler.verify.compare import Comparison
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracles import draw_of, recurrence
 from superscaler.verify.results import Result
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
 from tests.materialize.test_collectives import narrowing, weights_shared_out, widened
 from tests.plans.test_dualpipe import MIXTRAL
-from tests.ran import exact, rewritten
+from tests.helpers.ran import exact, rewritten
 
 pytestmark = pytest.mark.dist
 WORLD, ROOT = 4, Path(__file__).parents[1]

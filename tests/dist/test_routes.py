@@ -8,7 +8,7 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.plan import Plan
-from tests.sweeps import slow
+from tests.helpers.sweeps import slow
 
 pytestmark = pytest.mark.dist
 

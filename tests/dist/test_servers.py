@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from superscaler.train.launch import train
-from tests.commands import run
-from tests.sweeps import slow
+from tests.helpers.commands import run
+from tests.helpers.sweeps import slow
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = "{{name: two servers, preset: local, servers: 2, devices_per_server: {}}}"

@@ -17,7 +17,7 @@ from superscaler.errors import PlanError
 from superscaler.ir.program import Device, Free, Program
 from superscaler.ir.text.program import parse_program, print_program
 from superscaler.verify.plan_dir import validate_directory
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bugs.md").read_text()
 BUGS = {text.partition("\n")[0]: text for text in PAGE.split("\n## ")[1:]}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run
-from tests.graphs import graph_of
-from tests.ran import equal
+from tests.helpers.commands import run
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,8 +18,8 @@ import pytest
 import superscaler as ss
 from superscaler import models, plans
 from superscaler.emit.statements import Statements
-from tests.commands import run
-from tests.graphs import graph_of
+from tests.helpers.commands import run
+from tests.helpers.graphs import graph_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

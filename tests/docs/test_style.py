@@ -1,17 +1,20 @@
-"""The package keeps its rules: plain sentences in docstrings, rooms that are not too large."""
+"""The repository keeps its rules: plain sentences in docstrings, rooms that are not too large, one place to share."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.sweeps import UNKNOWN
+from tests.helpers.sweeps import UNKNOWN
 
-PACKAGE = Path(__file__).parents[2] / "superscaler"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "superscaler"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RIDDLES = re.compile(r"\b(told|tells?|whom|of which)\b|\bReturn (what|which|how|where)\b")
 
@@ -29,6 +32,24 @@ def test_a_room_has_at_most_seventeen_files() -> None:
     """But for the plans, which are one a file."""
     rooms = Counter(file.parent.relative_to(PACKAGE).as_posix() for file in FILES)
     assert {room: count for room, count in rooms.items() if count > 17 and room != "plans"} == {}
+
+
+def test_tests_and_benchmarks_share_helpers_only() -> None:
+    """Tests import no benchmark, and each other by whole names; benchmarks import `tests.helpers` only."""
+    own = {file.stem for file in (ROOT / "tests").rglob("*.py")} - sys.stdlib_module_names
+    wrong = [(file, name) for file, name in _imports("tests") if name.split(".")[0] in {"benchmarks", *own}]
+    wrong += [(file, name) for file, name in _imports("benchmarks") if re.match(r"tests\b(?!\.helpers)", name)]
+    assert wrong == []
+
+
+def _imports(folder: str) -> Iterator[tuple[Path, str]]:
+    """Yield each file of a folder with each module that it imports."""
+    for file in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((file, name.name) for name in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield file, node.module or ""
 
 
 def test_covered_rows_are_tests(pytestconfig: pytest.Config) -> None:

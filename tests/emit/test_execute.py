@@ -24,8 +24,8 @@ from superscaler.runtime import functional
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step, build_step
-from tests.graphs import graph_of
-from tests.sweeps import few
+from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import few
 
 GPT = "gpt2:size=tiny"
 DEEP = "gpt2:size=tiny,layers=4,batch=16"

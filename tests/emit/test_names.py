@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import superscaler as ss
 from superscaler.verify.plan_dir import validate_directory
-from tests.graphs import step_of
-from tests.ran import Around, SProgram, captured, equal
+from tests.helpers.graphs import step_of
+from tests.helpers.ran import Around, SProgram, captured, equal
 
 TAKEN = (
     "one", "rt", "segments", "_", "w", "d_w", "w_work", "w__2", "w_m0", "functional", "random", "range", "print",

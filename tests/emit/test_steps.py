@@ -15,9 +15,9 @@ import superscaler as ss
 from superscaler.emit.segments import _source, _Writer
 from superscaler.ir.program import Function
 from superscaler.materialize.functions import Functions
-from tests.graphs import graph_of
-from tests.ran import Around, captured
-from tests.sweeps import slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured
+from tests.helpers.sweeps import slow
 
 HERE = Path(__file__).parent
 

@@ -33,7 +33,7 @@ import superscaler as ss
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.quick import quick_python  # noqa: E402
+from tests.helpers.quick import quick_python  # noqa: E402
 
 STEPS, WORLD, LIMIT = 60, 2, 30.0
 TRAIN = """

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from damaged import DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.report.schema import Account
 from superscaler.store.folder import Head, check_types, digest
 from superscaler.store.plan import PlanHead
-from tests.commands import run
+from tests.faults.damaged import DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
+from tests.helpers.commands import run
 
 MLP = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import superscaler as ss
 from superscaler.models import build
-from tests.commands import run
+from tests.helpers.commands import run
 
 # Changes a folder that holds the plan; `other` holds another one.
 Change = Callable[[Path, Path], object]

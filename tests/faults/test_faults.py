@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from mutations import DP, GRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 
 from superscaler.artifact import initial_values
 from superscaler.verify import certify
 from superscaler.verify.locate import first_difference
-from tests.sweeps import slow
+from tests.helpers.mutations import DP, GRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
+from tests.helpers.sweeps import slow
 
 
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.name.replace(" ", "_"))

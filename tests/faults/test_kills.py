@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kills import losses_of, make_plan, restart, trial
+
+from tests.faults.kills import losses_of, make_plan, restart, trial
 
 
 @pytest.mark.dist

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.commands import run
+from tests.helpers.commands import run
 
 
 class Case(NamedTuple):

@@ -7,9 +7,6 @@ from itertools import islice, pairwise
 
 import pytest
 import torch
-from outcome import SCOPES, differs, judge, sweep
-from single import mutants, without_frees
-from small_plans import PLANS, exact
 
 import superscaler as ss
 from superscaler.certify.certificate import check_program
@@ -17,6 +14,9 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Accumulate, Backward, Collective, Device, Forward, Program, Recv, Send
 from superscaler.models import build
+from tests.helpers.outcome import SCOPES, differs, judge, sweep
+from tests.helpers.single import mutants, without_frees
+from tests.helpers.small_plans import PLANS, exact
 
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
 

@@ -22,8 +22,8 @@ from superscaler.frontend.checks import agreement
 from superscaler.frontend.checks.agreement import _NOISE, _difference, _graph_step, _seeded
 from superscaler.models import build
 from tests.frontend.examples import Net, gpt2, tokens
-from tests.graphs import step_of
-from tests.sweeps import slow
+from tests.helpers.graphs import step_of
+from tests.helpers.sweeps import slow
 
 
 def captured(between: Callable[[Any, Tensor], Tensor] | nn.Module, **options: Any) -> str:

@@ -24,8 +24,8 @@ from superscaler.models import build
 from superscaler.plan import capture_named
 from superscaler.store import cache
 from tests.frontend import examples, own
-from tests.graphs import step_of
-from tests.sweeps import slow
+from tests.helpers.graphs import step_of
+from tests.helpers.sweeps import slow
 
 
 class Net(nn.Module):

@@ -15,8 +15,8 @@ from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.model import Model, Op
 from tests.frontend.examples import Block, Contractions, Function, Mlp, Regrouped, gpt2, tokens
-from tests.graphs import assert_equal, captured_with, graph_of, step_of
-from tests.sweeps import slow
+from tests.helpers.graphs import assert_equal, captured_with, graph_of, step_of
+from tests.helpers.sweeps import slow
 
 
 def op_named(model: Model, target: str, module: str = "") -> Op:

@@ -17,7 +17,7 @@ from superscaler.frontend.capture import Captured
 from superscaler.frontend.capture_cache import key_of
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.report.model import describe
-from tests.graphs import step_of
+from tests.helpers.graphs import step_of
 
 
 class Block(nn.Module):

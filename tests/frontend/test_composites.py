@@ -15,8 +15,8 @@ from superscaler.frontend import composites, export
 from superscaler.frontend.capture import capture
 from superscaler.models import build
 from tests.frontend.examples import Net
-from tests.graphs import step_of
-from tests.sweeps import slow
+from tests.helpers.graphs import step_of
+from tests.helpers.sweeps import slow
 
 
 class Shaped(nn.Module):

@@ -20,9 +20,9 @@ from superscaler.frontend.rewrites.simplify import kind_of_mask
 from superscaler.models import build
 from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
-from tests.graphs import step_of
-from tests.ran import Around
-from tests.sweeps import slow
+from tests.helpers.graphs import step_of
+from tests.helpers.ran import Around
+from tests.helpers.sweeps import slow
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import superscaler as ss
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import capture
 from tests.frontend.examples import Net
-from tests.graphs import assert_equal, step_of
+from tests.helpers.graphs import assert_equal, step_of
 
 COUNTED = [0]
 

@@ -14,8 +14,8 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.frontend.capture import Captured, capture
 from tests.frontend.examples import Mlp
-from tests.graphs import assert_equal, step_of
-from tests.ran import Around, equal, kinds
+from tests.helpers.graphs import assert_equal, step_of
+from tests.helpers.ran import Around, equal, kinds
 
 
 def names(captured: Captured | ss.Graph, tensor: str) -> tuple[tuple[str, ...], ...]:

@@ -25,9 +25,9 @@ from superscaler.plan import Plan, capture, compile
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step
 from superscaler.verbs import Microbatch, op_assign, op_trans
-from tests.graphs import assert_equal, step_of
-from tests.ran import on_ranks
-from tests.sweeps import slow
+from tests.helpers.graphs import assert_equal, step_of
+from tests.helpers.ran import on_ranks
+from tests.helpers.sweeps import slow
 
 PLANS = [
     ("single", 1),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import capture
-from tests.graphs import assert_equal, step_of
+from tests.helpers.graphs import assert_equal, step_of
 
 
 class Wrong(nn.Module):

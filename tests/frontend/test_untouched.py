@@ -21,8 +21,8 @@ import superscaler as ss
 from superscaler.frontend.effects.untouched import untouched
 from superscaler.models import build, names
 from tests.frontend.examples import Net, longrope
-from tests.graphs import assert_equal, step_of
-from tests.sweeps import few
+from tests.helpers.graphs import assert_equal, step_of
+from tests.helpers.sweeps import few
 
 TABLES: dict[int, Tensor] = {}
 FILLED = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_plans import PLANS, exact
 
 from superscaler.certify.certificate import check_program
 from superscaler.emit.device import emit
 from superscaler.errors import InputError
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.text.program import parse_program, print_program
+from tests.helpers.small_plans import PLANS, exact
 
 HERE = Path(__file__).parent / "programs"
 

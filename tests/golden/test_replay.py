@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from random_meshes import captured, mesh_plan
-from random_sprograms import captured as captured_small
-from random_sprograms import random_sprogram
 
 from superscaler.models import names
 from superscaler.plan import Plan, compile
 from superscaler.verbs import Cluster, Graph
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
+from tests.helpers.random_meshes import captured, mesh_plan
+from tests.helpers.random_sprograms import captured as captured_small
+from tests.helpers.random_sprograms import random_sprogram
+from tests.helpers.sweeps import slow
 from tests.integration.test_experts import split
 from tests.integration.test_routes import plan_of
 from tests.property.test_spmd import LINE, MESH, lay_out
-from tests.sweeps import slow
 
 FILE = Path(__file__).parent / "replay.txt.golden"
 # Other versions may export other graphs.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import PlanError
-from tests.ran import Around, captured, equal, on_ranks, trained
+from tests.helpers.ran import Around, captured, equal, on_ranks, trained
 
 
 class Convolutions(nn.Module):

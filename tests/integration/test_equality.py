@@ -17,9 +17,9 @@ from superscaler.models import build
 from superscaler.plan import Plan, compile
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step
-from tests.graphs import graph_of
-from tests.ran import on_ranks
-from tests.sweeps import slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import on_ranks
+from tests.helpers.sweeps import slow
 
 
 class Ran(NamedTuple):

@@ -10,8 +10,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 import superscaler as ss
 from superscaler.frontend.rewrites.custom_ops import experts
 from superscaler.runtime import functional
-from tests.graphs import graph_of
-from tests.ran import captured, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import captured, equal
 from tests.transform.test_experts import MODEL
 
 SIZES = {

@@ -19,8 +19,8 @@ from transformers import (
 )  # fmt: skip
 
 import superscaler as ss
-from tests.ran import captured, equal
-from tests.sweeps import slow
+from tests.helpers.ran import captured, equal
+from tests.helpers.sweeps import slow
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import superscaler as ss
-from benchmarks.live import Live
 from superscaler.certify.hosts import on_host
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.communication import bytes_moved
@@ -21,11 +20,12 @@ from superscaler.plans import resolve
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.step import Step
 from superscaler.verify.plan_dir import validate_directory
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
+from tests.helpers.live import Live
+from tests.helpers.ran import SProgram, equal, exact, on_ranks, trained
+from tests.helpers.rewrites import offloaded, on_top, recomputed, sharded, swapped
+from tests.helpers.sweeps import few
 from tests.integration.test_recompute import normed, stack
-from tests.ran import SProgram, equal, exact, on_ranks, trained
-from tests.rewrites import offloaded, on_top, recomputed, sharded, swapped
-from tests.sweeps import few
 
 PLANS = [("single", 1), ("data_parallel", 2), ("pipeline_1f1b:microbatches=2", 2)]
 MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2", "normed"]

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import superscaler as ss
-from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import CaptureError, InputError
 from superscaler.ir.program import Backward, Instruction, Load, ended, reads, writes
@@ -23,9 +22,10 @@ from superscaler.runtime.executor import Rank
 from superscaler.runtime.step import Step
 from superscaler.store.checkpoint import CheckpointHead
 from superscaler.store.folder import read
-from tests.ran import SProgram, equal, on_ranks
-from tests.rewrites import on_top
-from tests.sweeps import few, slow
+from tests.helpers.live import Live
+from tests.helpers.ran import SProgram, equal, on_ranks
+from tests.helpers.rewrites import on_top
+from tests.helpers.sweeps import few, slow
 
 PLANS = [
     ("single", 1),

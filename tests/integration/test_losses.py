@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import PlanError
-from tests.ran import Around, equal, trained
-from tests.sweeps import few
+from tests.helpers.ran import Around, equal, trained
+from tests.helpers.sweeps import few
 
 Losses = Mapping[str, Tensor]
 

@@ -20,9 +20,9 @@ from superscaler.models import BuiltModel, build
 from superscaler.plan import capture_named
 from superscaler.runtime.optimizer import WithCopies
 from superscaler.runtime.step import Step
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, moved, on_ranks
-from tests.sweeps import slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, moved, on_ranks
+from tests.helpers.sweeps import slow
 
 SPEC = "gpt2:size=tiny,layers=2,batch=4"
 # By tensor: the weight, and its optimizer states by name.

@@ -14,8 +14,8 @@ import superscaler as ss
 from superscaler.emit.segments import emit_segments
 from superscaler.report.model import describe
 from tests.frontend import own
-from tests.graphs import graph_of
-from tests.ran import Around, SProgram, captured, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, SProgram, captured, equal
 
 
 def systems(m: Around, x: Tensor, y: Tensor) -> Tensor:

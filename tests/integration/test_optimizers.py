@@ -15,7 +15,7 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.plan import capture, compile
 from superscaler.runtime.step import Step
-from tests.ran import Around, equal, on_ranks
+from tests.helpers.ran import Around, equal, on_ranks
 
 
 def two_groups(module: nn.Module) -> list[dict[str, object]]:

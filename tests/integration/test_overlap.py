@@ -11,9 +11,9 @@ from superscaler.ir.program import Backward, Collective, Forward, Instruction, U
 from superscaler.materialize import buckets
 from superscaler.plans import resolve
 from superscaler.schedule import segments
-from tests.graphs import graph_of
-from tests.ran import equal, exact
-from tests.sweeps import slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal, exact
+from tests.helpers.sweeps import slow
 
 LAYERS = 4
 GPT = f"gpt2:size=tiny,layers={LAYERS},batch=16"

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import superscaler as ss
-from benchmarks.live import Live
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.communication import bytes_moved
@@ -28,10 +27,11 @@ from superscaler.plans.lib.schedules import RULES
 from superscaler.runtime.step import Step
 from superscaler.simulate.kernels import Works
 from superscaler.simulate.predict import flops_of
-from tests.graphs import graph_of
-from tests.ran import Around, SProgram, captured, equal, exact, on_ranks, trained
-from tests.rewrites import on_top, recomputed, sharded
-from tests.sweeps import few, slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.live import Live
+from tests.helpers.ran import Around, SProgram, captured, equal, exact, on_ranks, trained
+from tests.helpers.rewrites import on_top, recomputed, sharded
+from tests.helpers.sweeps import few, slow
 
 
 def in_blocks(m: Around, x: Tensor, y: Tensor) -> Tensor:

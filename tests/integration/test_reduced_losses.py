@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from tests.ran import Around, captured, equal
-from tests.sweeps import few
+from tests.helpers.ran import Around, captured, equal
+from tests.helpers.sweeps import few
 
 Loss = Callable[[Around, Tensor, Tensor], Tensor]
 

@@ -13,10 +13,10 @@ from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.program import Backward, Collective, Forward, Program
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal, exact
+from tests.helpers.rewrites import on_top, regathered, sharded
 from tests.integration.test_recompute import blocks_at_once
-from tests.ran import equal, exact
-from tests.rewrites import on_top, regathered, sharded
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError, TransformError
 from superscaler.plans import resolve
 from superscaler.report.facts import summary
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import SProgram, equal, trained
+from tests.helpers.rewrites import on_top
+from tests.helpers.sweeps import few, slow
 from tests.integration.test_recompute import normed
 from tests.plans.test_checkpoint_chain import peak
-from tests.ran import SProgram, equal, trained
-from tests.rewrites import on_top
-from tests.sweeps import few, slow
 
 Regions = Callable[[ss.Graph], list[list[ss.Op]]]
 

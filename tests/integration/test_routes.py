@@ -13,9 +13,9 @@ from torch import nn
 import superscaler as ss
 from superscaler.materialize.rvd import route
 from superscaler.plan import Plan
-from tests.graphs import graph_of
-from tests.ran import Around, SProgram, captured, equal
-from tests.sweeps import few, slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, SProgram, captured, equal
+from tests.helpers.sweeps import few, slow
 
 
 def two(width: int) -> nn.Module:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import FalconConfig, FalconForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 import superscaler as ss
-from tests.ran import captured, equal
-from tests.sweeps import slow
+from tests.helpers.ran import captured, equal
+from tests.helpers.sweeps import slow
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8}
 

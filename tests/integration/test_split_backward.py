@@ -15,11 +15,11 @@ from superscaler.ir.program import ONE, Backward
 from superscaler.plans.lib.schedules import schedule_1f1b
 from superscaler.plans.lib.stages import stages
 from superscaler.report.facts import account, summary
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, exact, trained
+from tests.helpers.rewrites import halved, on_top
+from tests.helpers.sweeps import few
 from tests.integration.test_recompute import normed, of_blocks
-from tests.ran import Around, captured, equal, exact, trained
-from tests.rewrites import halved, on_top
-from tests.sweeps import few
 
 
 @ss.sprogram

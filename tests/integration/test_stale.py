@@ -15,10 +15,10 @@ import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.errors import TransformError
 from superscaler.report.facts import summary
-from tests.graphs import graph_of
-from tests.ran import equal, trained
-from tests.rewrites import stale
-from tests.sweeps import few
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal, trained
+from tests.helpers.rewrites import stale
+from tests.helpers.sweeps import few
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", "hybrid:dp=2,tp=2,pp=2"]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from random_sprograms import Author
 from torch import Tensor, nn
 
 from superscaler.cluster import Cluster
@@ -18,7 +17,8 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
 from superscaler.plan import compile
 from superscaler.verbs import Replicate, Split, op_assign, op_trans
-from tests.ran import Around, captured, equal, trained
+from tests.helpers.ran import Around, captured, equal, trained
+from tests.helpers.random_sprograms import Author
 
 Forward = Callable[..., Tensor]
 CASES: dict[str, tuple[Forward, Callable[[], tuple[Any, ...]]]] = {}

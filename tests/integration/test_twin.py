@@ -16,7 +16,7 @@ from superscaler.compiler import Compiled, finish
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.verify.oracles import retype
-from tests.ran import Around
+from tests.helpers.ran import Around
 
 # What depends on how wide an element is.
 WIDTHS = ("dtype", "bytes", "wide", "given")

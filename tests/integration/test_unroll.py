@@ -18,10 +18,10 @@ from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plan import Plan
 from superscaler.runtime.step import Step
 from superscaler.train.loop import _turns
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, on_ranks
-from tests.rewrites import on_top, swapped, unrolled
-from tests.sweeps import slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, on_ranks
+from tests.helpers.rewrites import on_top, swapped, unrolled
+from tests.helpers.sweeps import slow
 
 Batch = Mapping[str, Tensor]
 

@@ -14,10 +14,10 @@ import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Accumulate, Collective, Free, Send, Update, writes
-from tests.graphs import graph_of
-from tests.ran import Around, SProgram, captured, equal, trained
-from tests.rewrites import early, on_top
-from tests.sweeps import few
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, SProgram, captured, equal, trained
+from tests.helpers.rewrites import early, on_top
+from tests.helpers.sweeps import few
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", "hybrid:dp=2,tp=2,pp=1"]
 

@@ -18,7 +18,7 @@ from superscaler.errors import ScheduleError
 from superscaler.plans import resolve
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step
-from tests.ran import SProgram, captured, on_ranks
+from tests.helpers.ran import SProgram, captured, on_ranks
 
 
 class Views(nn.Module):

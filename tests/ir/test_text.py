@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_graphs import random_model
 
 from superscaler.errors import InputError
 from superscaler.ir.grid import Axis, Grid
@@ -14,6 +13,7 @@ from superscaler.ir.model import Operand
 from superscaler.ir.orders import parse_schedule, print_schedule
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plans.lib.schedules import schedule_1f1b
+from tests.helpers.random_graphs import random_model
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kills import is_alive
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from superscaler import artifact, interrupt
@@ -23,6 +22,7 @@ from superscaler.launch.launch import _describe, first_failure
 from superscaler.launch.process import _Brief
 from superscaler.launch.watch import Spot
 from superscaler.train.launch import train
+from tests.faults.kills import is_alive
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
-from kills import is_alive
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.launch import watch
+from tests.faults.kills import is_alive
 
 ROOT = Path(__file__).parents[2]
 # Trains the plan; where rank 1 has an op that takes long, that is after its second step. What must be waited for is

@@ -12,8 +12,8 @@ from superscaler.ir.communication import bytes_moved
 from superscaler.ir.program import Backward, Collective, Forward, Program, Send, Wait
 from superscaler.materialize import buckets
 from superscaler.schedule import segments
-from tests.graphs import graph_of
-from tests.ran import equal, exact
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal, exact
 
 
 @ss.sprogram

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.ir.communication import bytes_moved
 from superscaler.materialize.collectives import match_boxes
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, kinds
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, kinds
 
 WORLD = 3
 

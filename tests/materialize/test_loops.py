@@ -23,10 +23,10 @@ from superscaler.ir.text.program import parse_program, print_program
 from superscaler.materialize import check_unrolled
 from superscaler.materialize.loops import Aperiodic, find_shape, roll
 from superscaler.plans import resolve
-from tests.graphs import graph_of
-from tests.ran import equal
-from tests.rewrites import on_top, unrolled
-from tests.sweeps import few
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
+from tests.helpers.rewrites import on_top, unrolled
+from tests.helpers.sweeps import few
 
 MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
 GPT = "gpt2:layers=2,hidden=8,heads=4,seq=4,vocab=8,batch=16,dropout=0"

@@ -14,7 +14,7 @@ from superscaler.ir.model import PTensor
 from superscaler.materialize.lowering import lower
 from superscaler.materialize.steps import Collective, Context, Join, Message, slots_of
 from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, End, Place, Transfer
-from tests.sweeps import slow
+from tests.helpers.sweeps import slow
 
 TEXT = Path(__file__).parent / "lowering.txt.golden"
 SERVERS = Cluster.parse("v100:2x4")

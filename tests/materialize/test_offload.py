@@ -19,10 +19,10 @@ from superscaler.runtime.saved_tensors import Copies, MovedTape, kept_by
 from superscaler.runtime.split_backward import nodes_from
 from superscaler.simulate.memory import memories
 from superscaler.simulate.predict import simulate
-from tests.graphs import assert_equal, graph_of
-from tests.ran import trained
-from tests.simulate.counted import counted
-from tests.sweeps import slow
+from tests.helpers.counted import counted
+from tests.helpers.graphs import assert_equal, graph_of
+from tests.helpers.ran import trained
+from tests.helpers.sweeps import slow
 
 GPT2, MLP = "gpt2:size=tiny,layers=4,seq=128", "mlp:batch=32"
 

@@ -16,7 +16,7 @@ from superscaler.materialize.lowering import lower, seconds
 from superscaler.materialize.steps import Collective, Context, Lowered
 from superscaler.materialize.sums import reduction
 from superscaler.schedule.transfers import BACKWARD, UPDATE, End, Place, Transfer
-from tests.ran import Around, captured, equal
+from tests.helpers.ran import Around, captured, equal
 
 SIZE = 4096
 

@@ -11,7 +11,7 @@ from superscaler.errors import TransformError
 from superscaler.ir.graph import Graph
 from superscaler.ir.program import Collective
 from superscaler.verbs import Split, ValueSplit, op_assign, op_trans
-from tests.ran import Around, captured, equal
+from tests.helpers.ran import Around, captured, equal
 
 
 def scaled(m: Around, x: Tensor, labels: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from superscaler.ir.model import Op
 from superscaler.models import build
 from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMean, TriangleMultiplication
 from superscaler.plan import Plan, compile
-from tests.graphs import assert_equal, graph_of
-from tests.ran import on_ranks
-from tests.sweeps import few, slow
+from tests.helpers.graphs import assert_equal, graph_of
+from tests.helpers.ran import on_ranks
+from tests.helpers.sweeps import few, slow
 
 TINY = "alphafold2:size=tiny"
 RECYCLING = f"{TINY},layers=1,passes=2,dropout=0.15,pair_dropout=0.25"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.models import BuiltModel, build
-from tests.sweeps import few
+from tests.helpers.sweeps import few
 
 # Spec -> the loss of random weights: that of a uniform guess, of so many classes.
 LOSSES = {

@@ -9,9 +9,9 @@ from superscaler.errors import ScheduleError
 from superscaler.models import build, names
 from superscaler.plans.lib.shared import tensor_splits
 from tests.frontend.test_cuts import check_cuts
-from tests.graphs import assert_equal, graph_of, step_of
+from tests.helpers.graphs import assert_equal, graph_of, step_of
+from tests.helpers.sweeps import slow
 from tests.models.test_alphafold2 import RECYCLING
-from tests.sweeps import slow
 
 MODELS = {name: f"{name}:size=tiny" for name in names() if name != "mlp"} | {
     "alphafold2": RECYCLING,

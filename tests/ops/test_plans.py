@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from tests.graphs import assert_equal, step_of
+from tests.helpers.graphs import assert_equal, step_of
 
 
 class Step(nn.Module):

@@ -10,8 +10,8 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Backward, Collective, Forward, Update, Value, Wait
 from superscaler.plans import resolve
-from tests.graphs import graph_of
-from tests.rewrites import unrolled
+from tests.helpers.graphs import graph_of
+from tests.helpers.rewrites import unrolled
 
 GPT = "gpt2:size=tiny"
 # Layers of more than a piece, each with a backward of its own.

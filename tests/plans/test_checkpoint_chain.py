@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import superscaler as ss
-from benchmarks.live import Live
 from superscaler.errors import InputError
 from superscaler.ir.parts import block_of
 from superscaler.plan import Plan
@@ -21,8 +20,9 @@ from superscaler.plans import resolve
 from superscaler.plans.lib.checkpoint_chain import SLOTS, Run, Unit, cheapest, choose, least
 from superscaler.plans.lib.shared import stretches
 from superscaler.runtime.step import Step
-from tests.graphs import graph_of
-from tests.ran import equal, on_ranks
+from tests.helpers.graphs import graph_of
+from tests.helpers.live import Live
+from tests.helpers.ran import equal, on_ranks
 
 DROPPED = "gpt2:size=tiny,layers=4,dropout=0.1"
 

@@ -11,8 +11,8 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.simulate.memory import memories
-from tests.graphs import graph_of
-from tests.simulate.counted import counted
+from tests.helpers.counted import counted
+from tests.helpers.graphs import graph_of
 
 # The scores take most of the memory.
 WIDE = "gpt2:size=tiny,layers=2,seq=64,vocab=4096,batch=16"

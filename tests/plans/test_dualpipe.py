@@ -16,8 +16,8 @@ from superscaler.ir.program import Backward, Collective, Device, Forward, Value,
 from superscaler.plans.dualpipe import in_pairs
 from superscaler.plans.lib.schedules import dualpipe_v
 from superscaler.verbs import Action
-from tests.graphs import graph_of
-from tests.ran import Ran, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Ran, equal
 from tests.schedule.clock import run
 
 # Without the loss of the router, which is of all microbatches together.

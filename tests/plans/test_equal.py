@@ -13,9 +13,9 @@ import pytest
 
 import superscaler as ss
 from superscaler.plans.lib import schedules
-from tests.graphs import graph_of
-from tests.ran import equal
-from tests.sweeps import few, slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
+from tests.helpers.sweeps import few, slow
 
 Row = tuple[str, str, int]
 GPT, LLAMA, MBART, DEEP = "gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "gpt2:size=tiny,layers=4,batch=16"

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import chain
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.plans import flexible as module
 from superscaler.plans.flexible import flexible
-from tests.graphs import graph_of
-from tests.ran import equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
+from tests.verbs.chains import chain
 
 
 def test_the_example_of_the_docstring_equals_the_model(tmp_path: Path) -> None:

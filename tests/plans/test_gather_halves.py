@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from random_meshes import mesh_plan
 from torch import Tensor, nn
 
 import superscaler as ss
@@ -22,9 +21,10 @@ from superscaler.runtime.compiled import inductor
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import memories
-from tests.ran import Around, captured, equal, moved, on_ranks
-from tests.simulate.counted import counted
-from tests.sweeps import slow
+from tests.helpers.counted import counted
+from tests.helpers.ran import Around, captured, equal, moved, on_ranks
+from tests.helpers.random_meshes import mesh_plan
+from tests.helpers.sweeps import slow
 
 HIDDEN, CLASSES, ROWS, BLOCKS = 64, 32, 8, 4
 

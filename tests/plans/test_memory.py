@@ -6,7 +6,6 @@ import re
 from math import prod
 
 import pytest
-from chains import chain
 
 import superscaler as ss
 from superscaler.errors import PlanError
@@ -15,9 +14,10 @@ from superscaler.ir.program import Backward, Forward
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.simulate.memory import memories
-from tests.graphs import graph_of
-from tests.simulate.counted import counted
-from tests.sweeps import slow
+from tests.helpers.counted import counted
+from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
+from tests.verbs.chains import chain
 
 
 def compiled(spec: str, plan: str, devices: int) -> Plan:

@@ -18,9 +18,9 @@ from superscaler.ir.orders import print_schedule
 from superscaler.plans.lib import schedules
 from superscaler.report.facts import summary
 from superscaler.simulate.memory import memories
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, exact
-from tests.sweeps import few, slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, exact
+from tests.helpers.sweeps import few, slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=16"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from chains import chain
 from torch import nn
 
 import superscaler as ss
@@ -15,8 +14,9 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
 from superscaler.ir.program import Collective, Send
 from superscaler.plans import names, over_servers, resolve
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal
+from tests.verbs.chains import chain
 
 HIDDEN = """
 import superscaler as ss

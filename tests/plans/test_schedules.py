@@ -22,11 +22,11 @@ from superscaler.plans.lib.stages import stages
 from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from superscaler.transform.place import place_twins
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal
+from tests.helpers.sweeps import slow
 from tests.schedule.clock import run
 from tests.simulate.by_hand import chain, linear
-from tests.sweeps import slow
 
 SIZES = [(4, 8), (4, 16), (8, 16)]
 

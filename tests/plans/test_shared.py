@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from chains import chain
 from torch import nn
 
 import superscaler as ss
@@ -18,8 +17,9 @@ from superscaler.ir.fold import Folded
 from superscaler.plans import names
 from superscaler.plans.lib.shared import tensor_splits
 from superscaler.plans.lib.stages import stages
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal
+from tests.verbs.chains import chain
 
 
 def test_stages_are_contiguous_balanced_and_whole() -> None:

@@ -35,12 +35,12 @@ from superscaler.ir.program import Backward, Collective, Forward, Program, Send
 from superscaler.models import build
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import memories
-from tests.graphs import graph_of
+from tests.helpers.counted import counted
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, moved, on_ranks
+from tests.helpers.sweeps import few, slow
 from tests.integration.test_recompute import blocks_at_once
 from tests.plans.test_equal import MESHED
-from tests.ran import Around, captured, equal, moved, on_ranks
-from tests.simulate.counted import counted
-from tests.sweeps import few, slow
 
 # Of both models.
 BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32

@@ -18,9 +18,9 @@ from superscaler.ir.parts import block_of
 from superscaler.ir.program import Backward, Collective, Free, Update, Wait
 from superscaler.models import build
 from superscaler.plans import resolve
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal
-from tests.sweeps import few, slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal
+from tests.helpers.sweeps import few, slow
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:

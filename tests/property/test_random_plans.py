@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from random_graphs import largest_error, random_model, random_plan
 
 from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Collective, Send
-from tests.ran import rewritten
+from tests.helpers.ran import rewritten
+from tests.helpers.random_graphs import largest_error, random_model, random_plan
 
 
 def check(seed: int, irregular: bool) -> None:

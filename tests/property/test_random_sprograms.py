@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from random_sprograms import MODELS, captured, random_sprogram
 
 import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.ir.text.program import parse_program, print_program
 from superscaler.verbs import Graph
-from tests.graphs import graph_of
-from tests.ran import SProgram, equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import SProgram, equal
+from tests.helpers.random_sprograms import MODELS, captured, random_sprogram
 
 REWRITES = ("split", "blocks", "copies", "tapes", "stale", "early")
 REGATHERED = ("regather", *REWRITES[1:])

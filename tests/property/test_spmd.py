@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_graphs import Builder, largest_error, random_model
-from random_meshes import MODELS, SHAPES, captured, mesh_plan
 
 import superscaler as ss
 from superscaler import compiler
@@ -33,8 +31,10 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.op import Ref
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
-from tests.ran import SProgram
-from tests.sweeps import slow
+from tests.helpers.ran import SProgram
+from tests.helpers.random_graphs import Builder, largest_error, random_model
+from tests.helpers.random_meshes import MODELS, SHAPES, captured, mesh_plan
+from tests.helpers.sweeps import slow
 
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
 NEVER = 1000

@@ -11,7 +11,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from random_graphs import Builder, largest_error, random_model
 from torch import Tensor
 
 from superscaler.certify.certificate import check_program
@@ -29,6 +28,7 @@ from superscaler.ir.program import Program
 from superscaler.materialize.build import materialize
 from superscaler.schedule.dependencies import Node, Schedule
 from superscaler.schedule.order import complete
+from tests.helpers.random_graphs import Builder, largest_error, random_model
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 

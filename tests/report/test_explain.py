@@ -26,8 +26,8 @@ from superscaler.report.identity import manifest
 from superscaler.report.words import read
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
-from tests.commands import answer, run
-from tests.graphs import graph_of, step_of
+from tests.helpers.commands import answer, run
+from tests.helpers.graphs import graph_of, step_of
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"

@@ -24,8 +24,8 @@ from superscaler.report.page.memory_curve import curves
 from superscaler.report.raster import WIDTH, drawing
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
-from tests.commands import run
-from tests.graphs import graph_of, step_of
+from tests.helpers.commands import run
+from tests.helpers.graphs import graph_of, step_of
 from tests.report.browser import event, opened, settled
 
 GPT, MLP = "gpt2:size=tiny,layers=4", "mlp:layers=4,batch=8"

@@ -16,7 +16,7 @@ from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
 from superscaler.report.picture import draw_paths
 from superscaler.specs.sizes import duration, size
-from tests.commands import run
+from tests.helpers.commands import run
 
 SVG = "{http://www.w3.org/2000/svg}"
 

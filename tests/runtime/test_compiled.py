@@ -21,9 +21,9 @@ from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.functions.draws import Draws, drawn
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step
-from tests.commands import answer
-from tests.graphs import graph_of, step_of
-from tests.ran import as_in, exact, on_ranks
+from tests.helpers.commands import answer
+from tests.helpers.graphs import graph_of, step_of
+from tests.helpers.ran import as_in, exact, on_ranks
 
 # Plans of GPT-2 and their devices: the ways in which a tape is kept, dropped, moved, halved, or read in parts.
 PLANS = {

@@ -14,8 +14,8 @@ from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step
-from tests.ran import on_ranks
-from tests.sweeps import slow
+from tests.helpers.ran import on_ranks
+from tests.helpers.sweeps import slow
 
 
 class Normed(nn.Module):

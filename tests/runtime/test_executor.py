@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from benchmarks.live import Live
 from superscaler.comm.threads import ThreadCommunicator
 from superscaler.runtime.executor import Rank, Segment
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.step import Step
-from tests.ran import Around, on_ranks
+from tests.helpers.live import Live
+from tests.helpers.ran import Around, on_ranks
 
 
 class Net(nn.Module):

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.live import Live
 from superscaler.runtime.functional import (
     attention_block,
     attention_dropout,
@@ -26,6 +25,7 @@ from superscaler.runtime.functional import (
     dropout,
 )
 from superscaler.runtime.functions import draws
+from tests.helpers.live import Live
 
 EXTENTS = (64, 48, 32)
 WHOLE = [(0, size) for size in EXTENTS]

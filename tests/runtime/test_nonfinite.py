@@ -16,7 +16,7 @@ import superscaler as ss
 from superscaler.errors import RuntimeFailure
 from superscaler.runtime.step import Step
 from superscaler.train.launch import train
-from tests.ran import on_ranks
+from tests.helpers.ran import on_ranks
 
 PIPELINES = {"pipeline_1f1b:stages=2,microbatches=2": 2, "zb_h1:stages=2,microbatches=2": 2}
 PLANS = {"single": 1, "data_parallel": 2, "tensor_parallel": 2, **PIPELINES}

@@ -15,8 +15,8 @@ from superscaler.artifact import describe
 from superscaler.runtime.scaling import scale
 from superscaler.runtime.step import Step
 from superscaler.runtime.updates import Updates
-from tests.graphs import graph_of
-from tests.ran import exact, on_ranks
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import exact, on_ranks
 
 SHARED = {
     "rows of a whole": lambda x: (x, x[4:]),

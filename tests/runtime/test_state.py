@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import superscaler as ss
 from superscaler.runtime.step import Step
-from tests.ran import on_ranks
+from tests.helpers.ran import on_ranks
 
 DECAY = 0.5
 # Made on the optimizer at the start; each changes an option in every step.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import ScheduleError
-from tests.ran import captured, equal
+from tests.helpers.ran import captured, equal
 
 
 class Coupled(nn.Module):

@@ -18,7 +18,7 @@ from superscaler.errors import ScheduleError
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.stages import stages as stages_of
 from superscaler.verbs import Action, Cluster, Graph, Microbatch, op_assign, op_order, op_trans
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
 
 HERE = Path(__file__).parent
 MODEL = "mlp:layers=8,hidden=8,inputs=4,classes=4,batch=16"

@@ -12,7 +12,7 @@ import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.schedule import order
 from superscaler.schedule.order import OTHERS, SEPARATE, SPLIT
-from tests.ran import Around, captured, equal
+from tests.helpers.ran import Around, captured, equal
 
 
 def network(m: Around, x: Tensor) -> Tensor:

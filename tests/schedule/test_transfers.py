@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.compiler import Compiled
 from superscaler.schedule.residents import follow
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, kinds
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, kinds
 
 
 def axial_attention(m: Around, x: Tensor, y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from superscaler.ir.model import Model
 from superscaler.ir.program import CollectiveArg, Device, Instruction, Program, Value
 from superscaler.simulate.clock import clock
 from superscaler.simulate.timetable import Timetable
-from tests.ran import Around, captured
+from tests.helpers.ran import Around, captured
 
 KINDS = ("compute", "optimizer", "launch", "exposed", "copies", "bubble")
 MODEL = Model({}, (), {}, (), "", None, {}, {})  # type: ignore[arg-type]

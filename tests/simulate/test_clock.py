@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import exact
 
 import superscaler as ss
 from superscaler.cluster import links
@@ -22,6 +21,8 @@ from superscaler.measure.fit import Sample, slowdown
 from superscaler.plans import resolve
 from superscaler.simulate.clock import clock
 from superscaler.simulate.timetable import COMPUTE, Link
+from tests.helpers.small_plans import exact
+from tests.helpers.sweeps import slow
 from tests.simulate.by_hand import (
     END,
     UPDATE,
@@ -39,7 +40,6 @@ from tests.simulate.by_hand import (
     wait,
     work,
 )  # fmt: skip
-from tests.sweeps import slow
 
 TWO = cluster(1, 2)
 

@@ -13,8 +13,8 @@ from superscaler.ir.program import Backward, Update
 from superscaler.models import build
 from superscaler.simulate.memory import DeviceMemory, memories
 from superscaler.simulate.storages import CATEGORIES
-from tests.graphs import captured_once, graph_of
-from tests.sweeps import few
+from tests.helpers.graphs import captured_once, graph_of
+from tests.helpers.sweeps import few
 
 S, B, H, A, LAYERS = 256, 4, 512, 8, 1
 P, M = 4, 8

@@ -21,7 +21,7 @@ from superscaler.simulate import fusing
 from superscaler.simulate.kernels import Works
 from superscaler.simulate.rates import bytes_of
 from superscaler.simulate.works import Kernel
-from tests.ran import as_in, on_ranks
+from tests.helpers.ran import as_in, on_ranks
 
 SIZES = "layers=1,hidden=256,heads=4,seq=128,batch=4,vocab=256"
 GPT2, LLAMA = f"gpt2:{SIZES},dropout=0", f"llama:{SIZES},kv_heads=4,mlp=512"

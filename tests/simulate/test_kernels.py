@@ -16,7 +16,7 @@ from superscaler.simulate.kernels import Segments, Works, _orthogonal
 from superscaler.simulate.rates import bytes_of, class_of
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.works import Kernel, Segment, Tape, Work
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
 
 W, B, X, H, Y = 4 * 64 * 16, 512, 512, 4 * 8 * 64, 512
 

@@ -12,47 +12,14 @@ from superscaler.ir.program import Update
 from superscaler.models import build
 from superscaler.simulate.memory import memories
 from superscaler.simulate.storages import CATEGORIES
-from tests.graphs import graph_of
-from tests.simulate.counted import counted
-from tests.sweeps import slow
+from tests.helpers.counted import PLANS, counted
+from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
 
 # Activations dominate.
 GPT2, LLAMA = "gpt2:size=tiny,layers=4,batch=16", "llama:size=tiny,layers=4,seq=128"
 ZERO_3 = "zero:stage=3,microbatches=2"
 MIXTRAL, SWIN = "mixtral:size=tiny,seq=64", "swin:size=tiny"
-PLANS = [
-    ("single", 1),
-    ("recompute", 1),
-    ("co_shard", 1),
-    ("swap:what=both", 1),
-    ("gradient_accumulation:microbatches=4", 1),
-    ("data_parallel", 2),
-    ("tensor_parallel", 2),
-    ("sequence_parallel", 2),
-    ("sequence_parallel:regather=true", 2),
-    ("ulysses", 2),
-    ("ring_attention", 2),
-    ("terapipe", 2),
-    ("seq1f1b:recompute=late", 2),
-    ("gpipe", 2),
-    ("pipeline_1f1b", 4),
-    ("pipeline_1f1b:recompute=early", 2),
-    ("interleaved", 2),
-    ("zb_h1", 4),
-    ("zb_h2", 2),
-    ("zbv", 2),
-    ("dualpipe_v", 2),
-    ("chimera", 2),
-    ("pipedream_2bw", 2),
-    ("interlaced", 2),
-    ("zero:stage=1", 2),
-    ("zero:stage=2,microbatches=2", 2),
-    ("zero:stage=3", 2),
-    ("zero:stage=3,microbatches=2", 2),
-    ("zero:stage=3,shard=2", 4),
-    ("swap:what=optimizer", 2),
-    ("hybrid:dp=2,pp=2,tp=2", 8),
-]
 FAST = [(GPT2, "single", 1), (GPT2, "zb_h1", 2), (GPT2, "zero:stage=3", 2), (GPT2, "swap:what=both", 1)]
 FAST += [(GPT2, "sequence_parallel", 2), (MIXTRAL, "expert_parallel", 2)]
 SWEEP = [(model, plan, n) for model in (GPT2, LLAMA) for plan, n in PLANS if (model, plan, n) not in FAST]

@@ -21,9 +21,9 @@ from superscaler.plans.lib.place_table import place_table
 from superscaler.plans.lib.tables import Table
 from superscaler.simulate.clock import Work, clock
 from superscaler.simulate.timetable import Timetable
-from tests.ran import Around, captured
+from tests.helpers.ran import Around, captured
+from tests.helpers.sweeps import slow
 from tests.simulate.by_hand import chain, in_turn, linear
-from tests.sweeps import slow
 
 _NONE = Link(0.0, math.inf)
 

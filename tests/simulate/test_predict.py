@@ -18,8 +18,8 @@ from superscaler.runtime.optimizer import LISTED
 from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
 from superscaler.simulate.prediction import words
 from superscaler.simulate.times import Floats
-from tests.commands import answer, run
-from tests.graphs import graph_of
+from tests.helpers.commands import answer, run
+from tests.helpers.graphs import graph_of
 
 GPT = "gpt2:size=tiny"
 

@@ -16,8 +16,8 @@ from superscaler.simulate.kernels import Segments, Works
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.memory import memories
 from superscaler.simulate.repeats.steady import paces_of
+from tests.helpers.sweeps import few
 from tests.simulate.by_hand import chain
-from tests.sweeps import few
 
 # The number of microbatches is enough for loops of several repetitions.
 PLANS = {

@@ -24,7 +24,7 @@ from superscaler.runtime.step import Step, build_step
 from superscaler.store.convert import export_distributed, export_model, import_weights
 from superscaler.store.pieces import whole
 from superscaler.store.tensors import open_checkpoint
-from tests.sweeps import slow
+from tests.helpers.sweeps import slow
 
 SPECS = {
     "gpt2": "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=64,seq=6,batch=4",

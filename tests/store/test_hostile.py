@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from damaged import at, misfits
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,7 +24,8 @@ from superscaler.runtime.step import Step
 from superscaler.store.checkpoint import CheckpointHead
 from superscaler.store.folder import check_types, digest
 from superscaler.store.pieces import covers
-from tests.ran import on_ranks
+from tests.faults.damaged import at, misfits
+from tests.helpers.ran import on_ranks
 
 SHARD, NAME = "rank-00000.safetensors", "step-00000001"
 MANIFEST = f"{NAME}/manifest.json"

@@ -38,8 +38,8 @@ from superscaler.store.tensor_file import write_tensors
 from superscaler.store.tensors import open_checkpoint
 from superscaler.train.loop import train_rank
 from superscaler.train.options import parser
-from tests.ran import on_ranks
-from tests.sweeps import few
+from tests.helpers.ran import on_ranks
+from tests.helpers.sweeps import few
 
 # Those that training goes on under, and the optimizer there.
 PLANS = {

@@ -22,8 +22,8 @@ from superscaler.frontend.checks import shorter
 from superscaler.runtime.step import Step
 from superscaler.train.feed import Samples, feed, fitting
 from tests.frontend.examples import longrope
-from tests.ran import Around, on_ranks
-from tests.sweeps import few
+from tests.helpers.ran import Around, on_ranks
+from tests.helpers.sweeps import few
 
 DATA = """
 import torch
@@ -445,7 +445,7 @@ def test_data_of_another_dtype_is_refused_as_by_a_step(is_stream: bool) -> None:
 
 @pytest.mark.dist
 def test_train_reads_and_evaluates_what_functions_give(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from tests.commands import answer, run
+    from tests.helpers.commands import answer, run
 
     # One run of the file in a process gives both functions.
     (tmp_path / "data.py").write_text(f"{DATA}\n\ntorch.library.define('test_feed::once', '(Tensor x) -> Tensor')\n")

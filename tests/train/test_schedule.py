@@ -21,7 +21,7 @@ from superscaler.specs.options import OPTIMIZERS
 from superscaler.train.options import parser
 from superscaler.train.resume import start_of
 from superscaler.train.schedule import advance, check_schedule, schedule_of
-from tests.ran import Around, equal, on_ranks
+from tests.helpers.ran import Around, equal, on_ranks
 
 
 def make() -> tuple[nn.Module, Any]:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from chains import chain
-from random_graphs import random_model
 
 import superscaler as ss
 from superscaler.errors import InputError, TransformError
@@ -16,7 +14,9 @@ from superscaler.ir.grid import Axis
 from superscaler.ir.model import Op
 from superscaler.ir.op import Index
 from superscaler.verbs import Algorithm, Microbatch, Replicate, Shard, Split, op_assign, op_trans
-from tests.graphs import assert_equal, graph_of
+from tests.helpers.graphs import assert_equal, graph_of
+from tests.helpers.random_graphs import random_model
+from tests.verbs.chains import chain
 
 
 def test_algorithms_nest_and_boxes_follow() -> None:

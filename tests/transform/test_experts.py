@@ -14,8 +14,8 @@ from superscaler.errors import InputError, TransformError
 from superscaler.ir.program import Collective, Send
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.runtime import functional
-from tests.graphs import graph_of
-from tests.ran import equal
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
 
 # 4 sequences of 20 tokens, each for 2 of 4 experts.
 MODEL = "mixtral:size=tiny,layers=1,experts=4,batch=8"

@@ -20,8 +20,8 @@ from superscaler.ir.program import Accumulate, Collective, Combine, Send
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plans import SProgram
 from superscaler.runtime import functional
-from tests.graphs import assert_equal, step_of
-from tests.ran import equal
+from tests.helpers.graphs import assert_equal, step_of
+from tests.helpers.ran import equal
 
 ROWS, CLASSES = (4, 6), 24
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from chains import chain
 
 from superscaler.cluster import Cluster, Mesh
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Graph
 from superscaler.verbs import Algorithm, Microbatch, Replicate, Split, Stage, op_assign, op_trans, place
+from tests.verbs.chains import chain
 
 BATCH, HIDDEN = Split("batch", 2, axis="dp"), Split("hidden", 3, axis="tp")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from chains import chain
 
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.grid import HOSTS
@@ -15,6 +14,7 @@ from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.variants import without_twins
 from superscaler.transform.place import place_twins
 from superscaler.verbs import Insert, Recompute, Split, op_assign, op_order, op_trans
+from tests.verbs.chains import chain
 
 
 def test_recompute_makes_twins_that_have_the_mirrors() -> None:

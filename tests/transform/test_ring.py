@@ -17,7 +17,7 @@ from superscaler.ir.grid import Axis
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.plans import SProgram
 from superscaler.verbs import AttentionBlocks, Op, Split, op_assign, op_trans
-from tests.graphs import assert_equal, step_of
+from tests.helpers.graphs import assert_equal, step_of
 
 
 class Attention(nn.Module):

@@ -20,8 +20,8 @@ from superscaler.emit.tables import Tables
 from superscaler.errors import TranslationError
 from superscaler.plans import resolve
 from superscaler.translation.check import check_translation
-from tests.graphs import graph_of
-from tests.ran import Around, captured, equal, exact
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import Around, captured, equal, exact
 from tests.translation.edits import drawn
 
 GPT, DEEP = "gpt2:size=tiny", "gpt2:size=tiny,layers=4,batch=16"

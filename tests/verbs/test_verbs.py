@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import chain
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
@@ -33,6 +32,7 @@ from superscaler.verbs import (
     order,
     place,
 )  # fmt: skip
+from tests.verbs.chains import chain
 
 
 def contradiction(graph: Graph, cluster: Cluster) -> None:

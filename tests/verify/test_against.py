@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from superscaler.store.folder import digest
 from superscaler.store.plan import PlanHead
 from superscaler.store.tensor_file import tensor_hashes
-from tests.commands import answer, run
+from tests.helpers.commands import answer, run
 
 SOURCE = """
 import torch

@@ -18,9 +18,9 @@ from superscaler.frontend.oracle import reference_step
 from superscaler.runtime import optimizer
 from superscaler.verify.eager import Eager, _grouped
 from tests.frontend.examples import Net, gpt2, llama, tokens
-from tests.graphs import assert_equal, step_of
-from tests.ran import Around, equal
-from tests.sweeps import slow
+from tests.helpers.graphs import assert_equal, step_of
+from tests.helpers.ran import Around, equal
+from tests.helpers.sweeps import slow
 
 
 def verified(module: nn.Module, plan: str = "data_parallel", cluster: str = "local:2") -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.plan import Plan
-from tests.commands import run
-from tests.graphs import graph_of, step_of
-from tests.sweeps import slow
+from tests.helpers.commands import run
+from tests.helpers.graphs import graph_of, step_of
+from tests.helpers.sweeps import slow
 
 
 def plan_of(spec: str, plan: object, devices: int) -> Plan:

@@ -12,7 +12,7 @@ import superscaler as ss
 from superscaler.runtime import optimizer
 from superscaler.runtime.compiled.in_parts import InParts
 from superscaler.runtime.updates import Pairs, Updates
-from tests.graphs import step_of
+from tests.helpers.graphs import step_of
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -9,7 +9,6 @@ from math import prod
 
 import numpy as np
 import pytest
-from layouts import Servers, execute, exhaustive, holds, layout, scattered, shapes
 
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
@@ -17,7 +16,8 @@ from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.route import START, priced
 from superscaler.materialize.rvd.search import Path, find_path
 from superscaler.materialize.rvd.transitions import INTRA, MESSAGES, messages
-from tests.sweeps import few
+from tests.helpers.sweeps import few
+from tests.materialize.rvd.layouts import Servers, execute, exhaustive, holds, layout, scattered, shapes
 
 SIZES = (24, 24, 24)
 ITEMSIZE = 4096

@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from layouts import Servers, execute, holds, layout, scattered, shapes
 
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd import transitions as table
 from superscaler.materialize.rvd.search import Path
 from superscaler.materialize.rvd.transitions import INTER, INTRA, MESSAGES, D, Step
+from tests.materialize.rvd.layouts import Servers, execute, holds, layout, scattered, shapes
 
 SIZES = (8, 16)
 

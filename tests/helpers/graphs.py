@@ -18,7 +18,7 @@ import superscaler as ss
 from superscaler.frontend.training import given_optimizers, read_optimizer
 from superscaler.models import build
 from superscaler.plan import capture_named
-from tests.ran import equal
+from tests.helpers.ran import equal
 
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3),

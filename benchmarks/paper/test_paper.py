@@ -14,11 +14,11 @@ import superscaler as ss
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.simulate.predict import fullest
-from tests.graphs import graph_of
-from tests.ran import equal
-from tests.sweeps import few, slow
+from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
+from tests.helpers.sweeps import few, slow
 
-PAPER = Path(__file__).parents[2] / "benchmarks/paper"
+PAPER = Path(__file__).parent
 sys.path[:0] = [str(PAPER), str(PAPER.parent)]
 
 import e6  # noqa: E402

@@ -10,9 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from several import mutants
-from single import Mutant
-from small_plans import exact
 from torch import Tensor
 
 from superscaler.artifact import describe, initial_values
@@ -24,6 +21,9 @@ from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Program
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import build_step
+from tests.helpers.several import mutants
+from tests.helpers.single import Mutant
+from tests.helpers.small_plans import exact
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.
 TOLERANCE, FLOOR = 1e-9, 1e-3

@@ -25,6 +25,41 @@ from superscaler.plan import Plan
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step, build_step
 
+# Plans whose predicted memory is compared with the count, and their devices.
+PLANS = [
+    ("single", 1),
+    ("recompute", 1),
+    ("co_shard", 1),
+    ("swap:what=both", 1),
+    ("gradient_accumulation:microbatches=4", 1),
+    ("data_parallel", 2),
+    ("tensor_parallel", 2),
+    ("sequence_parallel", 2),
+    ("sequence_parallel:regather=true", 2),
+    ("ulysses", 2),
+    ("ring_attention", 2),
+    ("terapipe", 2),
+    ("seq1f1b:recompute=late", 2),
+    ("gpipe", 2),
+    ("pipeline_1f1b", 4),
+    ("pipeline_1f1b:recompute=early", 2),
+    ("interleaved", 2),
+    ("zb_h1", 4),
+    ("zb_h2", 2),
+    ("zbv", 2),
+    ("dualpipe_v", 2),
+    ("chimera", 2),
+    ("pipedream_2bw", 2),
+    ("interlaced", 2),
+    ("zero:stage=1", 2),
+    ("zero:stage=2,microbatches=2", 2),
+    ("zero:stage=3", 2),
+    ("zero:stage=3,microbatches=2", 2),
+    ("zero:stage=3,shard=2", 4),
+    ("swap:what=optimizer", 2),
+    ("hybrid:dp=2,pp=2,tp=2", 8),
+]
+
 
 def blocks(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of storages in blocks of 512 bytes, as torch's CUDA allocator gives them out."""

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from small_plans import Noise
 
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
@@ -17,7 +16,8 @@ from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
 from superscaler.verify.oracles import retype
-from tests.ran import rewritten
+from tests.helpers.ran import rewritten
+from tests.helpers.small_plans import Noise
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from superscaler.launch.client import FOLLOW
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Imports nothing but this: it must start in a few hundredths of a second.
 _CLIENT = """#!{python} -IS
 import os, resource, signal, socket, struct, sys
@@ -94,7 +94,7 @@ def _warm() -> None:
     import superscaler.train.launch
     import superscaler.train.loop
     from superscaler.models import build
-    from tests.exports import quick_exports
+    from tests.helpers.exports import quick_exports
 
     quick_exports()
     # Its thread would not be in a fork.

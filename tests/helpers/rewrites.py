@@ -8,7 +8,7 @@ from collections.abc import Callable
 import superscaler as ss
 from superscaler.plans import resolve
 from superscaler.plans.swap import reads_activations
-from tests.ran import SProgram
+from tests.helpers.ran import SProgram
 
 
 def on_top(plan: SProgram | str, rewrite: Callable[[ss.Graph], object]) -> SProgram:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from random_sprograms import MODELS, random_sprogram
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +15,8 @@ import superscaler as ss
 from superscaler.compiler import Compiled, finish
 from superscaler.models import build
 from superscaler.verify.oracles import retype
-from tests.graphs import captured_once
+from tests.helpers.graphs import captured_once
+from tests.helpers.random_sprograms import MODELS, random_sprogram
 
 Captured = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 SProgram = Callable[[ss.Graph, ss.Cluster], Any] | str

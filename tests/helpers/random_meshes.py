@@ -17,7 +17,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
-from tests.graphs import captured_once
+from tests.helpers.graphs import captured_once
 
 SHAPES = [(3,), (4,), (5,), (6,), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (3, 4), (4, 3),
           (3, 2, 2), (2, 3, 2), (2, 2, 3)]  # fmt: skip

@@ -11,12 +11,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-import single
-
 from superscaler.compiler import Compiled
 from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
 from superscaler.ir.mask import extents
+from tests.helpers import single
 
 Code = Sequence[p.Instruction]
 

@@ -19,7 +19,7 @@ from superscaler.ir.model import Op
 from superscaler.ir.names import first
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
-from tests.graphs import captured_once
+from tests.helpers.graphs import captured_once
 
 
 class Tied(nn.Module):
