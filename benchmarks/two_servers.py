@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from superscaler.cluster import Cluster
-from superscaler.cluster.links import LINKS, Link
+from superscaler.cluster import PRESETS, Cluster, Link
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 ADDRESSES, PORT, INTERFACE = ("10.0.0.1", "10.0.0.2"), "29500", "between"
@@ -34,7 +33,8 @@ class NotPermitted(Exception):
 
 
 def cluster(per_server: int, mbit: float) -> Cluster:
-    links = replace(LINKS["local"], network=Link(LINKS["local"].network.alpha, mbit * 1e6 / 8 * PAYLOAD))
+    known = PRESETS["local"].links
+    links = replace(known, network=Link(known.network.alpha, mbit * 1e6 / 8 * PAYLOAD))
     return Cluster.of("two servers", "local", 2, per_server, links)
 
 

@@ -87,7 +87,7 @@ def _device(printer: Printer, count: int) -> tuple[DeviceKind, Links]:
     """
     import torch
 
-    from superscaler.cluster import LINKS, LOCAL, DeviceKind
+    from superscaler.cluster import LOCAL, PRESETS, DeviceKind
     from superscaler.launch.launch import call
     from superscaler.measure import profile, profile_gpu
 
@@ -99,26 +99,26 @@ def _device(printer: Printer, count: int) -> tuple[DeviceKind, Links]:
     flops = {dtype: speed for dtype, (speed, _) in fitted.products.items()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
     kind = _shown(printer, samples, DeviceKind(LOCAL, memory, flops, fitted))
-    return kind, LINKS[LOCAL]
+    return kind, PRESETS[LOCAL].links
 
 
 def _gpu(printer: Printer, name: str, found: Mapping[str, Any]) -> tuple[DeviceKind, Links]:
     """Return the kind of a GPU of this name from what was measured on it, and its links: those of the preset of that
     name, with the measured copies to its host.
     """
-    from superscaler.cluster import LINKS, LOCAL, PRESETS, DeviceKind
+    from superscaler.cluster import LOCAL, PRESETS, DeviceKind
     from superscaler.measure.profile import Sample
     from superscaler.measure.profile_gpu import speeds
 
     preset = next((preset for preset in PRESETS if preset in name.lower()), None)
-    like = PRESETS[preset or _LIKE]
+    links, like = PRESETS[preset or _LIKE].links, PRESETS[preset or _LIKE].device
+    assert like is not None
     assert like.speeds is not None
     samples = [Sample.read(s) for s in found["samples"]]
     fitted = speeds(samples, like.speeds, found["units"], found["floor"], found["issue"])
     # Of an unknown GPU the peak is the best that was measured.
     flops = like.flops if preset else {dtype: high for dtype, (_, high) in fitted.products.items()}
     kind = _shown(printer, samples, DeviceKind(LOCAL, found["memory"], flops, fitted))
-    links = LINKS[preset or _LIKE]
     host = replace(links.host, bandwidth=found["host"])
     device = replace(links.device, bandwidth=fitted.memory[1] / 2)
     printer.show(

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from superscaler.cluster.devices import PRESETS, DeviceKind
-from superscaler.cluster.links import LINKS, LOCAL, Links
+from superscaler.cluster.devices import DeviceKind, Preset
+from superscaler.cluster.links import LOCAL, Links
 from superscaler.cluster.mesh import Mesh
+from superscaler.cluster.presets import PRESETS
 from superscaler.cluster.seconds import Way, Wiring, least, lines, ways
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import Numbered, checked
@@ -99,8 +100,8 @@ class Cluster:
 
         Raises InputError for an unknown preset, a number below 1, or NICs and devices that do not divide.
         """
-        if kind != LOCAL and kind not in PRESETS:
-            raise InputError(f"cluster '{name}': {unknown('preset', kind, [*PRESETS, LOCAL])}")
+        if kind not in PRESETS:
+            raise InputError(f"cluster '{name}': {unknown('preset', kind, PRESETS)}")
         if not name or not name.isprintable():
             raise InputError(f"a cluster cannot be called {name!r}; give a name of printable characters.")
         if not isinstance(servers, int) or not isinstance(devices_per_server, int):
@@ -117,14 +118,14 @@ class Cluster:
             raise InputError(
                 f"cluster '{name}' would have {servers * devices_per_server} devices; at most {_MOST} fit."
             )
-        links = links or LINKS[kind]
+        links = links or PRESETS[kind].links
         if links.nics and links.nics % devices_per_server and devices_per_server % links.nics:
             raise InputError(
                 f"cluster '{name}' would share {links.nics} NICs among the {devices_per_server} devices of a server; "
                 "one number must divide the other."
             )
         devices = Devices(Device(i, i // devices_per_server, kind) for i in range(servers * devices_per_server))
-        return cls(name, devices, devices_per_server, links, device_kind or PRESETS.get(kind))
+        return cls(name, devices, devices_per_server, links, device_kind or PRESETS[kind].device)
 
     @classmethod
     @checked
@@ -140,7 +141,7 @@ class Cluster:
                 raise InputError(f"cluster '{spec}' has no number of processes; write local:N, as local:4.")
             return cls.local(int(size))
         if name not in PRESETS:
-            raise InputError(f"{unknown('cluster', name, [*PRESETS, LOCAL])} Or {_FORMS}.")
+            raise InputError(f"{unknown('cluster', name, PRESETS)} Or {_FORMS}.")
         found = _SHAPE.fullmatch(size)
         if found is None:
             raise InputError(f"cluster '{spec}' has no servers x devices; write {name}:SERVERSxDEVICES, as {name}:4x8.")
@@ -207,7 +208,7 @@ class Cluster:
         return Wiring(self.links, self.devices_per_server, len(self.devices), rings=self.kind == LOCAL)
 
     def __str__(self) -> str:
-        is_preset = self.links == LINKS[self.kind] and self.device_kind == PRESETS.get(self.kind)
+        is_preset = Preset(self.links, self.device_kind) == PRESETS[self.kind]
         if self.name == self.kind and self.is_local and is_preset:
             return f"{self.name}:{len(self.devices)}"
         if self.name == self.kind and self.kind != LOCAL and is_preset:
@@ -227,15 +228,17 @@ def _from_file(path: Path) -> Cluster:
 
 # Imported late: only cluster files need YAML and its checks.
 def _from_yaml(text: str, where: str) -> Cluster:
-    from superscaler.cluster.file import read
+    from superscaler.cluster.file import ClusterFile, joined, read
 
-    found = read(text, where)
-    links, device_kind = found.joined(where)
+    found = read(text, where, ClusterFile)
     name = found.preset if found.name is None else found.name
-    return Cluster.of(name, found.preset, found.servers, found.devices_per_server, links, device_kind)
+    # For an unknown preset `of` has the error.
+    own = joined(found, PRESETS[found.preset], found.preset, where) if found.preset in PRESETS else None
+    links, device = (own.links, own.device) if own else (None, None)
+    return Cluster.of(name, found.preset, found.servers, found.devices_per_server, links, device)
 
 
 def _overrides(cluster: Cluster) -> str:
     from superscaler.cluster.file import write
 
-    return write(cluster.kind, cluster.links, cluster.device_kind)
+    return write(PRESETS[cluster.kind], cluster.links, cluster.device_kind)

@@ -1,11 +1,12 @@
-"""A user's own cluster in YAML: `{name: lab, preset: v100, servers: 4, devices_per_server: 8}`.
+"""A cluster in YAML: `{name: lab, preset: v100, servers: 4, devices_per_server: 8}`.
 
-`links` and `device` replace numbers of the preset: `links: {network: {bandwidth: 24e9}, nics: 8}`.
+`links` and `device` replace numbers of the preset: `links: {network: {bandwidth: 24e9}, nics: 8}`. A preset is such a
+file without servers; it may start from another preset, or has all numbers itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import (
@@ -19,8 +20,8 @@ from pydantic import (
     ValidationError,
 )
 
-from superscaler.cluster.devices import PRESETS, Attention, DeviceKind, Speeds
-from superscaler.cluster.links import LINKS, LOCAL, Link, Links
+from superscaler.cluster.devices import Attention, DeviceKind, Preset, Speeds, classes
+from superscaler.cluster.links import Link, Links
 from superscaler.cluster.seconds import COLLECTIVES, MESSAGES
 from superscaler.errors import InputError, unknown
 from superscaler.specs.yaml_file import parse
@@ -89,32 +90,36 @@ class AttentionFile(_Checked):
 
 
 class SpeedsFile(_Checked):
-    """The fields of `Speeds`. Tables are joined with those of the preset."""
+    """The fields of `Speeds`. Tables are joined with those of the preset. `shares`: of the bandwidth of memory, by
+    operator or class of operators, with estimates for classes left out (see `classes`); they replace the preset's.
+    """
 
     units: NonNegativeInt | None = None
     products: Annotated[dict[StrictStr, _Pair], Field(min_length=1)] | None = None
     memory: _Pair | None = None
     attention: dict[StrictStr, AttentionFile] | None = None
+    shares: dict[StrictStr, _Amount] | None = None
     operators: dict[StrictStr, LineFile] | None = None
     floor: _Seconds | None = None
     issue: _Seconds | None = None
     fresh: _Seconds | None = None
     slowdown: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] | None = None
 
-    def joined(self, known: Speeds | None, where: str) -> Speeds:
-        """Return the known speeds with those of the file in their place."""
+    def joined(self, known: Speeds | None, kind: str, where: str) -> Speeds:
+        """Return the known speeds of a kind of device with those of the file in their place."""
         given = ((name, getattr(self, name)) for name in self.model_fields_set)
         found: dict[str, Any] = {name: value for name, value in given if value is not None}
+        if known is None:
+            _check_known(("products", "memory"), found, "device.speeds.", kind, where)
+            known = Speeds(0, {}, found["memory"])
+        shares = found.pop("shares", None)
+        if shares is not None:
+            known = replace(known, operators=classes(found.get("memory", known.memory), shares))
         for name, make in (("attention", Attention), ("operators", Link)):
             found[name] = {key: make(**one.model_dump()) for key, one in found.get(name, {}).items()}
-        if known is not None:
-            for name in ("products", "attention", "operators"):
-                found[name] = {**getattr(known, name), **found.get(name, {})}
-            return replace(known, **found)
-        for name in ("products", "memory"):
-            if name not in found:
-                raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.speeds.{name} too.")
-        return Speeds(**{"units": 0, **found})
+        for name in ("products", "attention", "operators"):
+            found[name] = {**getattr(known, name), **found.get(name, {})}
+        return replace(known, **found)
 
 
 class DeviceFile(_Checked):
@@ -135,55 +140,86 @@ class ClusterFile(_Checked):
     links: LinksFile = LinksFile()
     device: DeviceFile = DeviceFile()
 
-    def joined(self, where: str) -> tuple[Links | None, DeviceKind | None]:
-        """Return the preset's numbers with those of the file in their place, or None for an unknown preset."""
-        if self.preset not in LINKS:
-            return None, None
-        return _links(LINKS[self.preset], self.links), self._device(where)
 
-    def _device(self, where: str) -> DeviceKind | None:
-        known, given = PRESETS.get(self.preset), self.device
-        if not given.model_fields_set:
-            return known
-        for name in ("memory", "flops"):
-            if known is None and getattr(given, name) is None:
-                raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.{name} too.")
-        memory = known.memory if given.memory is None and known else int(given.memory or 0)
-        speeds = known.speeds if known else None
-        if given.speeds is not None:
-            speeds = given.speeds.joined(speeds, where)
-        return DeviceKind(self.preset, memory, {**(known.flops if known else {}), **(given.flops or {})}, speeds)
+class PresetFile(_Checked):
+    """The contents of the file of a preset. `preset`: where the numbers come from that it leaves out."""
+
+    preset: StrictStr | None = None
+    links: LinksFile = LinksFile()
+    device: DeviceFile = DeviceFile()
 
 
-def _links(known: Links, given: LinksFile) -> Links:
-    changes: dict[str, Link] = {}
-    for name in (f.name for f in fields(Links) if f.name not in ("nics", "curves", "starts")):
+T = TypeVar("T", ClusterFile, PresetFile)
+
+
+def joined(found: ClusterFile | PresetFile, known: Preset | None, kind: str, where: str) -> Preset:
+    """Return the numbers of a file, those of its preset where it has none, for a kind of device. Raises InputError if
+    neither has them.
+    """
+    links, device = (known.links, known.device) if known else (None, None)
+    return Preset(_links(found.links, links, kind, where), _device(found.device, device, kind, where))
+
+
+def _check_known(names: Sequence[str], found: Mapping[str, Any], above: str, kind: str, where: str) -> None:
+    for name in names:
+        if found.get(name) is None:
+            raise InputError(f"{where}: nothing is known about {kind} devices; add {above}{name} too.")
+
+
+def _device(given: DeviceFile, known: DeviceKind | None, kind: str, where: str) -> DeviceKind | None:
+    if not given.model_fields_set:
+        return known and replace(known, name=kind)
+    if known is None:
+        _check_known(("memory", "flops"), vars(given), "device.", kind, where)
+    memory = known.memory if given.memory is None and known else int(given.memory or 0)
+    speeds = known.speeds if known else None
+    if given.speeds is not None:
+        speeds = given.speeds.joined(speeds, kind, where)
+    return DeviceKind(kind, memory, {**(known.flops if known else {}), **(given.flops or {})}, speeds)
+
+
+def _links(given: LinksFile, known: Links | None, kind: str, where: str) -> Links:
+    links: dict[str, Link] = {}
+    for name in _CLASSES:
         link = getattr(given, name).model_dump(exclude_none=True)
         if name == "pair":
             link = {**given.intra.model_dump(exclude_none=True), **link}
-        changes[name] = replace(getattr(known, name), **link)
-    nics = given.nics if "nics" in given.model_fields_set else known.nics
-    starts = {kind: Link(**one.model_dump()) for kind, one in given.starts.items()}
-    return Links(**changes, nics=nics, curves={**known.curves, **given.curves}, starts={**known.starts, **starts})
+        if known is None:
+            _check_known(("alpha", "bandwidth"), link, f"links.{name}.", kind, where)
+        links[name] = replace(getattr(known, name), **link) if known else Link(**link)
+    if known is None and "nics" not in given.model_fields_set:
+        raise InputError(f"{where}: nothing is known about {kind} devices; add links.nics too, null for one a device.")
+    nics = given.nics if "nics" in given.model_fields_set or known is None else known.nics
+    starts = {name: Link(**one.model_dump()) for name, one in given.starts.items()}
+    more, begun = (known.curves, known.starts) if known else ({}, {})
+    return Links(**links, nics=nics, curves={**more, **given.curves}, starts={**begun, **starts})
 
 
-def read(text: str, where: str) -> ClusterFile:
-    """Return the contents of a text. Raises InputError with the first wrong key."""
+def read_preset(text: str, where: str, name: str, presets: Mapping[str, Preset]) -> Preset:
+    """Return the numbers of a preset's text. Raises InputError for a wrong key, or a missing number."""
+    found = read(text, where, PresetFile)
+    if found.preset is not None and found.preset not in presets:
+        raise InputError(f"{where}: {unknown('preset', found.preset, presets)}")
+    return joined(found, presets[found.preset] if found.preset else None, name, where)
+
+
+def read(text: str, where: str, form: type[T]) -> T:
+    """Return the contents of a text, a cluster's or a preset's. Raises InputError with the first wrong key."""
     content = parse(text, where)
-    keys = list(ClusterFile.model_fields)
+    keys = list(form.model_fields)
     if not isinstance(content, dict):
         raise InputError(f"{where} must be a mapping with the keys {', '.join(keys)}.")
     try:
-        found = ClusterFile.model_validate(content)
+        found = form.model_validate(content)
     except ValidationError as error:
         # An unknown key comes first: it may be the misspelled missing one.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] not in _STRANGE)
-        raise InputError(f"{where}: {_message(problems[0])}") from None
+        raise InputError(f"{where}: {_message(problems[0], form)}") from None
     _check_names(found, where)
     return found
 
 
-def _check_names(found: ClusterFile, where: str) -> None:
+def _check_names(found: ClusterFile | PresetFile, where: str) -> None:
     """Raise InputError for a name that nothing reads in a table of numbers by dtype, pass or kind of collective."""
     speeds, links = found.device.speeds or SpeedsFile(), found.links
     passes = [f"{name}{dtype}" for name in ("forward", "backward") for dtype in ("", *(f" {d}" for d in _DTYPES))]
@@ -198,15 +234,15 @@ def _check_names(found: ClusterFile, where: str) -> None:
             raise InputError(f"{where}: {unknown('key', strange[0], known)} It is in {table}.")
 
 
-def write(preset: str, links: Links, device: DeviceKind | None) -> str:
+def write(preset: Preset, links: Links, device: DeviceKind | None) -> str:
     """Return the keys `links` and `device` of a file: the numbers that differ from the preset's."""
-    known = asdict(LINKS[preset])
+    known = asdict(preset.links)
     # `pair` is always written: a file without it gives it the numbers of `intra`.
     changed: dict[str, Any] = {k: v for k, v in asdict(links).items() if v != known[k] or k == "pair"}
-    tree: dict[str, Any] = {"links": changed} if links != LINKS[preset] else {}
-    if device is not None and device != PRESETS.get(preset):
+    tree: dict[str, Any] = {"links": changed} if links != preset.links else {}
+    if device is not None and device != preset.device:
         tree["device"] = {"memory": device.memory, "flops": dict(device.flops)}
-        own = PRESETS[preset].speeds if preset in PRESETS else None
+        own = preset.device.speeds if preset.device else None
         if device.speeds is not None and device.speeds != own:
             tree["device"]["speeds"] = _plain(asdict(device.speeds))
     text: str = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10**9)
@@ -220,13 +256,15 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, tuple) else value
 
 
+# Links of a class, without its NICs and what was measured beside.
+_CLASSES = tuple(field.name for field in fields(Links) if field.type is Link)
 # The dtypes that products and attention may have, and the kinds of communication.
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _KINDS = (*COLLECTIVES, *MESSAGES)
 _STRANGE = ("extra_forbidden", "invalid_key")
 _MODELS: Mapping[str, type[_Checked]] = {
     "links": LinksFile, "device": DeviceFile, "device.speeds": SpeedsFile,
-    **{f"links.{name}": LinkFile for name in ("device", "pair", "intra", "network", "host")},
+    **{f"links.{name}": LinkFile for name in _CLASSES},
 }  # fmt: skip
 # Models of the rows of a table.
 _ROWS: Mapping[str, type[_Checked]] = {
@@ -234,10 +272,10 @@ _ROWS: Mapping[str, type[_Checked]] = {
 }  # fmt: skip
 
 
-def _message(problem: Any) -> str:
+def _message(problem: Any, form: type[_Checked]) -> str:
     path = [str(key) for key in problem["loc"]]
     if problem["type"] in _STRANGE:
-        model = _MODELS.get(".".join(path[:-1])) or _ROWS.get(".".join(path[:-2]), ClusterFile)
+        model = _MODELS.get(".".join(path[:-1])) or _ROWS.get(".".join(path[:-2]), form)
         return unknown("key", path[-1], model.model_fields) + (f" It is in {path[-2]}." if path[1:] else "")
     key = ".".join(path)
     if problem["type"] == "missing":

@@ -13,7 +13,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from superscaler.cli import doctor as rooms
 from superscaler.cli import measure as links
 from superscaler.cli.printing import Printer
-from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster
+from superscaler.cluster import LOCAL, PRESETS, Cluster
 from superscaler.measure.profile import Sample
 from superscaler.simulate.rates import seconds
 from superscaler.simulate.works import Kernel
@@ -105,7 +105,7 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     cluster = Cluster.parse(str(file))
     assert str(cluster) == found["cluster"]
     assert cluster.is_local
-    assert cluster.links != LINKS[LOCAL]
+    assert cluster.links != PRESETS[LOCAL].links
     assert {kind: len(curve) for kind, curve in cluster.links.curves.items()}["all_reduce"] == 2
     assert all(0 < cluster.links.start(kind, 1024) < 0.1 for kind in cluster.links.curves)
     kind = cluster.device_kind
@@ -137,11 +137,11 @@ def test_kernels_of_a_gpu_are_those_that_were_measured_in_the_form_of_a_preset(
     ]
     found = {"samples": samples, "floor": 2e-6, "issue": 24e-6, "host": 5e10, "units": 100, "memory": 70 * 10**9}
     kind, known = links._gpu(Printer(False), "NVIDIA H100 80GB HBM3", found)
-    assert (kind.name, kind.memory, kind.flops) == (LOCAL, 70 * 10**9, PRESETS["h100"].flops)
+    assert (kind.name, kind.memory, kind.flops) == (LOCAL, 70 * 10**9, PRESETS["h100"].device.flops)
     assert kind.speeds is not None
     assert (kind.speeds.units, kind.speeds.issue) == (100, 24e-6)
-    assert known.host == replace(LINKS["h100"].host, bandwidth=5e10)
-    assert known.pair == LINKS["h100"].pair
+    assert known.host == replace(PRESETS["h100"].links.host, bandwidth=5e10)
+    assert known.pair == PRESETS["h100"].links.pair
     other, _ = links._gpu(Printer(False), "NVIDIA T4", found)
     # The best that was measured.
     assert other.flops["float32"] > 1e12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links
+from superscaler.cluster import LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links, presets
 from superscaler.cluster.devices import Attention, Speeds
 from superscaler.errors import InputError
 
@@ -27,7 +28,7 @@ def test_devices_are_numbered_server_by_server() -> None:
     assert (cluster.servers, cluster.devices_per_server, cluster.kind) == (2, 2, "v100")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", sorted({*PRESETS} - {LOCAL}))
 def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
     kind = Cluster.preset(name, 1, 1).device_kind
     assert kind is not None
@@ -45,10 +46,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @settings(max_examples=5)
 @given(
-    name=st.one_of(
-        st.just(LOCAL), st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)
-    ),
-    kind=st.sampled_from([LOCAL, *sorted(PRESETS)]),
+    name=st.one_of(st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)),
+    kind=st.sampled_from(sorted(PRESETS)),
     servers=st.integers(1, 5),
     links=st.none()
     | st.builds(Links, *[st.builds(Link, alpha=st.floats(0, 1), bandwidth=positive)] * 4, nics=st.sampled_from([1, 3])),
@@ -57,8 +56,9 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 def test_every_cluster_reads_back_from_its_text(
     name: str, kind: str, servers: int, links: Links | None, device: tuple[int, dict[str, float]] | None
 ) -> None:
-    flops = {**(PRESETS[kind].flops if kind in PRESETS else {}), **(device[1] if device else {})}
-    told = DeviceKind(kind, device[0], flops, PRESETS[kind].speeds if kind in PRESETS else None) if device else None
+    known = PRESETS[kind].device
+    flops = {**(known.flops if known else {}), **(device[1] if device else {})}
+    told = DeviceKind(kind, device[0], flops, known.speeds if known else None) if device else None
     cluster = Cluster.of(name, kind, servers, 6, links, told)
     read = Cluster.parse(str(cluster))
     assert (read, hash(read)) == (cluster, hash(cluster))
@@ -66,9 +66,13 @@ def test_every_cluster_reads_back_from_its_text(
 
 def test_a_file_replaces_numbers_of_the_preset() -> None:
     text = "{name: lab, preset: v100, servers: 2, devices_per_server: 8, links: {intra: {bandwidth: 1e11}, nics: 2}}"
-    cluster, known = Cluster.parse(text), LINKS["v100"]
+    cluster, known = Cluster.parse(text), PRESETS["v100"].links
     assert cluster.links.intra == cluster.links.pair == Link(known.intra.alpha, 1e11)
-    assert (cluster.links.network, cluster.links.nics, cluster.device_kind) == (known.network, 2, PRESETS["v100"])
+    assert (cluster.links.network, cluster.links.nics, cluster.device_kind) == (
+        known.network,
+        2,
+        PRESETS["v100"].device,
+    )
     assert Cluster.parse(text.replace("nics: 2", "pair: {alpha: 5e-6}")).links.pair == Link(5e-6, 1e11)
     assert Cluster.parse(text.replace("nics: 2", "nics: null")).links.nics is None
     assert Cluster.parse(text.replace("name: lab, ", "")).name == "v100"
@@ -79,7 +83,9 @@ def test_a_file_replaces_what_is_known_of_the_devices() -> None:
         "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {memory: 40e9, flops: {float64: 1e13}}}"
     )
     kind = Cluster.parse(text).device_kind
-    assert kind == replace(PRESETS["a100"], memory=40 * 10**9, flops={**PRESETS["a100"].flops, "float64": 1e13})
+    known = PRESETS["a100"].device
+    assert known is not None
+    assert kind == replace(known, memory=40 * 10**9, flops={**known.flops, "float64": 1e13})
     local = Cluster.parse(text.replace("a100", "local"))
     assert local.device_kind == DeviceKind("local", 40 * 10**9, {"float64": 1e13})
     assert local.is_local
@@ -87,7 +93,9 @@ def test_a_file_replaces_what_is_known_of_the_devices() -> None:
 
 def test_a_file_replaces_speeds_of_the_preset() -> None:
     text = "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {speeds: {SPEEDS}}}"
-    known = PRESETS["a100"].speeds
+    a100 = PRESETS["a100"].device
+    assert a100 is not None
+    known = a100.speeds
     assert known is not None
     given = "issue: 4e-6, memory: 1e12, products: {float64: [9e12, 19e12]}, operators: {gelu: {alpha: 0, bandwidth: 1}}"
     speeds = replace(
@@ -98,7 +106,7 @@ def test_a_file_replaces_speeds_of_the_preset() -> None:
         operators={**known.operators, "gelu": Link(0.0, 1.0)},
     )
     kind = Cluster.parse(text.replace("SPEEDS", given)).device_kind
-    assert kind == replace(PRESETS["a100"], speeds=speeds)
+    assert kind == replace(a100, speeds=speeds)
     attention = "attention: {forward: {rates: {64: 1e12, 128: [2e12, 3e12]}, tile: 512}}"
     local = "preset: local, servers: 1, devices_per_server: 2, device: {memory: 8e9, flops: {}, speeds: "
     lab = Cluster.parse("{name: lab, " + local + "{products: {float32: 1e11}, memory: 2e10, " + attention + "}}}")
@@ -106,6 +114,59 @@ def test_a_file_replaces_speeds_of_the_preset() -> None:
     measured = Attention({64: (1e12, 1e12), 128: (2e12, 3e12)}, tile=512)
     assert lab.device_kind.speeds == Speeds(0, {"float32": (1e11, 1e11)}, (2e10, 2e10), {"forward": measured})
     assert Cluster.parse(str(lab)) == lab
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of presets, with those of the library."""
+    for path in presets._FOLDER.glob("*.yaml"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(presets, "_FOLDER", tmp_path)
+    presets._names.cache_clear()
+    yield tmp_path
+    presets._names.cache_clear()
+    presets._read.cache_clear()
+
+
+SPEEDS = "{units: 4, products: {float32: 1e12}, memory: [100e9, 300e9], shares: {norm: 0.5}}"
+ALL = "{alpha: 1e-6, bandwidth: 1e9}"
+LINKS = f"{{device: {ALL}, intra: {{alpha: 2e-6, bandwidth: 2e9}}, network: {ALL}, host: {ALL}, nics: null}}"
+DEVICE = f"{{memory: 8e9, flops: {{float32: 1e12}}, speeds: {SPEEDS}}}"
+
+
+def test_a_preset_is_one_file(folder: Path) -> None:
+    (folder / "x300.yaml").write_text(f"links: {LINKS}\ndevice: {DEVICE}")
+    (folder / "x310.yaml").write_text("preset: x300\nlinks: {nics: 1}\ndevice: {speeds: {memory: 400e9, shares: {}}}")
+    cluster, kind = Cluster.parse("x300:2x4"), Cluster.parse("x300:2x4").device_kind
+    assert (str(cluster), cluster.links.pair, cluster.links.nics) == ("x300:2x4", Link(2e-6, 2e9), None)
+    assert kind is not None
+    assert (kind.name, kind.memory, kind.flops) == ("x300", 8 * 10**9, {"float32": 1e12})
+    # Shares of the middle of both bandwidths of memory.
+    assert kind.speeds is not None
+    assert (kind.speeds.operators["norm"], kind.speeds.operators["copy"]) == (Link(0.0, 100e9), Link(0.0, 150e9))
+    other = Cluster.parse("x310:1x1")
+    assert (other.links, other.device_kind.name) == (replace(cluster.links, nics=1), "x310")
+    assert other.device_kind.speeds.operators["norm"] == Link(0.0, 340e9)
+    with pytest.raises(InputError, match=r"Known: a100, b200, h100, h200, local, v100, x300, x310\."):
+        Cluster.parse("y:1x1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"device: {DEVICE}", "nothing is known about x300 devices; add links.device.alpha too"),
+        (f"links: {LINKS.replace(', nics: null', '')}", "add links.nics too, null for one a device"),
+        (f"links: {LINKS}\ndevice: {{memory: 8e9}}", "nothing is known about x300 devices; add device.flops too"),
+        (f"links: {LINKS}\ndevice: {DEVICE.replace('products', 'product')}", "did you mean 'products'?"),
+        ("preset: h10", "unknown preset 'h10'; did you mean 'h100'?"),
+        ("servers: 3", "unknown key 'servers'. Known: device, links, preset."),
+    ],
+)
+def test_a_preset_without_its_numbers_is_an_error_that_names_them(folder: Path, text: str, message: str) -> None:
+    (folder / "x300.yaml").write_text(text)
+    with pytest.raises(InputError, match=re.escape(message)) as found:
+        Cluster.parse("x300:1x1")
+    assert str(found.value).startswith(f"preset {folder / 'x300.yaml'}: ")
 
 
 def test_a_short_text_is_the_spec() -> None:
@@ -255,7 +316,7 @@ def test_python_and_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_table_of_presets() -> None:
-    for name, links in LINKS.items():
+    for name, links in ((name, preset.links) for name, preset in PRESETS.items()):
         cells = re.search(rf"^\| `{name}` \| (.*) \|$", PAGE, re.MULTILINE)
         assert cells is not None
         *told, nics = cells[1].split(" | ")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
+from superscaler.cluster import LOCAL, PRESETS, Cluster, Link, Links
 from superscaler.cluster.seconds import COLLECTIVES, COPIES, LOCAL_KINDS, MESSAGES
 from superscaler.errors import InputError
 from superscaler.ir.communication import links
@@ -88,11 +88,11 @@ def test_hierarchies_of_the_other_kinds(kind: str, inside: float, between: float
 
 def test_over_servers_with_a_nic_per_device_a_long_message_takes_one_ring() -> None:
     cluster = Cluster.preset("h100", 4, 8)
-    ring = 2 * 31 / 32 * 1e9 / LINKS["h100"].intra.bandwidth
-    latency = 2 * (28 * LINKS["h100"].intra.alpha + 3 * LINKS["h100"].network.alpha)
+    ring = 2 * 31 / 32 * 1e9 / PRESETS["h100"].links.intra.bandwidth
+    latency = 2 * (28 * PRESETS["h100"].links.intra.alpha + 3 * PRESETS["h100"].links.network.alpha)
     assert cluster.seconds("all_reduce", [range(32)], 1e9) == pytest.approx(ring + latency, rel=1e-12)
     # A short one has fewer steps in a hierarchy.
-    latency = 2 * (7 * LINKS["h100"].intra.alpha + 3 * LINKS["h100"].network.alpha)
+    latency = 2 * (7 * PRESETS["h100"].links.intra.alpha + 3 * PRESETS["h100"].links.network.alpha)
     assert cluster.seconds("all_reduce", [range(32)], 0) == pytest.approx(latency, rel=1e-12)
 
 
@@ -148,7 +148,7 @@ def cases(draw: st.DrawFn) -> tuple[Cluster, str, list[list[int]]]:
     servers, per_server = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 8]))
     kind = draw(st.sampled_from(KINDS))
     if draw(st.booleans()):
-        cluster = Cluster.of("x", draw(st.sampled_from([LOCAL, *PRESETS])), servers, per_server)
+        cluster = Cluster.of("x", draw(st.sampled_from([*PRESETS])), servers, per_server)
     else:
         alpha, bandwidth = st.floats(0, 1e-3), st.floats(1e8, 1e12)
         links = [Link(draw(alpha), draw(bandwidth)) for _ in range(4)]
@@ -258,10 +258,10 @@ def times(links: object, noise: float = 0.0) -> list[Sample]:
     return [replace(s, seconds=predict(links, s) * (1 + draw.uniform(-noise, noise))) for s in wanted]
 
 
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_links_come_back_from_the_times_that_they_give(name: str) -> None:
-    links = replace(LINKS[name], pair=Link(7e-6, 5e9))
-    known = replace(LINKS["local"], network=links.network, nics=links.nics)
+    links = replace(PRESETS[name].links, pair=Link(7e-6, 5e9))
+    known = replace(PRESETS["local"].links, network=links.network, nics=links.nics)
     found = fit(times(links), known)
     for link in ("device", "pair", "intra", "network"):
         expected, got = getattr(links, link), getattr(found, link)
@@ -271,8 +271,8 @@ def test_links_come_back_from_the_times_that_they_give(name: str) -> None:
 
 
 def test_noise_is_averaged() -> None:
-    found = fit(times(LINKS["local"], noise=0.2), LINKS["local"])
-    expected = LINKS["local"].intra
+    found = fit(times(PRESETS["local"].links, noise=0.2), PRESETS["local"].links)
+    expected = PRESETS["local"].links.intra
     assert (found.intra.alpha, found.intra.bandwidth) == pytest.approx((expected.alpha, expected.bandwidth), rel=0.1)
 
 
@@ -280,7 +280,7 @@ def test_noise_is_averaged() -> None:
 def test_times_of_no_line_still_make_a_cluster(seconds: list[float]) -> None:
     """Times that fall with the size, and such that a line through them starts below zero."""
     samples = [Sample("all_reduce", (0, 1), 10 ** (3 * i), t, start=1e-4 * (1 + i)) for i, t in enumerate(seconds)]
-    cluster = Cluster.of("measured", "local", 1, 2, fit(samples, LINKS["local"]))
+    cluster = Cluster.of("measured", "local", 1, 2, fit(samples, PRESETS["local"].links))
     assert cluster.links.intra.alpha >= 0
     assert cluster.links.intra.bandwidth > 0
     assert Cluster.parse(str(cluster)) == cluster
@@ -293,7 +293,7 @@ def test_times_of_no_line_still_make_a_cluster(seconds: list[float]) -> None:
 
 
 def test_a_curve_is_a_line_of_the_logarithm_between_sizes() -> None:
-    links = replace(LINKS["local"], curves={"send": {100: 1.0, 10000: 3.0}})
+    links = replace(PRESETS["local"].links, curves={"send": {100: 1.0, 10000: 3.0}})
     found = [links.curve("send", size) for size in (1, 100, 1000, 10000, 10**6)]
     assert found == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
     assert links.curve("all_reduce", 1000) == 1.0

@@ -132,7 +132,7 @@ def test_the_measured_models_have_the_kernels_of_a_step() -> None:
     assert update.outputs == update.inputs[:weights] + update.inputs[2 * weights : 4 * weights]
 
 
-GPU = PRESETS["h200"]
+GPU = PRESETS["h200"].device
 
 
 def gpu_kernels() -> list[Kernel]:
@@ -155,7 +155,7 @@ def gpu_kernels() -> list[Kernel]:
 
 def test_speeds_of_a_gpu_come_back_from_the_seconds_that_they_give() -> None:
     """From the form of another GPU, without its speeds."""
-    samples, like = [Sample(k, seconds(k, GPU)) for k in gpu_kernels()], PRESETS["v100"].speeds
+    samples, like = [Sample(k, seconds(k, GPU)) for k in gpu_kernels()], PRESETS["v100"].device.speeds
     assert like is not None
     form = replace(like, attention={d: replace(t, rates={}) for d, t in GPU.speeds.attention.items()})  # type: ignore[union-attr]
     found = replace(GPU, speeds=profile_gpu.speeds(samples, form, units=132, floor=2e-6, issue=24e-6))
