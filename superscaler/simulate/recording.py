@@ -288,7 +288,7 @@ def callables(
 
 
 def _text_of(run: Any, draws: Iterable[Any], parts: Iterable[Box]) -> Hashable:
-    """Return what a function does, wherever it is written: equal for equal functions of two programs."""
+    """Return the text of a function as a key, equal for equal functions of two programs."""
     code = run.__code__.replace(co_name="", co_qualname="", co_firstlineno=1, co_linetable=b"")
     return code, repr(sorted(vars(run).items())), tuple((d.extents, d.shape) for d in draws), tuple(parts)
 

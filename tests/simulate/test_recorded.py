@@ -5,7 +5,7 @@ import pytest
 import superscaler as ss
 from superscaler.simulate import segments
 from superscaler.simulate.recording import Recorder
-from tests.graphs import graph_of
+from tests.helpers.graphs import graph_of
 
 PLANS = ("tensor_parallel:2", "zero:2,stage=3", "hybrid:dp=1,tp=1,pp=2,microbatches=2")
 
