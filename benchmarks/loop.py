@@ -19,7 +19,8 @@ import torch
 import superscaler as ss
 from superscaler.models import build
 from superscaler.runtime.step import Step
-from superscaler.train.loop import parser, train_rank
+from superscaler.train.loop import train_rank
+from superscaler.train.options import parse
 
 MODEL = "gpt2:layers=4,hidden=256,heads=4,seq=128,vocab=4096,batch=8"
 LIMIT = 0.02
@@ -49,7 +50,7 @@ def run(directory: Path, steps: int) -> tuple[float, float]:
 
     given = ["--steps", str(steps), "--clip", "1", "--schedule", "cosine", "--warmup", "2"]
     given += ["--run", f"{directory}/run", "--save", f"{directory}/kept"]
-    train_rank(parser().parse_args(given), directory, load)
+    train_rank(parse(given)[1], directory, load)
     # The first steps warm up.
     times = found[0].times[3:]
     between = [after[0] - before[1] for before, after in pairwise(times)]

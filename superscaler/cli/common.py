@@ -16,6 +16,7 @@ from superscaler.cli.printing import Printer, printing
 from superscaler.errors import InputError, RuntimeFailure, brief, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
 from superscaler.timing import phase
+from superscaler.train.options import Option
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
@@ -289,16 +290,24 @@ def _read_options(context: typer.Context, file: str | None) -> str | None:
     return file
 
 
-# Groups of options in the help of a command that has many.
-_PANELS = {
-    "Data and evaluation": "data eval eval_every",
-    "Checkpoints": "save save_every keep on_failed_save resume weights",
-    "Learning rate and gradients": "clip ema schedule warmup check_finite",
-}
+def _fields(kind: type) -> list[Parameter]:
+    """Return the fields of a dataclass of options, as parameters for Typer."""
+    return [_for_typer(p) for p in signature(kind, eval_str=True).parameters.values()]
 
 
-def _panel(name: str) -> str | None:
-    return next((panel for panel, names in _PANELS.items() if name in names.split()), None)
+def _for_typer(p: Parameter) -> Parameter:
+    """Return a parameter whose `Option` of a run is one of Typer."""
+    given = next((x for x in getattr(p.annotation, "__metadata__", ()) if isinstance(x, Option)), None)
+    if given is None:
+        return p
+    kind, name = p.annotation.__origin__, f"--{p.name.replace('_', '-')}"
+    if kind == Path | None:
+        made = path(name, given.metavar or "PATH", given.help)
+    else:
+        metavar = given.metavar or "|".join(given.choices) or None
+        made = typer.Option(name, metavar=metavar, min=given.least, max=given.most, help=given.help)
+    made.rich_help_panel = given.panel
+    return p.replace(annotation=Annotated[kind, made])
 
 
 def command(function: Callable[..., bool | None]) -> Callable[..., None]:
@@ -307,7 +316,7 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     """
     _, *own = signature(function, eval_str=True).parameters.values()
     kinds: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
-    fields = {name: [*signature(kind, eval_str=True).parameters.values()] for name, kind in kinds.items()}
+    fields = {name: _fields(kind) for name, kind in kinds.items()}
     options = [option for p in own for option in fields.get(p.name, [p])]
     as_json = Annotated[bool, option("--json", "One JSON object as the last line of standard output.")]
     timed = Annotated[bool, option("--timings", "Print at the end where the time went.")]
@@ -336,8 +345,8 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
     for p in (*options, *last):
         for given in getattr(p.annotation, "__metadata__", ()):
             if isinstance(given, typer.models.OptionInfo):
-                in_request = p in fields.get("request", ())
-                given.rich_help_panel = "Model and plan" if in_request else "Output" if p in last else _panel(p.name)
+                panel = "Model and plan" if p in fields.get("request", ()) else "Output" if p in last else None
+                given.rich_help_panel = panel or given.rich_help_panel
                 # A flag has no value.
                 given.metavar = " " if p.annotation.__origin__ is bool else given.metavar
     # Typer reads this signature and lists its options in order: required ones first.

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from superscaler.cli.common import PlanRequest, command, option, path, save_options
-from superscaler.cli.compile import Out, Seed, check_out
+from superscaler.cli.common import PlanRequest, command, save_options
+from superscaler.cli.compile import Out, check_out
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.interrupt import TemporaryFolder
 from superscaler.specs.sizes import size
 from superscaler.specs.user_file import file_of, from_file, is_function
 from superscaler.timing import phase
+from superscaler.train.options import RunOptions
 
 if TYPE_CHECKING:
     from superscaler.plan import Plan
@@ -27,82 +25,8 @@ if TYPE_CHECKING:
 _TOLERATED = 1.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """A run, as text. Its fields are options, which the ranks have by the same names."""
-
-    steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20
-    clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None
-    ema: Annotated[
-        float | None, option("--ema", "Decay of averages of the weights, as 0.999; --eval evaluates them.")
-    ] = None
-    schedule: Annotated[
-        str | None,
-        option(
-            "--schedule",
-            "Of the learning rate, by torch.optim.lr_scheduler: constant, cosine, cosine_restarts, exponential, "
-            "linear, polynomial, step.",
-            "NAME[:key=value,...]",
-        ),
-    ] = None
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0
-    check_finite: Annotated[
-        bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
-    ] = False
-    torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Run each segment as torch's Inductor compiles it.")
-    ] = False
-    data: Annotated[
-        Path | None,
-        option(
-            "--data",
-            "A text, read as bytes, or a function that gives a data set, a DataLoader or batches; default: Python's "
-            "own text.",
-            "FILE | FILE.py:FUNCTION[:key=value,...]",
-        ),
-    ] = None
-    eval: Annotated[
-        Path | None,
-        option(
-            "--eval",
-            "A function that gives batches, or (batches, metrics by name), for the model in eval mode.",
-            "FILE.py:FUNCTION[:key=value,...]",
-        ),
-    ] = None
-    eval_every: Annotated[
-        int | None, typer.Option("--eval-every", min=1, help="Steps between two evaluations; default: one at the end.")
-    ] = None
-    seed: Seed = 0
-    save: Annotated[
-        Path | None, path("--save", "DIR", "Save checkpoints into this folder, one of them at the end or at SIGTERM.")
-    ] = None
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", min=1, help="Steps between two checkpoints; default: one at the end.")
-    ] = None
-    keep: Annotated[
-        int | None, typer.Option("--keep", min=1, help="How many checkpoints stay, the last ones; default: all.")
-    ] = None
-    on_failed_save: Annotated[
-        str, typer.Option("--on-failed-save", metavar="continue|stop", help="Whether training goes on without it.")
-    ] = "continue"
-    resume: Annotated[
-        Path | None,
-        path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
-    ] = None
-    weights: Annotated[
-        Path | None, path("--weights", "PATH", "Start with these: a safetensors file, a folder of them, a checkpoint.")
-    ] = None
-    profile: Annotated[
-        int | None, typer.Option("--profile", min=1, help="Record so many steps, after a first one, into --run.")
-    ] = None
-    run: Annotated[
-        Path | None,
-        path("--run", "DIR", "Folder for options.yaml, metrics.jsonl, scalars, and what --profile records."),
-    ] = None
-
-
 @command
-def train(printer: Printer, request: PlanRequest, training: Training, out: Out = None) -> None:
+def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out = None) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     import_numpy()
     check(request, training.data, training.eval, out)
@@ -112,8 +36,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
         from superscaler.train.resume import ending, interrupted, unsaved
         from superscaler.train.warm import warm_python
 
-    given = vars(training)
-    launch.check(launch.options_of(**given))
+    launch.check(training)
     # A function that is not there is an error here, not in the ranks after a compilation.
     for kind, spec in (("data", training.data), ("evaluation", training.eval)):
         if is_function(spec):
@@ -134,7 +57,7 @@ def train(printer: Printer, request: PlanRequest, training: Training, out: Out =
             if training.eval:
                 printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
             compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
-            known = {"named": request.model, **_work(compiled), **given}
+            known = {"named": request.model, **_work(compiled), **vars(training)}
             try:
                 result = launch.train(Path(folder), world=compiled.compiled.program.world, python=python, **known)
             except KeyboardInterrupt:

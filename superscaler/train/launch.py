@@ -1,9 +1,9 @@
 """Training of a plan directory with processes of this machine."""
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
 from superscaler.timing import record
 from superscaler.train.data import check_text
-from superscaler.train.options import check_options, check_profile, parser
+from superscaler.train.options import RankOptions, RunOptions, check_options, check_profile
 from superscaler.train.resume import (
     OUTCOME_FILE,
     STOP_FILE,
@@ -28,16 +28,9 @@ from superscaler.train.resume import (
 from superscaler.train.schedule import check_schedule
 
 
-def options_of(**given: Any) -> argparse.Namespace:
-    """Return the options of a run as its ranks parse them, by their defaults where they are not given."""
-    options = parser().parse_args([])
-    assert given.keys() <= vars(options).keys(), given.keys() - vars(options).keys()
-    return argparse.Namespace(**{**vars(options), **given})
-
-
-def check(options: argparse.Namespace) -> None:
+def check(options: RunOptions) -> None:
     """Raise InputError for options that ranks would refuse, before any rank starts."""
-    check_options(options.steps, options.clip, options.ema)
+    check_options(options)
     check_profile(options)
     folder = saving_folder(options.save, options.resume)
     check_saving(options, folder)
@@ -53,17 +46,8 @@ def check(options: argparse.Namespace) -> None:
         check_folder(folder)
 
 
-def _words(options: argparse.Namespace) -> list[str]:
-    """Return the options as words of a command, with absolute paths of files."""
-    found: list[str] = []
-    for name, value in vars(options).items():
-        text = [] if value is True else [str(value.resolve() if isinstance(value, Path) else value)]
-        found += [] if value is None or value is False else [f"--{name.replace('_', '-')}", *text]
-    return found
-
-
 def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: Any) -> dict[str, Any]:
-    """Train a plan directory with `world` processes on this machine. `given`: see `options_of`; `python`: see `launch`.
+    """Train a plan directory with `world` processes on this machine. `given`: of `RankOptions`; `python`: of `launch`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
     up; `unit`: tokens, or samples of other inputs), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and
@@ -71,19 +55,20 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
     was), `start` and `steps` (of all runs). Raises RuntimeFailure with the first rank that failed; all others have
     ended by then.
     """
-    program, options = directory / "run.py", options_of(**given)
+    program, options = directory / "run.py", RankOptions(**given)
     if not program.is_file():
         raise InputError(f"{directory} is not a plan directory: it has no run.py; write one with superscaler compile.")
     if world < 1:
         raise InputError(f"a plan runs on 1 or more processes, not on {world}.")
-    check_options(options.steps, options.clip, options.ema)
+    check_options(options)
     check_text(options.data, 1)
     with TemporaryFolder() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        words = ["--launched", folder, "--metrics", str(metrics), *_words(options)]
+        replace(options, launched=Path(folder), metrics=metrics).write(Path(folder))
         is_saved = saving_folder(options.save, options.resume) is not None
         started = time.time()
-        launch(program, words, world, Path(folder), metrics.parent / STOP_FILE if is_saved else None, python)
+        stop = metrics.with_name(STOP_FILE) if is_saved else None
+        launch(program, ["--launched", folder], world, Path(folder), stop, python)
         _record([started, *_read(metrics.with_name(TIMES_FILE), []), time.time()])
         entries = metrics.read_text().splitlines() if metrics.is_file() else []
         if not entries:

@@ -18,6 +18,7 @@ import torch
 
 from superscaler.specs.file_errors import unwritable, writing
 from superscaler.train import resume
+from superscaler.train.options import RankOptions
 
 # In the folder of a run.
 METRICS_FILE = "metrics.jsonl"
@@ -145,7 +146,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def logs_of(options: Any, start: int, saved: Path | None) -> list[Log]:
+def logs_of(options: RankOptions, start: int, saved: Path | None) -> list[Log]:
     """Return the logs of a run: the file of --metrics, and a folder for TensorBoard and Weights & Biases.
 
     The folder is that of --run, else that of checkpoints. TensorBoard needs to be installed, Weights & Biases also

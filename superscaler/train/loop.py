@@ -1,6 +1,5 @@
 """The training loop of one rank, which the `run.py` of a plan directory calls under torchrun."""
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,20 +20,20 @@ from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.feed import feed, fitting
 from superscaler.train.log import Reporter, logs_of
-from superscaler.train.options import check_options, check_profile, parser
+from superscaler.train.options import RankOptions, check_options, check_profile, parse
 from superscaler.train.schedule import advance, schedule_of
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[..., Step] = load) -> None:
     """Train the plan in the directory of the options (default: where this program is), as this whole process."""
-    options = parser().parse_args(argv)
-    directory = options.directory or Path(sys.argv[0]).resolve().parent
+    given, options = parse(argv)
+    directory = given or Path(sys.argv[0]).resolve().parent
     run_rank(lambda: train_rank(options, directory, load), log=options.launched)
 
 
-def train_rank(options: argparse.Namespace, directory: Path, load: Callable[..., Step]) -> None:
+def train_rank(options: RankOptions, directory: Path, load: Callable[..., Step]) -> None:
     """Train on this rank; rank 0 reports."""
-    check_options(options.steps, options.clip, options.ema)
+    check_options(options)
     check_profile(options)
     times = [time.time()]
     folder = resume.saving_folder(options.save, options.resume)
@@ -49,11 +48,11 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
         batches, evaluate = choose_batches(step, options.data, seed), evaluation_of(step, options.eval)
         schedule = _schedule(step, options, start)
         saves = resume.Saves(step, options, folder, seed, asked) if folder and asked else None
-        profile = Profile(step, options.profile, options.run) if options.profile else None
+        profile = Profile(step, options.profile, options.run) if options.profile and options.run else None
         reporter = None
         times.append(time.time())
         if step.rank == 0:
-            work = (options.flops or 0.0) / step.world, options.peak_flops or 0.0
+            work = options.flops / step.world, options.peak_flops
             reporter = Reporter(options.steps, logs_of(options, start, folder), work)
             stack.callback(reporter.close)
         turns = _turns(step, start, options.steps)
@@ -87,7 +86,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[...,
         saves.report(start)
 
 
-def _loaded(directory: Path, options: argparse.Namespace, load: Callable[..., Step]) -> Step:
+def _loaded(directory: Path, options: RankOptions, load: Callable[..., Step]) -> Step:
     step = load(directory, torch_compile=options.torch_compile)
     if not step.trains:
         raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
@@ -98,7 +97,7 @@ def _loaded(directory: Path, options: argparse.Namespace, load: Callable[..., St
     return step
 
 
-def _schedule(step: Step, options: argparse.Namespace, start: int) -> LRScheduler | None:
+def _schedule(step: Step, options: RankOptions, start: int) -> LRScheduler | None:
     """Return the schedule of the options at the first step; it follows from the plan's rates and the step's number."""
     if options.schedule is None and not options.warmup:
         return None

@@ -1,12 +1,12 @@
 """Saving and resuming in the training loop: the options, the start of training, and its early end."""
 
-import argparse
 import json
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from superscaler.store.checkpoint import POINTER_FILE, checkpoints
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
-from superscaler.train.options import ON_FAILED_SAVE, STOP
+from superscaler.train.options import ON_FAILED_SAVE, STOP, RankOptions, RunOptions
 
 # Files in the folder of the launcher: a request to stop, the outcome of training, and when rank 0 began.
 STOP_FILE, OUTCOME_FILE, TIMES_FILE = "stop", "outcome.json", "times.json"
@@ -39,7 +39,7 @@ def check_count(name: str, value: int | None) -> None:
         raise InputError(f"{name} is {value}, but it must be 1 or more.")
 
 
-def check_saving(options: Any, folder: Path | None) -> None:
+def check_saving(options: RunOptions, folder: Path | None) -> None:
     """Raise InputError for options that do not go together, and for the checkpoints of another run."""
     for name, value in (("--save-every", options.save_every), ("--keep", options.keep)):
         check_count(name, value)
@@ -71,7 +71,7 @@ def is_first(save: Path | None, resume: Path | None) -> bool:
     return save is not None and resume == save and not is_there(save / POINTER_FILE)
 
 
-def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse.Namespace:
+def continued(step: Step, options: RankOptions, folder: Path) -> RankOptions:
     """Return the options of this start: ranks that torchrun restarted resume from their own checkpoints."""
     communicator, file, found = step.state.communicator, folder / POINTER_FILE, ""
     if step.rank == 0:
@@ -84,8 +84,8 @@ def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse
     # Ranks may see a new file on a shared disk at different times.
     found = communicator.first_text(found)
     if found == "restart":
-        return argparse.Namespace(**{**vars(options), "resume": folder, "weights": None})
-    return argparse.Namespace(**{**vars(options), "resume": None}) if found == "first" else options
+        return replace(options, resume=folder, weights=None)
+    return replace(options, resume=None) if found == "first" else options
 
 
 def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def data_of(data: Path | None) -> dict[str, Any] | None:
     return None if data is None else {"name": data.name, "bytes": 0 if is_function(data) else data.stat().st_size}
 
 
-def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
+def start_of(step: Step, options: RankOptions) -> tuple[int, int]:
     """Load the checkpoint or weights in the options. Returns the first step, and the seed of the batches."""
     if options.weights is not None:
         unread = step.load_weights(options.weights)
@@ -166,9 +166,7 @@ class Saves:
     `stopped`: the cause of an early end of training, "" while it goes on.
     """
 
-    def __init__(
-        self, step: Step, options: argparse.Namespace, folder: Path, seed: int, asked: Callable[[], bool]
-    ) -> None:
+    def __init__(self, step: Step, options: RankOptions, folder: Path, seed: int, asked: Callable[[], bool]) -> None:
         self._options, self._asked, self.stopped = options, asked, ""
         self._position = {"seed": seed, "data": data_of(options.data), "model": options.named}
         self._saver = Saver(step, folder, options.keep, warn)

@@ -37,7 +37,7 @@ from superscaler.store.save import Saver
 from superscaler.store.tensor_file import write_tensors
 from superscaler.store.tensors import open_checkpoint
 from superscaler.train.loop import train_rank
-from superscaler.train.options import parser
+from superscaler.train.options import RankOptions
 from tests.helpers.ran import on_ranks
 from tests.helpers.sweeps import few
 
@@ -568,7 +568,7 @@ def test_a_run_looks_before_its_first_step_whether_it_can_save(tmp_path: Path, m
         found = []
         for folder in (tmp_path / "held", Path("/proc/kept"), tmp_path / "held" / ".lock" / "kept"):
             with pytest.raises(InputError) as caught:
-                train_rank(parser().parse_args(["--save", str(folder)]), tmp_path, load=lambda _, **options: step)
+                train_rank(RankOptions(save=folder), tmp_path, load=lambda _, **options: step)
             found.append(str(caught.value))
         assert step.state.steps == 0
         return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.train.log import Metrics
 from superscaler.train.loop import choose_batches, train_rank
-from superscaler.train.options import parser
+from superscaler.train.options import parse
 
 
 class FakeStep:
@@ -50,7 +50,7 @@ FLOATS: dict[str, tuple[tuple[int, ...], str]] = {"x": ((4, 8), "float32"), "lab
 
 
 def train(arguments: list[str], step: FakeStep) -> None:
-    train_rank(parser().parse_args(arguments), Path(), lambda _, **options: step)
+    train_rank(parse(arguments)[1], Path(), lambda _, **options: step)
 
 
 def test_a_rank_trains_and_writes_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_the_vocabulary_of_the_plan_is_checked() -> None:
 def test_an_empty_path_is_not_the_current_directory(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--save", "--resume", "--weights", "--data", "--metrics"):
         with pytest.raises(SystemExit, match="2"):
-            parser().parse_args([option, ""])
+            parse([option, ""])
         assert f"argument {option}: it is empty; '.' is the current folder" in capsys.readouterr().err
 
 

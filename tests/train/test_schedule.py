@@ -18,7 +18,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.training import named_optimizer
 from superscaler.runtime.step import Step
 from superscaler.specs.options import OPTIMIZERS
-from superscaler.train.options import parser
+from superscaler.train.options import RankOptions
 from superscaler.train.resume import start_of
 from superscaler.train.schedule import advance, check_schedule, schedule_of
 from tests.helpers.ran import Around, equal, on_ranks
@@ -145,7 +145,7 @@ def test_a_resume_takes_the_options_of_the_checkpoint_as_torch_does(
 
     def work(step: Step) -> list[float]:
         if any(tmp_path.iterdir()):
-            start_of(step, parser().parse_args(["--resume", str(tmp_path)]))
+            start_of(step, RankOptions(resume=tmp_path))
         found = [float(step({name: x})) for name in step.inputs for _ in range(2)]
         step.save(tmp_path)
         return found
