@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from math import prod
 from typing import Any
 
@@ -19,6 +18,7 @@ from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, width
 from superscaler.ir.parts import block_of
 from superscaler.materialize.local_tensors import unique_identifiers
+from superscaler.report.kinds import Kind
 from superscaler.report.words import heading
 from superscaler.simulate.timetable import place
 
@@ -26,34 +26,6 @@ from superscaler.simulate.timetable import place
 MOST = 8
 # The name of the block for ops outside all modules.
 OUTSIDE = "the model"
-
-
-class Kind(IntEnum):
-    """The kinds of work and, from BUBBLE on, the causes of idle time of a device, each with a colour of its own."""
-
-    FORWARD = 0
-    AGAIN = 1
-    BACKWARD = 2
-    WEIGHTS = 3
-    UPDATE = 4
-    OTHER = 5
-    LAUNCH = 6
-    TRANSFER = 7
-    COPY = 8
-    BUBBLE = 9
-    EXPOSED = 10
-    COPYING = 11
-    END = 12
-
-
-# Said of events, in the order of their kinds.
-WORDS = (
-    "forward", "forward, recomputed", "backward", "backward, gradients of weights", "optimizer",
-    "slices, sums and copies", "start of communication", "communication", "copy to or from the host",
-    "waits for work of other devices", "waits for data on their way", "waits for a copy to or from the host",
-    "done, waits for the end of the step",
-)  # fmt: skip
-_LETTERS = {Kind.FORWARD: "F", Kind.AGAIN: "R", Kind.BACKWARD: "B", Kind.WEIGHTS: "W"}
 
 
 @dataclass(frozen=True)
@@ -156,7 +128,7 @@ class Details:
         elif any(op.origin for op in ops):
             kind, verb = Kind.AGAIN, "forward, again,"
         homes = _homes(map(home_of, ops))
-        letter = "I" if isinstance(i, p.Backward) and i.half == "input" else _LETTERS[kind]
+        letter = "I" if isinstance(i, p.Backward) and i.half == "input" else kind.sign
         operators = f"{len(ops)} operators: {some([op.name for op in ops], 5)}"
         return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=self._asked(ops))
 

@@ -15,7 +15,8 @@ import numpy as np
 from superscaler.errors import InputError
 from superscaler.groups import collect
 from superscaler.ir import program as p
-from superscaler.report.details import Details, Kind
+from superscaler.report.details import Details
+from superscaler.report.kinds import Kind
 from superscaler.report.timeline import Row, Timeline, timeline
 from superscaler.runtime.profile import VERSION
 from superscaler.simulate.timetable import COMPUTE

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from superscaler.report.details import WORDS, Details, Kind, devices_text
+from superscaler.report.details import Details, devices_text
+from superscaler.report.kinds import KINDS, Kind
 from superscaler.report.timeline import Lane, Timeline
 from superscaler.specs.sizes import duration
 
@@ -13,20 +14,6 @@ from superscaler.specs.sizes import duration
 MOST_ROWS = 32
 # The number of columns of characters, and of pixels.
 WIDTH, PIXELS = 100, 1000
-# A character, its meaning and a colour for each kind of work without a letter, and of waits.
-_LOOKS: Mapping[int, tuple[str, str, str]] = {
-    Kind.FORWARD: ("F", "forward", "#56b4e9"),
-    Kind.AGAIN: ("R", "forward, recomputed", "#a9d8f3"),
-    Kind.BACKWARD: ("B", "backward", "#0072b2"),
-    Kind.WEIGHTS: ("W", "gradients of weights", "#00456b"),
-    Kind.UPDATE: ("U", "optimizer", "#cc79a7"),
-    Kind.OTHER: ("o", "slices, sums and copies", "#8d939c"),
-    Kind.LAUNCH: ("c", "start of communication", "#b9bec6"),
-    Kind.BUBBLE: (".", "waits for other devices", "#f0a981"),
-    Kind.EXPOSED: ("~", "waits for data on their way", "#f6d36b"),
-    Kind.COPYING: ("^", "waits for a copy", "#e6e6a2"),
-    Kind.END: (" ", "done", "#e3e6ea"),
-}
 _LEFT, _ROW, _TOP = 150, 20, 44
 
 
@@ -50,7 +37,7 @@ def drawing(timeline: Timeline, details: Details) -> str:
         [_characters(lane, timeline, details) for lane in lanes],
     )
     width, seen = max(map(len, names), default=0), set("".join(rows))
-    legend = ", ".join(f"{sign} {words}" for sign, words, _ in _LOOKS.values() if sign in seen - {" "})
+    legend = ", ".join(f"{kind.sign} {kind.legend}" for kind in Kind if kind.sign in seen - {" "})
     each = duration(timeline.seconds / WIDTH)
     first = f"a step of {duration(timeline.seconds)}; a column is {each}, behind the last is the share of waits"
     waits = (f"{_waits(lane) / timeline.seconds:4.0%}" for lane in lanes)
@@ -72,7 +59,7 @@ def _characters(lane: Lane, timeline: Timeline, details: Details) -> str:
     text = ""
     for n, size in _runs(columns(lane, timeline.seconds, WIDTH)):
         label = _label(lane, n, details)
-        character = label[:1] or (_LOOKS[int(lane.kind[n])][0] if n >= 0 else " ")
+        character = label[:1] or (KINDS[lane.kind[n]].sign if n >= 0 else " ")
         text += label + character * (size - len(label)) if len(label) < size else character * size
     return text
 
@@ -101,12 +88,12 @@ def picture(timeline: Timeline, details: Details, x: int, y: int) -> tuple[list[
         _lanes(timeline),
         [svg_text(x, y + 12, f"a step of {duration(timeline.seconds)}", 'font-weight="bold"')],
     )
-    kinds = dict.fromkeys(kind for lane in lanes for kind in sorted(set(lane.kind.tolist())))
+    kinds = dict.fromkeys(KINDS[kind] for lane in lanes for kind in sorted(set(lane.kind.tolist())))
     place = x + 130
     for kind in kinds:
-        lines.append(f'<rect x="{place}" y="{y + 3}" width="10" height="10" fill="{_LOOKS[kind][2]}"/>')
-        lines.append(svg_text(place + 14, y + 12, WORDS[kind]))
-        place += 26 + 7 * len(WORDS[kind])
+        lines.append(f'<rect x="{place}" y="{y + 3}" width="10" height="10" fill="{kind.color}"/>')
+        lines.append(svg_text(place + 14, y + 12, kind.words))
+        place += 26 + 7 * len(kind.words)
     for k in range(6):
         at = x + _LEFT + k * PIXELS // 5
         lines.append(f'<line x1="{at}" y1="{y + 30}" x2="{at}" y2="{y + _TOP + _ROW * len(lanes)}" stroke="#d9dce1"/>')
@@ -125,16 +112,16 @@ def _bars(lane: Lane, timeline: Timeline, details: Details, x: int, y: int) -> I
     at = 0
     for n, size in _runs(columns(lane, timeline.seconds, PIXELS)):
         if n >= 0:
-            kind, label = int(lane.kind[n]), _label(lane, n, details)
+            kind, label = KINDS[lane.kind[n]], _label(lane, n, details)
             known = details.found[int(lane.detail[n])].title if lane.detail[n] >= 0 else ""
-            title = escape(" ".join(filter(None, (label, WORDS[kind], known))))
+            title = escape(" ".join(filter(None, (label, kind.words, known))))
             gap = 0.5 if size > 3 else 0
             yield (
                 f'<g><title>{title}</title><rect x="{x + at}" y="{y}" width="{size - gap}" height="16" '
-                f'fill="{_LOOKS[kind][2]}"/></g>'
+                f'fill="{kind.color}"/></g>'
             )
             if label and size > 8 * len(label):
-                color = "white" if kind in (Kind.BACKWARD, Kind.WEIGHTS) else "black"
+                color = "white" if kind.is_dark else "black"
                 yield svg_text(x + at + 3, y + 12, label, f'font-size="10" fill="{color}"')
         at += size
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from superscaler.groups import group_by
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Copy, Fetch, Instruction, Loss, Offload, Program, Recv, Send
-from superscaler.report.details import Details, Kind
+from superscaler.report.details import Details
+from superscaler.report.kinds import Kind
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import COMPUTE, Timetable
 from superscaler.simulate.timetable import Lane as Alike

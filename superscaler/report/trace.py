@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from superscaler.ir.grid import Ints
-from superscaler.report.details import WORDS, Detail, devices_text
+from superscaler.report.details import Detail, devices_text
+from superscaler.report.kinds import KINDS
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
 from superscaler.specs.file_errors import replace_own
@@ -55,12 +56,12 @@ def _lane(subject: Subject, lane: Lane, place: dict[str, int]) -> Iterator[dict[
     columns = (x.tolist() for x in (*_times(lane), lane.kind, lane.detail, lane.microbatch, lane.critical))
     for start, end, kind, detail, microbatch, critical in zip(*columns, strict=True):
         known = subject.details.found[detail] if detail >= 0 else None
-        title = known.title if known else WORDS[kind]
+        title = known.title if known else KINDS[kind].words
         given = _facts(known) if known else {}
         given |= {"microbatch": microbatch} if microbatch >= 0 else {}
         given |= {"critical path": True} if critical else {}
         times = {"ts": start / 1000, "dur": (end - start) / 1000}
-        yield {"ph": "X", **place, "name": title, "cat": WORDS[kind], **times, "args": given}
+        yield {"ph": "X", **place, "name": title, "cat": KINDS[kind].words, **times, "args": given}
 
 
 def _facts(known: Detail) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 import superscaler as ss
 from superscaler.ir.program import Forward
 from superscaler.report import trace
-from superscaler.report.details import Kind
+from superscaler.report.kinds import Kind
 from superscaler.report.page import write as page
 from superscaler.report.page.matrix import bytes_between
 from superscaler.report.page.memory_curve import curves

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from superscaler.report.kinds import Kind
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.prediction import COLUMNS, Prediction, device_rows, devices_text
@@ -15,10 +16,10 @@ _UNEVEN = 1.2
 
 
 class Part(NamedTuple):
-    """A part of a step in the mean over all devices: its name, its colour, its seconds, its remedy."""
+    """A part of a step in the mean over all devices: its name, the kind with its colour, its seconds, its remedy."""
 
     name: str
-    color: str
+    kind: Kind
     seconds: float
     help: str
 
@@ -27,19 +28,19 @@ def parts(p: Prediction) -> list[Part]:
     """Return the parts of a step; their seconds sum up to the step's."""
     bound = min(p.bound, p.mean("compute"))
     return [
-        Part("the model's own operations, at full rate", "backward", bound, "more devices, or a lower precision"),
+        Part("the model's own operations, at full rate", Kind.BACKWARD, bound, "more devices, or a lower precision"),
         Part(
-            "other and slower kernels", "forward", p.mean("compute") - bound,
+            "other and slower kernels", Kind.FORWARD, p.mean("compute") - bound,
             "larger parts (fewer microbatches, fewer cuts), less recomputation, fused kernels",
         ),
-        Part("optimizer", "update", p.mean("optimizer"), "updates cut over the devices (zero:stage=1)"),
-        Part("start of communication", "launch", p.mean("launch"), "fewer, larger messages"),
+        Part("optimizer", Kind.UPDATE, p.mean("optimizer"), "updates cut over the devices (zero:stage=1)"),
+        Part("start of communication", Kind.LAUNCH, p.mean("launch"), "fewer, larger messages"),
         Part(
-            "waits for data on their way", "exposed", p.mean("communication"),
+            "waits for data on their way", Kind.EXPOSED, p.mean("communication"),
             "fewer devices that share a layer, collectives inside of servers, or sends beside work",
         ),
-        Part("waits for copies", "copying", p.mean("copies"), "fewer values that rest on the host"),
-        Part("waits for other devices", "bubble", p.mean("bubble"), _even(p)),
+        Part("waits for copies", Kind.COPYING, p.mean("copies"), "fewer values that rest on the host"),
+        Part("waits for other devices", Kind.BUBBLE, p.mean("bubble"), _even(p)),
     ]  # fmt: skip
 
 
@@ -85,10 +86,10 @@ def _fit(p: Prediction) -> Sequence[object]:
 def _bar(every: Sequence[Part], whole: float) -> Markup:
     shown = [part for part in every if part.seconds > 0.002 * whole]
     bar = (
-        tag("span", style=f"flex:{part.seconds / whole:.5f};background:var(--{part.color})", title=_said(part, whole))
+        tag("span", style=f"flex:{part.seconds / whole:.5f};background:var({part.kind.css})", title=_said(part, whole))
         for part in shown
     )
-    keys = (tag("span", tag("i", style=f"background:var(--{part.color})"), _said(part, whole)) for part in shown)
+    keys = (tag("span", tag("i", style=f"background:var({part.kind.css})"), _said(part, whole)) for part in shown)
     picture = tag("div", *bar, class_="parts", role="img", aria_label="parts of a step")
     return tag("div", picture, tag("div", *keys, class_="keys"))
 

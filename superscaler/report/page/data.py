@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.report.details import WORDS, devices_text
+from superscaler.report.details import devices_text
+from superscaler.report.kinds import Kind
 from superscaler.report.page.memory_curve import Curve, curves
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
@@ -22,7 +23,8 @@ from superscaler.simulate.storages import CATEGORIES
 def packed(subjects: Sequence[Subject]) -> str:
     """Return the data of plans as text."""
     columns = _Columns()
-    head = {"words": WORDS, "categories": CATEGORIES, "plans": [_plan(subject, columns) for subject in subjects]}
+    kinds = [{"color": k.css, "words": k.words, "isWait": k.is_wait, "isDark": k.is_dark} for k in Kind]
+    head = {"kinds": kinds, "categories": CATEGORIES, "plans": [_plan(subject, columns) for subject in subjects]}
     return _pack(head, columns)
 
 

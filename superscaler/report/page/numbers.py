@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from superscaler.report.details import WORDS, ranges
+from superscaler.report.details import ranges
+from superscaler.report.kinds import KINDS
 from superscaler.report.page.answer import times
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
@@ -47,5 +48,5 @@ def _rows(subject: Subject, timeline: Timeline) -> Iterator[tuple[object, ...]]:
         devices, kind, detail = key
         title = subject.details.found[detail].title if detail >= 0 else ""
         facts = len(turns[key] - {-1}) or "", count[key], duration(seconds), duration(seconds / count[key])
-        equal.setdefault((title, WORDS[kind], *facts), []).extend(devices)
+        equal.setdefault((title, KINDS[kind].words, *facts), []).extend(devices)
     yield from ((ranges(devices), *facts) for facts, devices in islice(equal.items(), _MOST))

@@ -1,13 +1,8 @@
 "use strict";
 /* The page of a report. Its data are one gzip file: a header in JSON, then columns of numbers. */
 
-const KINDS = [
-  "forward", "again", "backward", "weights", "update", "other", "launch", "transfer", "copy",
-  "bubble", "exposed", "copying", "end",
-];
 const COLUMNS = { u1: Uint8Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array };
 const HINT = "Point at an event to see what it is, which line of the plan asked for it, and what it waited for.";
-const FIRST_WAIT = 9;
 const GUTTER = 150, AXIS = 22, ROW = 18, THIN = 6, GAP = 3, BAND = 20;
 
 /* Data. */
@@ -114,7 +109,7 @@ class Chart {
     }
     const style = getComputedStyle(document.documentElement);
     const known = {};
-    this.color = (name) => (known[name] ??= style.getPropertyValue(`--${name}`).trim());
+    this.color = (name) => (known[name] ??= style.getPropertyValue(name.startsWith("--") ? name : `--${name}`).trim());
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.context.fillStyle = this.color("paper");
     this.context.fillRect(0, 0, this.width, height);
@@ -170,7 +165,7 @@ class Painter {
   constructor(context, colors, width) {
     const row = new OffscreenCanvas(Math.max(1, Math.ceil(width)), 1).getContext("2d", { willReadFrequently: true });
     const image = row.createImageData(row.canvas.width, 1), columns = new Uint32Array(image.data.buffer);
-    Object.assign(this, { context, colors, row, image, columns, pixel: NaN, sums: new Float64Array(KINDS.length) });
+    Object.assign(this, { context, colors, row, image, columns, pixel: NaN, sums: new Float64Array(colors.length) });
     this.codes = colors.map((color) => this.code(color));
   }
 
@@ -311,13 +306,13 @@ class Timeline extends Chart {
   lines(event) {
     const { lane, k } = event, columns = lane.track.columns, kind = columns.kind[k], d = this.detail(event);
     const m = columns.microbatch[k], [t0, t1] = [this.start(lane, k), this.stop(lane, k)];
-    const words = data.words[kind], from = this.source(event);
+    const { words, isWait } = data.kinds[kind], from = this.source(event);
     const span = `${seconds(t1 - t0)}, from ${seconds(t0)} to ${seconds(t1)}`;
     const stream = lane.compute ? "" : `, stream ${lane.stream}`;
     const facts = [d.tensor && `tensor ${d.tensor}`, d.bytes && bytesText(d.bytes), d.devices].filter(Boolean);
     return [
-      kind >= FIRST_WAIT ? words + (d.title ? `: ${d.title}` : "") : d.title,
-      [kind < FIRST_WAIT && words, m >= 0 && `microbatch ${m}`, span].filter(Boolean).join(" · "),
+      isWait ? words + (d.title ? `: ${d.title}` : "") : d.title,
+      [!isWait && words, m >= 0 && `microbatch ${m}`, span].filter(Boolean).join(" · "),
       lane.name + stream + (columns.critical[k] ? ", on the critical path" : ""),
       facts.join(" · "),
       d.operators,
@@ -347,7 +342,7 @@ class Timeline extends Chart {
 
   /* Return a painter in the colours of a theme, for a width of the window. */
   painterOf(context, look) {
-    if (this.look !== look) this.painter = new Painter(context, KINDS.map((name) => this.color(name)), this.width);
+    if (this.look !== look) this.painter = new Painter(context, data.kinds.map((kind) => this.color(kind.color)), this.width);
     this.look = look;
     return this.painter;
   }
@@ -384,18 +379,17 @@ class Timeline extends Chart {
   }
 
   paintLabel(lane, k, x0, x1, y) {
-    const c = this.context, kind = KINDS[lane.track.columns.kind[k]];
+    const c = this.context, kind = data.kinds[lane.track.columns.kind[k]];
     const d = this.detail({ lane, k }), short = this.label({ lane, k });
-    if (lane.track.columns.kind[k] >= FIRST_WAIT && x1 - x0 < 80) return;
-    const wide = lane.track.columns.kind[k] >= FIRST_WAIT ? data.words[lane.track.columns.kind[k]] : d.title || "";
+    if (kind.isWait && x1 - x0 < 80) return;
+    const wide = kind.isWait ? kind.words : d.title || "";
     const text = x1 - x0 > 110 ? (short ? `${short} ` : "") + wide.replace(/^(forward|backward) of /, "") : short;
     if (!text || text.length * 4 > x1 - x0 && text === short) return;
     c.save();
     c.beginPath();
     c.rect(x0, y, x1 - x0 - 2, lane.h);
     c.clip();
-    const isDark = ["backward", "weights", "transfer", "copy"].includes(kind);
-    c.fillStyle = KINDS.indexOf(kind) >= FIRST_WAIT ? this.color("ink") : isDark ? "#fff" : "#14161a";
+    c.fillStyle = kind.isWait ? this.color("ink") : kind.isDark ? "#fff" : "#14161a";
     c.fillText(text, x0 + 4, y + lane.h / 2 + 0.5);
     c.restore();
   }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from superscaler.report.details import WORDS, Kind
+from superscaler.report import kinds
 from superscaler.report.page.answer import compared, verdict
 from superscaler.report.page.data import packed
 from superscaler.report.page.markup import Markup, table, tag
@@ -42,6 +42,7 @@ def page(subjects: Sequence[Subject]) -> str:
     parts = {"title": escape(title), "body": _body(title, subjects), "data": packed(subjects)}
     files = {"style": "page.css", "script": "page.js"}
     parts |= {name: _file(file).rstrip() for name, file in files.items()}
+    parts["style"] = kinds.style() + parts["style"]
     text = _file("page.html")
     # Each from the left on, so that no text of a part is looked at.
     made = ""
@@ -160,8 +161,8 @@ _BUBBLES = (
 
 
 def _timeline(subjects: Sequence[Subject]) -> Markup:
-    seen = {int(k) for s in subjects for t in s.timelines for lane in t.lanes for k in np.unique(lane.kind)}
-    keys = (tag("span", tag("i", style=f"background:var(--{Kind(k).name.lower()})"), WORDS[k]) for k in sorted(seen))
+    seen = {kinds.KINDS[k] for s in subjects for t in s.timelines for lane in t.lanes for k in np.unique(lane.kind)}
+    keys = (tag("span", tag("i", style=f"background:var({kind.css})"), kind.words) for kind in sorted(seen))
     label = "timeline of a step; arrow keys choose events, w and s zoom, a and d pan, 0 shows all"
     canvas = tag("canvas", id="timeline", tabindex=0, role="application", aria_label=label)
     return tag(
