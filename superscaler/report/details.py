@@ -69,8 +69,8 @@ class Details:
         self._lines = _lines(journal)
         self._functions = dict[int, p.Function]()
 
-    def columns(self, code: Sequence[p.Instruction], device: int, used: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the kind, the number of the detail and the microbatch of each used instruction of a device."""
+    def columns(self, code: Sequence[p.Instruction], used: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the kind, the number of the detail and the microbatch of each used instruction of a program."""
         for i in code:
             if isinstance(i, p.Forward):
                 self._functions.setdefault(i.task.segment, self.program.functions[i.function])

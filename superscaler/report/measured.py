@@ -17,9 +17,9 @@ from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.report.details import Details
 from superscaler.report.kinds import Kind
-from superscaler.report.timeline import Row, Timeline, timeline
+from superscaler.report.timeline import Timeline, timeline
 from superscaler.runtime.profile import VERSION
-from superscaler.simulate.timetable import COMPUTE
+from superscaler.simulate.timetable import COMPUTE, Events
 from superscaler.specs.file_errors import reading
 from superscaler.specs.sizes import duration
 
@@ -31,7 +31,7 @@ _KINDS: Mapping[type, str] = {
 }  # fmt: skip
 
 
-class Event(NamedTuple):
+class Call(NamedTuple):
     """A call in a step, in seconds of the clock of rank 0: of an instruction, or of the wait for its communication."""
 
     at: int
@@ -46,7 +46,7 @@ class _Rank:
 
     rank: int
     code: Sequence[p.Instruction]
-    events: list[Event]
+    events: list[Call]
     start: float
     end: float
     # When each instruction was called; the end of the wait for its communication.
@@ -77,7 +77,7 @@ def measured(folder: Path, program: p.Program, code: str, details: Details) -> t
     ranks = [_rank(k, program, found, spans[k][middle]) for k, found in enumerate(files)]
     zero = min(rank.start for rank in ranks)
     met = _met(ranks)
-    rows = [_row(rank, met, zero) for rank in ranks]
+    events = [_events(rank, met, zero) for rank in ranks]
     error = max(found["clock_error"] for found in files)
     span = f"{duration(min(seconds))} to {duration(max(seconds))}"
     note = (
@@ -85,7 +85,7 @@ def measured(folder: Path, program: p.Program, code: str, details: Details) -> t
         f"{duration(error)}. Communication lasts at most from when all its ends have started it to the end of the wait "
         "for it."
     )
-    return timeline("measured", seconds[middle], rows, details), note
+    return timeline("measured", seconds[middle], events, details), note
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -104,12 +104,12 @@ def _steps(found: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 def _rank(rank: int, program: p.Program, found: Mapping[str, Any], span: tuple[float, float]) -> _Rank:
     code, zero = program.devices[rank].instructions[:], found["zero"]
-    numbers, events = _numbers(code), dict[tuple[str, bool], list[Event]]()
+    numbers, events = _numbers(code), dict[tuple[str, bool], list[Call]]()
     for start, end, name, is_gpu in found["events"]:
         own = name.removeprefix("wait_")
         inside = span[0] <= start + zero <= span[1] + is_gpu
         if inside and own in numbers:
-            made = Event(numbers[own], own != name, start + zero, end + zero)
+            made = Call(numbers[own], own != name, start + zero, end + zero)
             events.setdefault((name, bool(is_gpu)), []).append(made)
     # On a GPU the kernels of a call count, not the call.
     kept = [e for (name, is_gpu), some in events.items() if is_gpu or (name, True) not in events for e in some]
@@ -133,7 +133,7 @@ def _numbers(code: Sequence[p.Instruction]) -> dict[str, int]:
     return found
 
 
-def _row(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) -> Row:
+def _events(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) -> Events:
     """Return the events of a rank as columns: its calls, its waits, and its communication."""
     found = {at: met[key] for key, at in _meetings(rank) if key in met}
     there = {at: time for at, (time, _) in found.items()}
@@ -152,9 +152,9 @@ def _row(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) ->
             cells.append((streams.index(name), at, -1, -1, start, rank.over[at], start))
     columns = np.array(cells).reshape(-1, 7).T
     stream, instruction, waited, late = (x.astype(np.int64) for x in columns[:4])
-    start, end, met_at = columns[4:] - zero
-    critical = np.zeros(len(stream), dtype=bool)
-    return Row((rank.rank,), rank.code, tuple(streams), stream, instruction, waited, start, end, met_at, critical, late)
+    start, end, met_at = columns[4:, :, None] - zero
+    devices = np.array([rank.rank])
+    return Events(devices, rank.code, tuple(streams), stream, instruction, waited, start, end, met_at, lambda row: late)
 
 
 def _stream(i: p.Instruction) -> str:

@@ -56,7 +56,7 @@ def subject(
     """
     known, notes = _with_speeds(cluster)
     found, details = simulate(program, known), Details(program, account, journal)
-    own = predicted(found.table, program, details)
+    own = predicted(found.table, details)
     if run is None:
         return Subject(title, account, found, details, [own], certificate, notes)
     real, note = measured(run, program, code, details)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from superscaler.groups import group_by
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Collective, Copy, Fetch, Instruction, Loss, Offload, Program, Recv, Send
+from superscaler.ir.program import Collective, Copy, Fetch, Loss, Offload, Program, Recv, Send
 from superscaler.report.details import Details
 from superscaler.report.kinds import Kind
 from superscaler.simulate.times import Floats
-from superscaler.simulate.timetable import COMPUTE, Timetable
-from superscaler.simulate.timetable import Lane as Alike
+from superscaler.simulate.timetable import COMPUTE, Events, Link, Timetable
 
 # The most events of a timeline; devices beyond them are counted, not shown.
 MOST = 400_000
@@ -23,26 +22,6 @@ _COPIES = (Copy, Offload, Fetch)
 _STARTS = (Collective, Send, Recv, *_COPIES, Loss)
 # Cut from the ends of events, as a share of the step: what rounding leaves.
 _EQUAL = 1e-9
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """Devices that run the same instructions at the same times, and their events as columns; see `Timetable.Lane`.
-
-    `late`: the device that came last to the collective of a wait, -1 for other events.
-    """
-
-    devices: tuple[int, ...]
-    code: Sequence[Instruction]
-    streams: tuple[str, ...]
-    stream: Ints
-    instruction: Ints
-    waited: Ints
-    start: Floats
-    end: Floats
-    met: Floats
-    critical: NDArray[np.bool_]
-    late: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,53 +62,50 @@ class Timeline:
         return sum(map(len, self.lanes))
 
 
-def predicted(table: Timetable, program: Program, details: Details) -> Timeline:
+def predicted(table: Timetable, details: Details) -> Timeline:
     """Return the timeline of a timetable."""
-    path = {(link.device, link.instruction, link.is_transfer) for link in table.path if link.seconds}
-    every = (_row(some, alike, program, path) for alike in table.lanes for some in _equal(alike))
-    return timeline("predicted", table.seconds, sorted(every, key=lambda row: row.devices), details)
+    return timeline("predicted", table.seconds, table.lanes, details, table.path)
 
 
-def timeline(title: str, seconds: float, rows: Sequence[Row], details: Details) -> Timeline:
-    """Return the timeline of rows, limited to the lanes that can be shown."""
+def timeline(
+    title: str, seconds: float, every: Sequence[Events], details: Details, path: Sequence[Link] = ()
+) -> Timeline:
+    """Return the timeline of events, limited to the lanes that can be shown; devices with equal times share lanes.
+    `path`: the critical one.
+    """
+    alike = (some for events in every for some in _equal(events, details.program))
+    rows = sorted(alike, key=lambda row: row.devices.tolist())
     ends = np.cumsum([len(row.start) for row in rows])
     shown = max(1, int(np.searchsorted(ends, MOST, side="right")))
-    made = _Lanes(details, seconds)
+    made = _Lanes(
+        details, seconds, {(link.device, link.instruction, link.is_transfer) for link in path if link.seconds}
+    )
     for row in rows[:shown]:
         made.add(row)
     return Timeline(title, seconds, made.finish(), sum(len(row.devices) for row in rows[shown:]))
 
 
-def _equal(lane: Alike) -> Iterator[Ints]:
-    """Yield the rows of a lane whose times are equal."""
-    columns = lane.start, lane.end, lane.met
-    if len(lane.start) == 0 or all(x.strides[1] == 0 for x in columns):
-        yield np.arange(len(lane.devices))
+def _equal(events: Events, program: Program) -> Iterator[Events]:
+    """Yield the events of devices whose times are equal."""
+    columns = events.start, events.end, events.met
+    if len(events.start) == 0 or all(x.strides[1] == 0 for x in columns):
+        yield events
         return
-    digits = [np.round(x / max(float(lane.end.max()), 1e-12) / _EQUAL).astype(np.int64) for x in columns]
-    found = group_by(range(len(lane.devices)), lambda row: b"".join(x[:, row].tobytes() for x in digits))
-    yield from map(np.array, found.values())
-
-
-def _row(some: Ints, lane: Alike, program: Program, path: set[tuple[int, int, bool]]) -> Row:
-    devices = tuple(sorted(lane.devices[some].tolist()))
-    first, at = int(some[0]), set(devices)
-    device = int(lane.devices[first])
-    code = lane.code if device == lane.devices[0] else program.devices[device].instructions[:]
-    on_path = {(i, is_transfer) for d, i, is_transfer in path if d in at}
-    pairs = zip(lane.instruction.tolist(), (lane.stream != COMPUTE).tolist(), strict=True)
-    critical = np.array([pair in on_path for pair in pairs], dtype=bool) & (lane.waited < 0)
-    start, end, met = (x[:, first] for x in (lane.start, lane.end, lane.met))
-    columns = lane.stream, lane.instruction, lane.waited
-    return Row(devices, code, lane.streams, *columns, start, end, met, critical, lane.late(first))
+    digits = [np.round(x / max(float(events.end.max()), 1e-12) / _EQUAL).astype(np.int64) for x in columns]
+    found = group_by(range(len(events.devices)), lambda row: b"".join(x[:, row].tobytes() for x in digits))
+    for rows in found.values():
+        device = int(events.devices[rows[0]])
+        yield events.alike(rows, events.code if rows[0] == 0 else program.devices[device].instructions[:])
 
 
 @dataclass(eq=False)
 class _Lanes:
-    """A maker of lanes from rows, which also finds the source of each event."""
+    """A maker of lanes from events of devices with equal times, which also finds the source of each event."""
 
     details: Details
     seconds: float
+    # The critical path: device, instruction, and whether it is a transfer.
+    path: Collection[tuple[int, int, bool]]
     lanes: list[Lane] = field(default_factory=list)
     count: int = 0
     # The event of each communication of a row, by instruction; of each message, by its ends and number.
@@ -141,17 +117,24 @@ class _Lanes:
     computes: dict[int, int] = field(default_factory=dict)
     works: dict[int, tuple[Ints, Floats]] = field(default_factory=dict)
 
-    def add(self, row: Row) -> None:
-        """Make the lanes of a row, that of its compute stream first."""
-        about = self.details.columns(row.code, row.devices[0], np.unique([row.instruction, row.waited]))
+    def add(self, row: Events) -> None:
+        """Make the lanes of devices with equal times, that of their compute stream first."""
+        devices = set(row.devices.tolist())
+        about = self.details.columns(row.code, np.unique([row.instruction, row.waited]))
+        on_path = {(i, is_transfer) for d, i, is_transfer in self.path if d in devices}
+        pairs = zip(row.instruction.tolist(), (row.stream != COMPUTE).tolist(), strict=True)
+        critical = np.array([pair in on_path for pair in pairs], dtype=bool) & (row.waited < 0)
         for stream in range(len(row.streams)):
             at = np.flatnonzero(row.stream == stream)
-            at = at[np.argsort(row.start[at], kind="stable")]
+            at = at[np.argsort(row.start[at, 0], kind="stable")]
             if len(at) or stream == COMPUTE:
-                self._lane(row, stream, at, about)
+                self._lane(row, stream, at, about, critical)
 
-    def _lane(self, row: Row, stream: int, at: Ints, about: tuple[Ints, Ints, Ints]) -> None:
-        start, end, met, waited = row.start[at], row.end[at], row.met[at], row.waited[at]
+    def _lane(
+        self, row: Events, stream: int, at: Ints, about: tuple[Ints, Ints, Ints], critical: NDArray[np.bool_]
+    ) -> None:
+        devices = tuple(row.devices.tolist())
+        start, end, met, waited = row.start[at, 0], row.end[at, 0], row.met[at, 0], row.waited[at]
         of = np.where(waited >= 0, waited, row.instruction[at])
         kind, detail, microbatch = (column[of] for column in about)
         is_copy = np.array([isinstance(row.code[i], _COPIES) for i in of.tolist()], dtype=bool)
@@ -163,8 +146,8 @@ class _Lanes:
         least = self.seconds * _EQUAL
         cut = (waited >= 0) & (met > start + least)
         alone = np.full(len(at), -1)
-        columns = np.where(cut, met, start), end, kind, detail, microbatch, row.critical[at], waited, of, alone
-        waits = *(x[cut] for x in columns[3:-1]), row.late[at][cut]
+        columns = np.where(cut, met, start), end, kind, detail, microbatch, critical[at], waited, of, alone
+        waits = *(x[cut] for x in columns[3:-1]), row.late(0)[at][cut]
         bubbles = start[cut], met[cut], np.full(cut.sum(), int(Kind.BUBBLE)), *waits
         both = [np.concatenate(pair) for pair in zip(columns, bubbles, strict=True)]
         if stream == COMPUTE and (last := float(end.max(initial=0.0))) < self.seconds - least:
@@ -178,18 +161,18 @@ class _Lanes:
         if stream != COMPUTE:
             self._note(row, of)
         else:
-            self.computes |= dict.fromkeys(row.devices, len(self.lanes))
+            self.computes |= dict.fromkeys(devices, len(self.lanes))
         self.lanes.append(
             Lane(
-                row.devices, row.streams[stream], stream == COMPUTE, self.count, start, end, kind, detail, microbatch,
+                devices, row.streams[stream], stream == COMPUTE, self.count, start, end, kind, detail, microbatch,
                 critical.astype(bool), source,
             )
         )  # fmt: skip
         self.count += len(kept)
 
-    def _note(self, row: Row, of: Ints) -> None:
+    def _note(self, row: Events, of: Ints) -> None:
         """Record the communication of a lane, by which other events find it."""
-        device = row.devices[0]
+        device = int(row.devices[0])
         for number, at in enumerate(of.tolist(), self.count):
             self.posts[device, at] = number
             match row.code[at]:

@@ -35,7 +35,7 @@ from superscaler.ir.program import (
 )  # fmt: skip
 from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.times import Floats, Times, earliest, even, is_later, later, latest, of_rows, sooner
-from superscaler.simulate.timetable import COMPUTE, Lane, Timetable
+from superscaler.simulate.timetable import COMPUTE, Events, Timetable
 from superscaler.simulate.transfers.communication import Agenda, Communication
 from superscaler.simulate.transfers.ports import Ports
 from superscaler.simulate.transfers.posts import Event, Post, Run, path
@@ -199,16 +199,16 @@ class _Clock:
                 found[kind][run.cohort.devices] = run.seconds[kind]
         last = max(self.runs, key=lambda run: latest(run.clock))
         row = 0 if isinstance(last.clock, float) else int(last.clock.argmax())
-        lanes = tuple(map(_lane, self.runs))
+        lanes = tuple(map(_events, self.runs))
         return Timetable(seconds, lanes, **found, path=path(last, row), bytes=dict(self.communication.bytes))
 
 
-def _lane(run: Run) -> Lane:
+def _events(run: Run) -> Events:
     stream, at, start, end, met, post = zip(*run.events, strict=True) if run.events else ((),) * 6
     waited = [-1 if p is None else p.at for p in post]
     streams, numbers, waits = (np.array(column, dtype=np.int64) for column in (stream, at, waited))
     first, last, there = (_table(some, len(run.cohort)) for some in (start, end, met))
-    return Lane(
+    return Events(
         run.cohort.devices,
         run.cohort.code,
         tuple(run.names),

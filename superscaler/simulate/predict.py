@@ -34,7 +34,7 @@ from superscaler.simulate.rates import (
 from superscaler.simulate.recording import alone, callables
 from superscaler.simulate.segments import recorded
 from superscaler.simulate.times import Floats
-from superscaler.simulate.timetable import Lane, Timetable
+from superscaler.simulate.timetable import Events, Timetable
 from superscaler.simulate.works import Call
 
 # The shares of the slowest devices of a kind, and of the fastest.
@@ -128,7 +128,7 @@ def _overheads(cluster: Cluster) -> Overheads:
     return Overheads() if is_gpu else NO_OVERHEADS
 
 
-def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory], host: float) -> DeviceTimes:
+def _times(program: Program, table: Timetable, lane: Events, found: Sequence[DeviceMemory], host: float) -> DeviceTimes:
     """Return the times of the devices of a lane, and the memory of the fullest one."""
     devices = set(lane.devices.tolist())
     fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)

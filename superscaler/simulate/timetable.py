@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ COMPUTE = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
-    """The events of devices that run one program, as columns with an entry for each event.
+class Events:
+    """The events of a step on devices that run one program, simulated or measured: columns with an entry an event.
 
     `stream`: the number of its name in `streams`; an event on a stream of communication is the time from its first byte
     to its last. `instruction`: its number in `code`. `waited`: for a wait on the compute stream, the number of the
@@ -38,6 +38,16 @@ class Lane:
     end: Floats
     met: Floats
     late: Callable[[int], Ints]
+
+    def alike(self, rows: Sequence[int], code: Sequence[Instruction]) -> Events:
+        """Return the events of some devices with equal times. `code`: that of the first of them."""
+        shape = len(self.start), len(rows)
+        times = (np.broadcast_to(x[:, rows[0], None], shape) for x in (self.start, self.end, self.met))
+        start, end, met = times
+        return replace(
+            self, devices=self.devices[list(rows)], code=code, start=start, end=end, met=met,
+            late=lambda row: self.late(rows[row]),
+        )  # fmt: skip
 
     @property
     def microbatch(self) -> Ints:
@@ -89,7 +99,7 @@ class Timetable:
     """
 
     seconds: float
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Events, ...]
     compute: Floats
     optimizer: Floats
     launch: Floats

@@ -12,7 +12,7 @@ from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.times import Floats
-from superscaler.simulate.timetable import COMPUTE, Lane
+from superscaler.simulate.timetable import COMPUTE, Events
 from superscaler.specs.sizes import size
 
 # The most points of a curve: more are joined, and the highest of them stays.
@@ -43,7 +43,7 @@ def curves(subject: Subject) -> list[Curve]:
     return found
 
 
-def _times(lane: Lane, memory: DeviceMemory) -> Floats:
+def _times(lane: Events, memory: DeviceMemory) -> Floats:
     """Return when each instruction ends; an instruction without time ends with the one before."""
     row = int(np.flatnonzero(lane.devices == memory.rank)[0])
     found, own = np.zeros(len(memory.during)), lane.stream == COMPUTE
