@@ -15,6 +15,7 @@ from queue import Queue
 from threading import Thread
 from typing import Any, NoReturn
 from uuid import uuid4
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -116,6 +117,24 @@ class _Operation:
         return c.Later(get)
 
 
+class _Exchange(c.Later):
+    """The handle of an operation whose result may be made before it is read, so that nothing holds its chunks."""
+
+    def __init__(self, operation: _Operation, finish: Callable[[], Tensor]) -> None:
+        super().__init__(operation.giving(finish).wait)
+        # The work holds the chunks, too.
+        self._work = operation.work
+
+    def wait(self) -> Tensor:
+        result = super().wait()
+        self._work = None
+        return result
+
+    def finish_if_ended(self) -> None:
+        if self._work is not None and self._work.is_completed():
+            self.wait()
+
+
 def _fail(what: str, error: RuntimeError) -> NoReturn:
     """Raise an error of torch.distributed, as PeerLost if it blames another rank; gloo says so only in its text."""
     # The sentences of gloo after the first one are guesses.
@@ -196,6 +215,8 @@ class DistributedCommunicator(c.Communicator):
         self._is_gloo = dist.get_backend() == "gloo"
         self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
         self._sends = _Sends(can_poll=not self._is_gloo)
+        # The exchanges of chunks by gloo.
+        self._exchanges: WeakSet[_Exchange] = WeakSet()
         # The messages of a batch.
         self._together: list[tuple[dist.P2POp, _Operation]] | None = None
 
@@ -238,8 +259,13 @@ class DistributedCommunicator(c.Communicator):
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
         outgoing = c.from_plan_order(chunks, group)
         incoming = torch.empty_like(outgoing)
+        for begun in list(self._exchanges):
+            begun.finish_if_ended()
         operation = self._begin(what, group, dist.all_to_all_single, bytes_of(incoming), bytes_of(outgoing))
-        return operation.giving(lambda: finish(c.to_plan_order(incoming, group)))
+        handle = _Exchange(operation, lambda: finish(c.to_plan_order(incoming, group)))
+        if self._is_gloo:
+            self._exchanges.add(handle)
+        return handle
 
     def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Handle:
         # The reduce_scatter of gloo is its slowest collective: exchanging the chunks and adding them is twice as fast.

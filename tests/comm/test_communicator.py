@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Group, Handle, from_plan_order
@@ -223,6 +224,23 @@ def check_one_element(comm: Communicator) -> None:
     comm.flush()
 
 
+def check_memory(comm: DistributedCommunicator) -> None:
+    """Chunks of an exchange that has ended are freed when the next one begins, though nobody has read its result."""
+    everyone = tuple(range(comm.world))
+    sent = brought(comm.rank).reshape(comm.world, -1)
+    chunks, first = StorageWeakRef(sent.untyped_storage()), comm.reduce_scatter(sent, everyone, 0)
+    del sent
+    deadline = time.monotonic() + 20
+    while not next(iter(comm._exchanges))._work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not chunks.expired()
+    second = comm.reduce_scatter(torch.ones(comm.world), everyone, 0)
+    assert chunks.expired()
+    expected = sum(brought(r).reshape(comm.world, -1)[comm.rank] for r in everyone)
+    torch.testing.assert_close(first.wait().reshape(-1), expected)
+    assert second.wait() == comm.world
+
+
 def check_everything(comm: Communicator) -> int:
     everyone = groups(comm.world)
     comm.prepare(everyone)
@@ -232,6 +250,8 @@ def check_everything(comm: Communicator) -> int:
             check_counts(comm, group)
     check_messages(comm)
     check_one_element(comm)
+    if isinstance(comm, DistributedCommunicator):
+        check_memory(comm)
     scalar = comm.all_gather(torch.ones(2) * comm.rank, tuple(range(comm.world)), -1).wait()
     assert scalar.shape == (2 * comm.world,)
     comm.barrier()
