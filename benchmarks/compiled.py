@@ -15,12 +15,15 @@ pipeline_1f1b    torch.distributed.pipelining with 4 microbatches, of compiled s
 
 Columns: seconds a step of ours and of the peer (wall), the median of the ratios, that of CPU seconds of the process
 (threads of gloo included), kernels that Inductor makes on rank 0, the ratio of the first steps, which compile, and the
-ratio of the most bytes of tensors that a step adds, on rank 0. Both start with an empty cache of compiled code.
+most megabytes of tensors that rank 0 holds in a step, ours and the peer's, with their ratio: weights, optimizer and what
+is kept between steps (buckets of DDP) included. They are counted by `held.py`, each side in a process of its own.
+Both start with an empty cache of compiled code.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -31,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import held
 import step_time
 import torch
 from torch import Tensor, nn
@@ -111,24 +115,26 @@ def worker(name: str, directory: str, steps: int, cuts: step_time.Cuts) -> None:
             found[side]["wall"].append(time.perf_counter() - start)
             found[side]["cpu"].append(time.process_time() - cpu)
             found[side]["kernels"] += metrics.generated_kernel_count - before
-    for side, step in sides.items():
-        found[side]["memory"] = most_bytes(step)
     Path(directory, f"found{ours.rank}.json").write_text(json.dumps(found))
     ours.close()
 
 
-def most_bytes(step: Step) -> int:
-    """Return the most bytes that torch's allocator gives out in a step, beside those before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step(step_time.batch_at(0))
-    events = sorted(
-        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
-    )
-    alive = most = 0
-    for event in events:
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
+def counter(side: str, name: str, directory: str, cuts: step_time.Cuts) -> None:
+    """Count the most bytes that a side holds in a step, and write it."""
+    import superscaler as ss
+    from superscaler.comm.distributed import connect
+
+    torch.set_num_threads(1)
+    before = held.now()
+    made: Any = ss.load(directory, torch_compile=True) if side == "ours" else connect()
+    step: Step = made if side == "ours" else peer_of(name, made.rank, cuts)
+    for number in range(4):
+        step(step_time.batch_at(number))
+    gc.collect()
+    held.restart()
+    step(step_time.batch_at(4))
+    Path(directory, f"held_{side}{made.rank}.txt").write_text(str(held.most() - before))
+    made.close()
 
 
 def measure(case: str, name: str, steps: int) -> Mapping[str, Mapping[str, Any]]:
@@ -145,9 +151,16 @@ def measure(case: str, name: str, steps: int) -> Mapping[str, Mapping[str, Any]]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         plan.save(folder)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        options = ["--worker", name, "--plan", folder, "--steps", str(steps), "--cuts", json.dumps(cuts)]
-        launch(Path(__file__), [*options, "--cases", case], world)
-        found: Mapping[str, Mapping[str, Any]] = json.loads(Path(folder, "found0.json").read_text())
+        options = ["--worker", name, "--plan", folder, "--cuts", json.dumps(cuts), "--cases", case]
+        launch(Path(__file__), [*options, "--steps", str(steps)], world)
+        found: dict[str, dict[str, Any]] = json.loads(Path(folder, "found0.json").read_text())
+        os.environ |= held.environment()
+        try:
+            for side in found:
+                launch(Path(__file__), [*options, "--held", side], world)
+                found[side]["memory"] = int(Path(folder, f"held_{side}0.txt").read_text()) / 1e6
+        finally:
+            del os.environ["LD_PRELOAD"]
     return found
 
 
@@ -160,7 +173,7 @@ def row(case: str, name: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         f"{case:7} {name:14} {seconds[0]:8.4f} {seconds[1]:8.4f} {statistics.median(walls):6.3f} "
         f"{walls[0]:5.2f} -{walls[-1]:5.2f} {statistics.median(cpus):6.3f} {ours['kernels']:6} {peer['kernels']:6} "
-        f"{first:6.2f} {ours['memory'] / peer['memory']:7.2f}"
+        f"{first:6.2f} {ours['memory']:6.1f} {peer['memory']:6.1f} {ours['memory'] / peer['memory']:6.2f}"
     )
 
 
@@ -174,15 +187,20 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PLANS))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--worker")
+    parser.add_argument("--held")
     parser.add_argument("--plan")
     parser.add_argument("--cuts", default="[]")
     options = parser.parse_args()
     if options.worker:
         use(options.cases)
-        worker(options.worker, options.plan, options.steps, json.loads(options.cuts))
+        cuts = json.loads(options.cuts)
+        if options.held:
+            counter(options.held, options.worker, options.plan, cuts)
+        else:
+            worker(options.worker, options.plan, options.steps, cuts)
         return
     print(f"torch {torch.__version__}; medians of {options.steps} steps")
-    print("case    plan               ours     peer  ratio        range    cpu   ours   peer  first  memory")
+    print("case    plan               ours     peer  ratio        range    cpu   ours   peer  first     MB   peer  ratio")
     for case in options.cases.split(","):
         use(case)
         for name in options.only.split(","):
