@@ -40,7 +40,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     # The graph and the program.
     ("a common box reaches to the larger end", "(max(p, q), min(r, s))", "(max(p, q), max(r, s))",
      "schedule/test_transfers plans/test_equal"),
-    ("a collective is counted on all links, not all but one", "return (p - 1) * {", "return p * {",
+    ("a collective is counted on all links, not all but one", "lambda p: 2 * (p - 1),", "lambda p: 2 * p,",
      "plans/test_traffic report/test_explain"),
     ("a collective begins with a member that has not come", "if len(posts) <= post.count:",
      "if len(posts) < post.count:",
@@ -132,8 +132,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("pieces of a gradient end early", "bounds = [extents[slot] * k // count for k in range(count + 1)]",
      "bounds = [extents[slot] * k // (count + 1) for k in range(count + 1)]", "plans/test_bytescheduler"),
     # Code of devices.
-    ("a reduce_scatter goes to the wrong slot", "wants.devices, give=wants.slot, sizes",
-     "wants.devices, give=wants.slot - 1, sizes", "materialize/test_collectives plans/test_equal"),
+    ("a reduce_scatter goes to the wrong slot", "before.slot, after.slot, before.sizes",
+     "before.slot, after.slot - 1, before.sizes", "materialize/test_collectives plans/test_equal"),
     ("tiles with a gap are gathered", "follows = all(a[1] == b[0] for", "follows = all(a[1] <= b[0] for",
      "materialize/test_collectives materialize/test_lowering"),
     ("slices of a reduction overlap", "lo + (hi - lo) * (at + 1) // n", "lo + (hi - lo) * (at + 2) // n",
@@ -169,7 +169,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     # Emitted code.
     ("what is no bias is added by a product", "(product.shape[-1:], product.trained.dtype)",
      "(bias.shape, bias.trained.dtype)", "emit/test_steps"),
-    ("an all_to_all takes what it gives", 'f", {way.give}, {way.take}"', 'f", {way.take}, {way.give}"',
+    ("an all_to_all takes what it gives", "for slot in (way.give, way.take) if", "for slot in (way.take, way.give) if",
      "emit/test_execute"),
     ("an addition changes its operand", 'sign = "+=" if i.in_place else', 'sign = "+=" if i.out else',
      "emit/test_steps plans/test_equal"),

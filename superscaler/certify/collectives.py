@@ -19,10 +19,17 @@ from superscaler.certify.content import (
     rows_of,
 )
 from superscaler.certify.interpret import Refusal
+from superscaler.certify.meanings import MEANINGS, Meaning
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, CollectiveArg
 from superscaler.remembered import remembered
+
+
+def meaning_of(i: Collective) -> Meaning:
+    if i.kind not in MEANINGS:
+        raise Refusal(f"is a {i.kind}, which is no collective.")
+    return MEANINGS[i.kind]
 
 
 class Collectives:
@@ -35,14 +42,15 @@ class Collectives:
         """Raise Refusal for sources that do not fit a collective."""
         if not len(i.works) == len(i.sources) == len(i.ways):
             raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
-        if (i.kind in ("reduce", "rd_gather")) != (0 <= i.root < len(i.group)):
+        meaning = meaning_of(i)
+        if meaning.to_one != (0 <= i.root < len(i.group)):
             raise Refusal(f"gives its result to device {i.root} of its group.")
         sizes = []
         for content, way in zip(read, i.ways, strict=True):
             sizes.append(way.elements)
             if content is None:
                 continue
-            if i.kind == "broadcast":
+            if meaning.from_one:
                 if cohort.devices[0] != cohort.data(at, "group")[0, 0]:
                     raise Refusal("is given a value by a device that only receives.")
                 # Its source waits for nothing, so that no later check has this shape.
@@ -59,11 +67,14 @@ class Collectives:
         """Return whether a collective may round a value: a gradient to the dtype of its weight, or to that to which all
         readers cast the weight; a weight to the latter, before it is gathered.
         """
-        own = [rounded.dtype] if (rounded := self.model.rounded.get(content.tensor)) else []
+        own, may = (
+            [rounded.dtype] if (rounded := self.model.rounded.get(content.tensor)) else [],
+            MEANINGS[i.kind].rounds,
+        )
         if i.given:
-            return i.kind == "all_gather" and not (i.wide or content.is_gradient) and i.dtype in own
+            return "weight" in may and not (i.wide or content.is_gradient) and i.dtype in own
         own.append(self.model.tensors[content.tensor].dtype)
-        return i.kind in ("reduce_scatter", "all_gather") and content.is_gradient and i.dtype in own
+        return "gradient" in may and content.is_gradient and i.dtype in own
 
     def join(
         self, how: Collective, part: int, members: Sequence[tuple[Content, Ints]], position: Ints, group: Ints
@@ -75,25 +86,23 @@ class Collectives:
         first = given[0]
         for content in given[1:]:
             require_same_kind(first, content)
-        joined: Content
-        match how.kind:
-            case "broadcast":
-                return self._arrived(rows_of(first, group), way)
-            case "all_reduce" | "reduce_scatter" | "reduce":
-                check_largest(self.model, first, how.largest)
-                for k, content in enumerate(given[1:], 1):
-                    must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
-                joined = rows_of(self.sums.sum(first, first.box, given), group)
-                if how.kind == "reduce_scatter":
-                    joined = chunk_of(joined, way.give, len(given), position, way.sizes)
-                return self._arrived(joined, way)
-            case "all_gather" | "rd_gather":
-                joined = rows_of(self._gathered(given, way), group)
-                return self._arrived(replace(joined, dtype=how.dtype) if how.given else joined, way)
-            case "all_to_all":
-                chunks = [chunk_of(rows_of(content, group), way.give, len(given), position) for content in given]
-                return self._arrived(self._gathered(chunks, way), way)
-        raise Refusal(f"is a {how.kind}, which is no collective.")
+        meaning, count = MEANINGS[how.kind], len(given)
+        if meaning.adds:
+            given = [self._sum(given, how)]
+        if meaning.cuts:
+            sizes = way.sizes if meaning.adds else ()
+            given = [chunk_of(rows_of(content, group), way.give, count, position, sizes) for content in given]
+        joined = self._gathered(given, way) if meaning.joins else given[0]
+        joined = joined if meaning.cuts else rows_of(joined, group)
+        return self._arrived(replace(joined, dtype=how.dtype) if how.given else joined, way)
+
+    def _sum(self, given: Sequence[Content], how: Collective) -> Content:
+        """Return the sum, or the largest, of values with equal boxes."""
+        first, *others = given
+        check_largest(self.model, first, how.largest)
+        for k, content in enumerate(others, 1):
+            must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
+        return self.sums.sum(first, first.box, given)
 
     def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
         """Return one value, concatenated from chunks along a slot."""

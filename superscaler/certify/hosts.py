@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from superscaler.certify.content import Content, Memory, kind_of
 from superscaler.certify.interpret import Refusal
+from superscaler.certify.meanings import MEANINGS
 from superscaler.errors import ScheduleError
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.program import (
@@ -101,10 +102,11 @@ class Memories:
         for name in writes(i):
             self.works[cohort, name] = flight, (Memory(),)
         if isinstance(i, Collective):
-            if any(i.works) and i.kind != "broadcast":
+            is_from_one = MEANINGS[i.kind].from_one
+            if any(i.works) and not is_from_one:
                 self._flights.setdefault(cohort, []).append(flight)
             for work, content in zip(i.works, read, strict=True):
-                if work and content and (i.kind == "broadcast" or len(i.group) == 1):
+                if work and content and (is_from_one or len(i.group) == 1):
                     self.works[cohort, work] = flight, content.memory
 
     def arrive(self, cohort: int, work: Value) -> tuple[Memory, ...]:

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from superscaler.certify.meanings import MEANINGS
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import Cohort, cohorts
@@ -299,7 +300,7 @@ class Interpreter(Generic[V]):
             assert isinstance(theirs, p.Collective)
             if theirs is not i and _meeting(theirs) != _meeting(i):
                 raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
-            if i.kind == "broadcast" and k > 0:
+            if MEANINGS[i.kind].from_one and k > 0:
                 continue
             value = posts[post.count].read[part]
             if value is None:

@@ -7,11 +7,12 @@ latency and one slope per group, for each way to run the collective.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from superscaler.cluster.links import Link, Links
+from superscaler.collectives import ALL, KINDS, ONE, PART, TILE, Ends, Messages, Traffic
 from superscaler.errors import InputError, unknown
 from superscaler.groups import group_by
 
@@ -32,39 +33,17 @@ class Wiring:
     rings: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A collective of n devices, in bytes per byte of a device's source.
-
-    `sent` by each device of n; over s servers with g devices each, `inside` by each device in its server and `across`
-    by each server, if one follows the other. `laps`: the number of times that the data goes around.
-    """
-
-    laps: int
-    sent: Callable[[int], float]
-    inside: Callable[[int, int], float]
-    across: Callable[[int, int], float]
-
-
-def _share(n: int) -> float:
-    return (n - 1) / n
-
-
-COLLECTIVES: Mapping[str, Kind] = {
-    "all_reduce": Kind(2, lambda n: 2 * _share(n), lambda g, _: 2 * _share(g), lambda _, s: 2 * _share(s)),
-    "all_gather": Kind(1, lambda n: n - 1, lambda g, s: (g - 1) * s, lambda g, s: g * (s - 1)),
-    "reduce_scatter": Kind(1, _share, lambda g, _: _share(g), lambda _, s: _share(s)),
-    "all_to_all": Kind(1, _share, lambda g, _: _share(g), lambda g, s: g * _share(s)),
-    "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
-    "reduce": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
+# Those of rings, chains and exchanges; the others are messages.
+COLLECTIVES: Mapping[str, Traffic] = {
+    name: kind.traffic for name, kind in KINDS.items() if isinstance(kind.traffic, Traffic)
 }
 # Copies between a device and its host; both ends have the number of the device.
 COPIES = ("to_host", "to_device")
 _PAIRS = ("send", "permute", "move", "messages", *COPIES)
 # (sender, receiver, share of the source) of each message: from the first to the others, or from all to the last.
-MESSAGES: Mapping[str, Callable[[tuple[int, ...]], list[tuple[int, int, float]]]] = {
+MESSAGES: Mapping[str, Messages] = {
     "rd_scatter": lambda group: [(group[0], d, 1 / (len(group) - 1)) for d in group[1:]],
-    "rd_gather": lambda group: [(d, group[-1], 1) for d in group[:-1]],
+    **{name: kind.traffic for name, kind in KINDS.items() if not isinstance(kind.traffic, Traffic)},
     **dict.fromkeys(_PAIRS, lambda group: [(group[0], group[1], 1)]),
 }
 # The servers over which NCCL sends less than a ring: the tree of an all_reduce over two (its author, NVIDIA/nccl#946).
@@ -135,14 +114,14 @@ def ways(wiring: Wiring, kind: str, groups: Groups) -> list[Way]:
         return [_posted(wiring, kind, groups)]
     spread = [_by_server(wiring, group) for group in _busy(wiring, kind, groups)]
     shares = [_shares(wiring, members) for members in spread]
-    if kind != "all_reduce" or max(map(len, spread)) > _TREE:
+    if not _is_all_reduce(kind) or max(map(len, spread)) > _TREE:
         wiring = replace(wiring, rings=True)
     return [_inside(wiring, spread, uses, _timed(wiring, shares, uses)) for uses in _uses(wiring, kind, spread)]
 
 
 def _uses(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> list[list[_Use]]:
     """Return the needs of the groups in each way."""
-    found = [_exchange if kind == "all_to_all" else _ring]
+    found = [_exchange if _is_exchange(kind) else _ring]
     found += [_hierarchy] if not wiring.rings and any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
     return [[way(wiring, kind, members) for members in spread] for way in found]
 
@@ -185,9 +164,22 @@ def _busy(wiring: Wiring, kind: str, groups: Groups) -> Groups:
             raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
         if kind in _PAIRS and len(group) != 2:
             raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
-    # A reduce is a reversed broadcast.
-    ordered = (group[::-1] if kind == "reduce" else group for group in groups)
+    # What goes to one is a reversed broadcast.
+    is_back = kind in COLLECTIVES and KINDS[kind].read is ONE
+    ordered = (group[::-1] if is_back else group for group in groups)
     return () if kind in LOCAL_KINDS else tuple(group for group in ordered if len(group) > 1)
+
+
+def _is_all_reduce(kind: str) -> bool:
+    return KINDS[kind].ends == (PART, ALL)
+
+
+def _is_exchange(kind: str) -> bool:
+    return KINDS[kind].ends == (TILE, TILE)
+
+
+def _is_chain(kind: str) -> bool:
+    return ONE in KINDS[kind].ends
 
 
 def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
@@ -198,9 +190,9 @@ def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, flo
     """Return the bytes out of and into each server; a broadcast goes down a chain from its first, a reduce up."""
     if len(members) == 1:
         return {}, {}
-    servers = list(members)
-    chains = {"broadcast": (servers[:-1], servers[1:]), "reduce": (servers[1:], servers[:-1])}
-    out, into = chains.get(kind, (servers, servers))
+    servers, is_from_one = list(members), KINDS[kind].held is ONE
+    ends = (servers[:-1], servers[1:])[:: 1 if is_from_one else -1]
+    out, into = ends if _is_chain(kind) else (servers, servers)
     return dict.fromkeys(out, amount), dict.fromkeys(into, amount)
 
 
@@ -226,8 +218,8 @@ def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
     """Inside the servers, and between devices of equal place in them; an exchange or a ring for uneven servers."""
     sizes, row, links = {len(devices) for devices in members.values()}, COLLECTIVES[kind], wiring.links
     g, servers = max(sizes), len(members)
-    if g == 1 or servers == 1 or (len(sizes) > 1 and kind not in ("broadcast", "reduce")):
-        return (_exchange if kind == "all_to_all" else _ring)(wiring, kind, members)
+    if g == 1 or servers == 1 or (len(sizes) > 1 and not _is_chain(kind)):
+        return (_exchange if _is_exchange(kind) else _ring)(wiring, kind, members)
     latency = row.laps * ((g - 1) * links.intra.alpha + (servers - 1) * links.network.alpha)
     return _Use(latency, row.inside(g, servers), *_between(kind, members, row.across(g, servers)), at_once=False)
 
@@ -336,15 +328,16 @@ def _needed(kind: str, members: _Members) -> tuple[dict[int, float], dict[int, f
     if servers == 1:
         return {}, {}
     away = {server: n - len(devices) for server, devices in members.items()}
-    if kind == "all_reduce":
-        return {_ALL: 2.0 * (servers - 1)}, {}
-    if kind == "all_gather":
-        return {}, {s: float(a) for s, a in away.items()}
-    if kind == "reduce_scatter":
-        return {s: a / n for s, a in away.items()}, {}
-    if kind == "all_to_all":
-        both = {s: len(members[s]) * a / n for s, a in away.items()}
-        return both, both
+    match KINDS[kind].ends:
+        case Ends.PART, Ends.ALL:
+            return {_ALL: 2.0 * (servers - 1)}, {}
+        case Ends.TILE, Ends.ALL:
+            return {}, {s: float(a) for s, a in away.items()}
+        case Ends.PART, Ends.TILE:
+            return {s: a / n for s, a in away.items()}, {}
+        case Ends.TILE, Ends.TILE:
+            both = {s: len(members[s]) * a / n for s, a in away.items()}
+            return both, both
     first, *others = members
     ends = {first: 1.0}, dict.fromkeys(others, 1.0)
-    return ends if kind == "broadcast" else (ends[1], ends[0])
+    return ends if KINDS[kind].held is ONE else (ends[1], ends[0])

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from superscaler.collectives import KINDS, ONE
 from superscaler.emit.lines import deleted
 from superscaler.emit.lists import Instruction, Item, Lists, Row, Run, Waits, names
 from superscaler.emit.names import Spelling
 from superscaler.emit.tables import Answer, Asked, Entries, entries_of_tables
 from superscaler.ir import program as p
 from superscaler.ir.mask import Box
-from superscaler.ir.program import Function, Program, Role, Shape, Value
+from superscaler.ir.program import CollectiveArg, Function, Program, Role, Shape, Value
 from superscaler.ops.table import PLACED, RANDOM, parts_of
 
 # The most names of weights that an update lists.
@@ -207,29 +208,25 @@ class Statements:
         made = self.targets(i.works)
         root = f", {i.root}" if i.root >= 0 else ""
         wire = f', wire="{i.dtype}"' if i.wide else ""
+        largest = ", largest=True" * i.largest
         rounded = f', rounded="{i.dtype}"' * bool(i.given)
         if len(i.works) > 1 or i.wide:
-            is_flat = i.kind in ("all_reduce", "reduce")
-            along = ", largest=True" * i.largest if is_flat else f", ways={self.number('ways', _ways)}{rounded}"
-            return f"{made}rt.{i.kind}_bucket({self.tuple_of(i.sources)}, {group}{root}{along}{wire})"
+            along = f", ways={self.number('ways', _ways)}" if _has_slots(i.ways[0]) else ""
+            given = f"{self.tuple_of(i.sources)}, {group}{root}{along}{largest}{rounded}{wire}"
+            return f"{made}rt.{i.kind}_bucket({given})"
         (work,), (way,) = i.works, i.ways
+        slots = [f", {slot}" for slot in (way.give, way.take) if slot >= 0]
         sizes = f", {way.sizes}" if way.sizes else ""
-        extra = {
-            "all_reduce": ", largest=True" * i.largest,
-            "reduce": "",
-            "rd_gather": f", {way.take}",
-            "all_gather": f", {way.take}{sizes}{rounded}",
-            "reduce_scatter": f", {way.give}{sizes}",
-            "all_to_all": f", {way.give}, {way.take}",
-            "broadcast": f', {way.shape}, "{i.dtype}"',
-        }[i.kind]
+        # Those that hold nothing are told what they receive.
+        received = f', {way.shape}, "{i.dtype}"' if KINDS[i.kind].held is ONE else ""
         made = "" if work is None else f"{self.name(work)} = "
-        return f"{made}rt.{i.kind}({self._given(i, 0)}, {group}{root}{extra})"
+        given = f"{self._given(i, 0)}, {group}{root}{''.join(slots)}{sizes}{received}{largest}{rounded}"
+        return f"{made}rt.{i.kind}({given})"
 
     def _given(self, i: p.Collective, k: int) -> str:
         """Return the source of the k-th tensor given to a collective, in slots if these matter."""
         source, way = i.sources[k], i.ways[k]
-        is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast", "reduce")
+        is_cut = source is not None and way.view != way.local and _has_slots(way)
         return ("None" if source is None else self.name(source)) + (f".reshape({way.view})" if is_cut else "")
 
     def _task(self, i: p.Tasked) -> str:
@@ -244,6 +241,11 @@ class Statements:
 def _made(i: p.Backward) -> Iterator[tuple[Value | None, Value | None]]:
     """Yield each gradient that a backward makes, and its sum."""
     return zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)
+
+
+def _has_slots(way: CollectiveArg) -> bool:
+    """Return whether a collective gathers or scatters a slot, so that its source is given in slots."""
+    return max(way.take, way.give) >= 0
 
 
 def _ways(i: p.Collective) -> tuple[tuple[Shape, int, Shape], ...]:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from superscaler.collectives import KINDS
 from superscaler.errors import ScheduleError, some
 from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
@@ -235,4 +236,4 @@ def links(kind: str, p: int) -> int:
     >>> [links(kind, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "rd_gather")]
     [6, 12, 3, 3, 3, 3]
     """
-    return (p - 1) * {"all_reduce": 2, "all_gather": p}.get(kind, 1)
+    return KINDS[kind].links(p)

@@ -1,5 +1,5 @@
 """Buckets of collectives: those of one kind, group, dtype and purpose are sent together if they start together or are
-not urgent.
+not urgent. Rows of `KINDS` say which kinds the runtime can join.
 """
 
 from collections.abc import Hashable, Iterator, Set
@@ -11,8 +11,6 @@ from superscaler.schedule.transfers import Transfer
 
 # As large as torch DDP's default bucket: several are in flight together, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
-# The collectives that the runtime can bucket.
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True, slots=True)

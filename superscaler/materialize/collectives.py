@@ -1,11 +1,10 @@
-"""The choice of a collective for a joint transfer: pieces and readers on one device group, recognised by the tiling of
-their boxes.
-"""
+"""The choice of a collective for a joint transfer: the first row of `KINDS` that has the ends of its boxes."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from superscaler.collectives import ALL, KINDS, ONE, PART, TILE, Ends, Kind
 from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Box
 from superscaler.schedule.transfers import Transfer
@@ -27,43 +26,27 @@ class Match:
     root: int = -1
 
 
-# The reason why a transfer is that collective.
-REASONS = {
-    "all_reduce": "each holds a part of the value and reads the whole",
-    "all_gather": "each holds a slice and reads the whole tensor",
-    "reduce_scatter": "each holds a part of the value and reads a slice of the whole",
-    "all_to_all": "each holds a slice of one dim and reads a slice of another",
-    "broadcast": "one holds it and several others read it",
-    "reduce": "each holds a part of the value and one of them reads the whole",
-    "rd_gather": "each holds a slice and one of them reads the whole tensor",
-}
-
-
 # The most padding of a collective of uneven chunks: moved elements over real ones, all chunks padded to the largest.
 MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiling:
-    slot: int
-    devices: tuple[int, ...]
+class _Side:
+    """The boxes of one side of a transfer, which together are `whole`; of tiles, the slot, the order of their devices
+    along it, and the sizes, if these differ.
+    """
+
+    ends: Ends
     whole: Box
-    sizes: tuple[int, ...]
+    slot: int = -1
+    devices: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
     """Return the collective of a joint transfer, or None if only exact messages do it.
 
     The group is that of the whole plan; the transfer may show only the sampled places of a fold.
-
-    pieces          readers        collective
-    all B, partial  all B          all_reduce
-    tile B          all B          all_gather
-    all B, partial  tile B         reduce_scatter
-    tile B          tile B         all_to_all (on two different slots)
-    one B           all B          broadcast
-    all B, partial  one B          reduce
-    tile B          one B          rd_gather
     """
     held = {p.device: p.box for p in transfer.pieces}
     read = {r.device: r.box for r in transfer.readers}
@@ -77,24 +60,50 @@ def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
 
 
 def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
-    """Return the collective from the boxes held by devices to the boxes read by them; each reads all pieces."""
-    if len(held) == 1:
-        return _broadcast(held, read)
-    if len(read) == 1:
-        return _to_one(held, *next(iter(read.items())))
-    if set(held) != set(read):
+    """Return the collective from the boxes held by devices to the boxes read by them; each reads all pieces.
+
+    >>> whole, halves = dict.fromkeys((0, 1), ((0, 4),)), {0: ((0, 2),), 1: ((2, 4),)}
+    >>> [match_boxes(held, read).kind for held, read in ((whole, whole), (halves, whole), (whole, halves))]
+    ['all_reduce', 'all_gather', 'reduce_scatter']
+    >>> match_boxes(halves, {1: ((0, 4),)}) is None
+    True
+    """
+    before, after = _side(held, PART), _side(read, ALL)
+    if before is None or after is None or before.whole != after.whole:
         return None
-    tiles, wants = _tiling(held), _tiling(read)
-    one, goal = _same(held), _same(read)
-    if one is not None and one == goal:
-        return Match("all_reduce", tuple(sorted(held)))
-    if tiles and goal == tiles.whole:
-        return Match("all_gather", tiles.devices, take=tiles.slot, sizes=tiles.sizes)
-    if wants and one == wants.whole:
-        return Match("reduce_scatter", wants.devices, give=wants.slot, sizes=wants.sizes)
-    if tiles and wants and tiles.slot != wants.slot and replace(tiles, slot=wants.slot) == wants and not tiles.sizes:
-        return Match("all_to_all", tiles.devices, tiles.slot, wants.slot)
-    return None
+    fitting = (kind for kind in KINDS.values() if _fits(kind, before, after) and _has_members(kind, held, read))
+    return next((_matched(kind, before, after, held, read) for kind in fitting), None)
+
+
+def _side(boxes: Mapping[int, Box], same: Ends) -> _Side | None:
+    """Return one side of a transfer; None if it has no ends of collectives. `same`: the ends of equal boxes."""
+    first, *others = boxes.values()
+    if not others:
+        return _Side(ONE, first)
+    return _Side(same, first) if all(box == first for box in others) else _tiling(boxes)
+
+
+def _fits(kind: Kind, before: _Side, after: _Side) -> bool:
+    """Return whether a kind has these ends. Between two tilings the members keep their order, on another slot."""
+    ends = before.ends, after.ends
+    is_in_order = ends != (TILE, TILE) or (before.slot != after.slot and before.devices == after.devices)
+    is_even = not before.sizes and not after.sizes
+    return ends == kind.ends and is_in_order and (is_even or kind.is_uneven)
+
+
+def _has_members(kind: Kind, held: Iterable[int], read: Iterable[int]) -> bool:
+    """Return whether all members hold and read. With only one that holds, or one that reads, the others need not."""
+    givers, readers = {*held}, {*read}
+    has_all = (kind.held is ONE or readers <= givers) and (ONE in kind.ends or givers <= readers)
+    return has_all and len(givers | readers) >= kind.fewest
+
+
+def _matched(kind: Kind, before: _Side, after: _Side, held: Iterable[int], read: Iterable[int]) -> Match:
+    """Return the collective: members in the order of their chunks; the only one that holds comes first."""
+    source = [*held] if kind.held is ONE else []
+    group = before.devices or after.devices or (*source, *sorted({*held, *read}.difference(source)))
+    root = group.index(*read) if kind.read is ONE else -1
+    return Match(kind.name, group, before.slot, after.slot, before.sizes or after.sizes, root)
 
 
 def refusal(transfer: Transfer) -> str:
@@ -115,30 +124,7 @@ def refusal(transfer: Transfer) -> str:
     )
 
 
-def _broadcast(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
-    (source, box), others = next(iter(held.items())), [d for d in read if d not in held]
-    if len(others) < 2 or _same(read) != box:
-        return None
-    return Match("broadcast", (source, *sorted(others)))
-
-
-def _to_one(held: dict[int, Box], reader: int, box: Box) -> Match | None:
-    tiles, group = _tiling(held), tuple(sorted(held))
-    if reader not in held:
-        return None
-    if _same(held) == box:
-        return Match("reduce", group, root=group.index(reader))
-    if tiles and not tiles.sizes and tiles.whole == box and len(held) > 2:
-        return Match("rd_gather", tiles.devices, take=tiles.slot, root=tiles.devices.index(reader))
-    return None
-
-
-def _same(boxes: dict[int, Box]) -> Box | None:
-    distinct = set(boxes.values())
-    return distinct.pop() if len(distinct) == 1 else None
-
-
-def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
+def _tiling(boxes: Mapping[int, Box]) -> _Side | None:
     """Return the order of boxes along one slot, None if they do not tile it. `sizes` are empty if all are equal."""
     distinct = list(boxes.values())
     slots = [s for s in range(len(distinct[0])) if len({box[s] for box in distinct}) > 1]
@@ -152,4 +138,4 @@ def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
     if not follows or 0 in sizes or max(sizes) * len(sizes) > MOST_PADDING * sum(sizes):
         return None
     whole = tuple((ranges[0][0], ranges[-1][1]) if s == slot else r for s, r in enumerate(distinct[0]))
-    return _Tiling(slot, tuple(ordered), whole, sizes if len(set(sizes)) > 1 else ())
+    return _Side(TILE, whole, slot, tuple(ordered), sizes if len(set(sizes)) > 1 else ())

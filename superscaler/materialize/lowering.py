@@ -7,12 +7,12 @@ from itertools import count
 from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
+from superscaler.collectives import KINDS, ONE
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.model import width
-from superscaler.materialize.buckets import KINDS
-from superscaler.materialize.collectives import REASONS, Match, match, refusal
+from superscaler.materialize.collectives import Match, match, refusal
 from superscaler.materialize.rvd.route import Route, priced, route
 from superscaler.materialize.rvd.transitions import COLLECTIVES
 from superscaler.materialize.rvd.transitions import Step as PathStep
@@ -37,7 +37,7 @@ def seconds(lowered: Lowered, context: Context, itemsize: int) -> float:
     """
     costs, total = priced(context.costs), 0.0
     everything = [step for steps in lowered.rounds for step in steps if not isinstance(step, Cut | Join)]
-    is_shared = all(isinstance(step, Collective) and step.how.kind in KINDS for step in everything)
+    is_shared = all(isinstance(step, Collective) and KINDS[step.how.kind].is_bucketed for step in everything)
     for steps in lowered.rounds:
         for kind, groups in _started(steps, context).items():
             each = partial(costs.seconds, kind, list(groups))
@@ -121,8 +121,8 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     if len(set(outer)) < len(outer):
         return _cut_out(transfer, outer, context)
     found, largest = match(transfer, context.fold), context.tensors[transfer.tensor].largest
-    # The largest of parts can be all-reduced, but not summed in another way or along a path.
-    if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
+    # The largest of parts is not made along a path, and not by all collectives that sum.
+    if found is not None and not (largest and KINDS[found.kind].sums and not KINDS[found.kind].takes_largest):
         if not largest and (narrow := in_halves(transfer, found, context)):
             return narrow
         nested = None if largest else by_server(transfer, found, context)
@@ -217,9 +217,9 @@ def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:
     emitted = [device for device in how.group if device in {**held, **outs} and context.is_emitted(device)]
     slots = tuple((held.get(device), outs.get(device)) for device in emitted)
     # The source of a broadcast already has its value.
-    kept = held if how.kind == "broadcast" else {}
+    kept = held if KINDS[how.kind].held is ONE else {}
     ends = tuple((kept.get(reader.device, outs[reader.device]),) for reader in transfer.readers)
-    return Lowered(((Collective(how, slots, REASONS[how.kind]),) if slots else (),), ends)
+    return Lowered(((Collective(how, slots, KINDS[how.kind].why),) if slots else (),), ends)
 
 
 def _messages(transfer: Transfer, context: Context) -> Lowered:

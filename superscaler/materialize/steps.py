@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from superscaler.collectives import KINDS
 from superscaler.ir.fields import CollectiveArg
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.grid import HOSTS
@@ -56,7 +57,7 @@ class Context:
 
     def wire(self, transfer: Transfer, kind: str, *, trained: bool = False) -> str:
         """Return the dtype in which a collective sends the tensor of a transfer."""
-        is_narrow = self.sends_halves and kind in ("reduce_scatter", "all_gather") and transfer.is_to_updates
+        is_narrow = self.sends_halves and KINDS[kind].narrows and transfer.is_to_updates
         return self._rounded(transfer, trained) if is_narrow else self.dtype(transfer, trained=trained)
 
     def _rounded(self, transfer: Transfer, trained: bool) -> str:
@@ -73,7 +74,7 @@ class Context:
         if transfer.tensor not in self.rounded or transfer.kind == BACKWARD or step not in form.rounds[-1]:
             return False
         is_read = all(place.kind != UPDATE for reader in transfer.readers for place in reader.places)
-        gathers = [one for one in form.rounds[-1] if isinstance(one, Collective) and one.how.kind == "all_gather"]
+        gathers = [one for one in form.rounds[-1] if isinstance(one, Collective) and KINDS[one.how.kind].rounds]
         made = {out for one in gathers for out in one.outs}
         pairs = zip(transfer.readers, form.ends, strict=True)
         ends = [slots for reader, slots in pairs if self.is_emitted(reader.device)]

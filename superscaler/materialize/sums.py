@@ -9,8 +9,9 @@ gradient is first reduced in slices inside each group. No single collective does
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from superscaler.collectives import KINDS
 from superscaler.ir.mask import Box
-from superscaler.materialize.collectives import REASONS, Match, match_boxes, refusal
+from superscaler.materialize.collectives import Match, match_boxes, refusal
 from superscaler.materialize.steps import Collective, Context, Cut, Lowered, Message, Slot, Step, common, slots_of
 from superscaler.schedule.transfers import End, Transfer
 
@@ -174,7 +175,7 @@ class _Steps:
         for one in how:
             emitted = [d for d in one.group if d in sources and self.context.is_emitted(d)]
             if emitted:
-                yield Collective(one, tuple((sources[d], outs.get(d)) for d in emitted), REASONS[one.kind])
+                yield Collective(one, tuple((sources[d], outs.get(d)) for d in emitted), KINDS[one.kind].why)
 
     def holds(self, numbers: Sequence[int], device: int) -> bool:
         return any(device in self.slots[n] for n in numbers)

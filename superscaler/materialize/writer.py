@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from math import prod
 
+from superscaler.collectives import KINDS, ONE, PART, TILE
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import PTensor, width
 from superscaler.ir.program import Collective, CollectiveArg, Copy, Recv, Send, Value
 from superscaler.materialize import steps
-from superscaler.materialize.buckets import KINDS, Buckets, Entry
+from superscaler.materialize.buckets import Buckets, Entry
 from superscaler.materialize.local_tensors import Code
 from superscaler.materialize.lowering import PATH, Lowering, made_here
 from superscaler.materialize.steps import Context, Cut, Join, Message, Slot, Step
@@ -80,7 +81,7 @@ class Writer:
         transfer = self.transfers[number]
         is_joined = number not in self._left or self._is_joined(number)
         for step in some:
-            if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
+            if is_joined and isinstance(step, steps.Collective) and KINDS[step.how.kind].is_bucketed:
                 # What is rounded has sources of another dtype than what is a half.
                 dtype = self._sent(number, step, trained=True) + "." * self._rounds(number, step)
                 turn = self.context.turn(transfer)
@@ -206,7 +207,7 @@ class Writer:
         """
         self.finish([number])
         for step in self.lowered(number).rounds[0]:
-            if not isinstance(step, steps.Collective) or step.how.kind != "broadcast":
+            if not isinstance(step, steps.Collective) or KINDS[step.how.kind].held is not ONE:
                 self._receive(number, step, owner)
 
     def _receive(self, number: int, step: Step, owner: int | None = None) -> None:
@@ -264,11 +265,12 @@ class Writer:
     def _collective(self, bucket: Sequence[Entry]) -> None:
         """Start the collectives of a bucket as one."""
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
+        kind = KINDS[how.kind]
         first = self.transfers[bucket[0].number]
         wide, dtype = self.context.dtype(first), self._sent(bucket[0].number, bucket[0].step)
         is_rounded = self._rounds(bucket[0].number, bucket[0].step)
         options = how.root, wide * (wide != dtype and not is_rounded), wide * (wide != dtype and is_rounded)
-        largest = how.kind == "all_reduce" and self._tensor(bucket[0].number).largest
+        largest = kind.takes_largest and self._tensor(bucket[0].number).largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
@@ -280,7 +282,7 @@ class Writer:
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             rank = next(slot.device for slot in pairs[0] if slot is not None)
             self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, *options))
-        if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
+        if kind.ends == (PART, TILE) and self.transfers[bucket[0].number].is_to_updates:
             flying = self._in_flight.setdefault(how.group, [])
             flying.append(bucket)
             self._begun[bucket[0].number] = self._works_so_far

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from superscaler.collectives import KINDS, ONE
 from superscaler.errors import some
 from superscaler.groups import group_by
 from superscaler.ir import program as p
@@ -201,8 +202,8 @@ def groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, .
     """Return groups of devices in words; many groups are summarized."""
     if len(groups) > MOST:
         return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
-    # The number of senders, which are first in a group; -1: all but the last.
-    at = {"send": 1, "broadcast": 1, "reduce": -1, "rd_gather": -1}.get(kind)
+    # The number of senders, which are first in a group; -1: all but the last; 0: all members send and receive.
+    at = int(kind == "send") if kind not in KINDS else (KINDS[kind].held is ONE) - (KINDS[kind].read is ONE)
     return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
 
 

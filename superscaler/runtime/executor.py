@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from superscaler.collectives import KINDS, ONE, TILE
 from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
@@ -45,6 +46,19 @@ def _over_group(function: Callable[..., T]) -> Callable[..., T]:
 
     def run(rank: Rank, what: Any, group: int, *more: Any, **options: Any) -> T:
         return function(rank.communicator, what, tuple(rank.tables["groups"][group]), *more, **options)
+
+    return run
+
+
+def _from_first(function: Callable[..., Handle]) -> Callable[..., Handle]:
+    """Return a method of `Rank` for a function of (communicator, what, source, group, ..., shape, dtype), by which the
+    first of a group gives a value to the others.
+    """
+
+    def run(rank: Rank, x: Tensor | None, group: int, *more: Any) -> Handle:
+        *slots, shape, dtype = more
+        ranks = tuple(rank.tables["groups"][group])
+        return function(rank.communicator, x, ranks[0], ranks, *slots, tuple(shape), getattr(torch, dtype))
 
     return run
 
@@ -198,22 +212,6 @@ class Rank:
         """Return zeros that take no memory."""
         return torch.zeros((), dtype=getattr(torch, dtype), device=self.device).expand(shape)
 
-    # Collectives over the group with a number, as the communicator runs them.
-    all_reduce = _over_group(Communicator.all_reduce)
-    all_gather = _over_group(Communicator.all_gather)
-    reduce_scatter = _over_group(Communicator.reduce_scatter)
-    reduce = _over_group(Communicator.reduce)
-    rd_gather = _over_group(Communicator.rd_gather)
-    all_to_all = _over_group(Communicator.all_to_all)
-    all_reduce_bucket = _over_group(buckets.all_reduce)
-    all_gather_bucket = _with_ways(buckets.all_gather)
-    reduce_scatter_bucket = _with_ways(buckets.reduce_scatter)
-    reduce_bucket = _over_group(buckets.reduce)
-
-    def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Handle:
-        ranks = tuple(self.tables["groups"][group])
-        return self.communicator.broadcast(x, ranks[0], ranks, tuple(shape), getattr(torch, dtype))
-
     def wait_all(self, works: Sequence[Handle], shapes: int) -> list[Tensor]:
         """Return the results of started operations, in the shapes with a number in a table."""
         return [work.wait().reshape(shape) for work, shape in zip(works, self.tables["shapes"][shapes], strict=True)]
@@ -277,6 +275,15 @@ class Rank:
         self.beside = found[self.iterations :]
         # A loss may be kept, the numbers need not be.
         return found[: self.iterations].clone() if self.iterations > 1 else found[0].clone()
+
+
+# The collectives of emitted code, as the communicator runs them; those with `_bucket` are of several tensors.
+for _kind in KINDS.values():
+    _alone = _from_first if _kind.held is ONE else _over_group
+    setattr(Rank, _kind.name, _alone(getattr(Communicator, _kind.name)))
+    if _kind.is_bucketed:
+        _joined = _with_ways if TILE in _kind.ends else _over_group
+        setattr(Rank, f"{_kind.name}_bucket", _joined(getattr(buckets, _kind.name)))
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from superscaler.collectives import KINDS as COLLECTIVES
 from superscaler.comm.communicator import Handle, PeerLost
 from superscaler.errors import RuntimeFailure
 from superscaler.ir.model import Op
@@ -30,8 +31,7 @@ from superscaler.store.save import TrainingStep
 
 # Calls that start to move values, to other ranks or to the host, and calls that end a step.
 _COPIES = ("to_host", "to_device")
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "rd_gather", "broadcast")
-_STARTS = ("send", "recv", *_COPIES, *_COLLECTIVES)
+_STARTS = ("send", "recv", *_COPIES, *COLLECTIVES)
 _ENDS = ("update", "write", "loss")
 _PLAIN = ("slice", "combine", "offload", "fetch")
 

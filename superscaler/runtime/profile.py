@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from superscaler.collectives import KINDS
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.step import Step
@@ -31,11 +32,10 @@ PREFIX = "superscaler "
 VERSION = 1
 # Rounds in which ranks compare their clocks.
 _ROUNDS = 15
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "rd_gather", "all_to_all", "broadcast")
 _WHAT = {
     **{name: name for name in ("forward", "backward", "backward_input", "backward_weight")},
     **{name: name for name in ("slice", "send", "recv", "offload", "fetch", "update", "loss")},
-    **{name + bucket: "collective" for name in _COLLECTIVES for bucket in ("", "_bucket")},
+    **{name + bucket: "collective" for name in KINDS for bucket in ("", "_bucket")},
     **dict.fromkeys(("to_host", "to_device"), "copy"),
 }
 

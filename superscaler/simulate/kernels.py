@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 
+from superscaler.collectives import KINDS
 from superscaler.ir import program as p
 from superscaler.ir.mask import extents
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Value
@@ -192,13 +193,13 @@ def _updates(kind: str, way: str, weights: tuple[Meta, ...]) -> Iterator[Kernel]
 def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:
     """Return the copies into the buffer of a collective, and the work on each result, as `comm/buckets.py` has them."""
     # A bucket is a copy of its tensors; so are chunks that do not lie one after the other.
-    is_read = i.kind.endswith("gather") and not found.shared
+    is_read = KINDS[i.kind].gathers and not found.shared
     first = i.ways[0]
     is_plain = len(i.ways) == 1 and first.leads(first.take if first.give < 0 else first.give)
     copied = [_copied(((way.elements,), i.dtype), ((way.elements,), i.given or i.dtype)) for way in i.ways]
     into = () if is_read or (is_plain and not i.given) else tuple(k for some in copied for k in some)
     after = [_copied((way.shape, i.dtype)) if found.made else () for way in i.ways]
-    if i.wide and i.kind == "reduce_scatter":
+    if i.wide and KINDS[i.kind].sums:
         # The first wait adds the chunks of all results.
         chunk = (sum(way.elements for way in i.ways) // len(i.group),)
         after[0] = _summed((chunk, i.wide), (chunk, i.dtype), len(i.group))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
+from superscaler.collectives import KINDS, ONE
 from superscaler.ir import program as p
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.model import width
@@ -286,7 +287,7 @@ class Liveness(Storages):
             return
         if found.source and sources:
             result = sources[0]
-            self._sends(-1 - self.at, sources if i.kind == "broadcast" and len(i.group) > 1 else [])
+            self._sends(-1 - self.at, sources if KINDS[i.kind].held is ONE and len(i.group) > 1 else [])
         for storage in shared:
             self.hold(storage)
         for work, way in zip(i.works, i.ways, strict=True):

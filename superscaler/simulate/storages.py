@@ -11,6 +11,7 @@ from math import prod
 
 import torch
 
+from superscaler.collectives import KINDS, Ends
 from superscaler.ir.mask import Box
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, CollectiveArg, Shape, Value
@@ -166,23 +167,24 @@ def buffers(i: Collective, place: int) -> Buffers:
     given = [block(size * way.elements) for way in i.ways]
     results = tuple(block(size * prod(way.shape)) for way in i.ways)
     flat = given[0] if is_one else block(size * sum(way.elements for way in i.ways))
+    ends = KINDS[i.kind].ends
     if p == 1:
-        return Buffers(result=flat) if i.kind == "all_reduce" or not is_one else Buffers(source=True)
-    match i.kind:
-        case "all_reduce" | "reduce":
+        return Buffers(result=flat) if ends == (Ends.PART, Ends.ALL) or not is_one else Buffers(source=True)
+    match ends:
+        case Ends.PART, Ends.ALL | Ends.ONE:
             return Buffers(result=flat)
-        case "broadcast":
+        case Ends.ONE, Ends.ALL:
             return Buffers(source=True) if i.root == place or i.sources[0] is not None else Buffers(result=results[0])
-        case "rd_gather" if place != i.root:
+        case Ends.TILE, Ends.ONE if place != i.root:
             return Buffers(sources=True)
-        case "all_gather" | "rd_gather":
+        case Ends.TILE, Ends.ALL | Ends.ONE:
             found = _gathered(i, p, is_one, ascending, flat, results)
             # Rounded slices are copies.
             return replace(found, shared=flat, sources=False) if i.given else found
-        case "reduce_scatter" if i.wide:
+        case Ends.PART, Ends.TILE if i.wide:
             # Narrowed, joined and exchanged; the waits add them.
             return Buffers(shared=2 * flat)
-        case "reduce_scatter":
+        case Ends.PART, Ends.TILE:
             return _scattered(i, is_one, ascending, given, flat, block(flat // p))
         case _:
             # Chunks that lie one after the other, in the order of the ranks, are sent as they are.

@@ -13,14 +13,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from superscaler.collectives import KINDS
 from superscaler.emit.segments import draws_of
 from superscaler.ir import program as p
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Model
 from superscaler.ir.program import Device, Function, Instruction, Program, Role, Value
 from superscaler.ops.table import PLACED, RANDOM, parts_of
+from superscaler.translation import collectives
 from superscaler.translation.beside import Beside, is_whole
-from superscaler.translation.collectives import FLAT, GIVEN, bucket, ways
 from superscaler.translation.data import Data, Spot
 from superscaler.translation.values import Differs, Held, Total, View
 
@@ -213,7 +214,7 @@ class Step(Beside):
 
     def __getattr__(self, name: str) -> Any:
         kind = name.removesuffix("_bucket")
-        if kind in GIVEN:
+        if kind in KINDS:
             return partial(self._collective, kind, kind != name)
         raise Differs(f"rt.{name} is no call of emitted code")
 
@@ -222,10 +223,10 @@ class Step(Beside):
         self._same("the collective", (kind, is_bucket), (i.kind, len(i.works) > 1 or bool(i.wide)))
         self._entry(spot, "groups", group, Role.GROUP, lambda j: j.group)
         self._given(i, given if is_bucket else [given])
-        if is_bucket and i.kind not in ("all_reduce", "reduce"):
-            self._entry(spot, "ways", options.pop("ways", None), Role.NOTE, ways)
-        wanted = bucket(i) if is_bucket else GIVEN[kind](i, i.ways[0])
-        self._same(f"the arguments of rt.{kind}", (more, options), wanted)
+        if is_bucket and collectives.has_slots(i.ways[0]):
+            self._entry(spot, "ways", options.pop("ways", None), Role.NOTE, collectives.ways)
+        found = (more, options) if is_bucket else collectives.given(kind, more, options)
+        self._same(f"the arguments of rt.{kind}", found, (collectives.bucket if is_bucket else collectives.wanted)(i))
         made = [None if name is None else self._bind(name) for name in i.works]
         return made if is_bucket else made[0]
 
@@ -235,7 +236,7 @@ class Step(Beside):
         plain = [x.of if isinstance(x, View) else x for x in given]
         self._reads(f"rt.{i.kind}", plain, i.sources)
         for x, way in zip(given, i.ways, strict=True):
-            is_cut = is_alone and x is not None and way.view != way.local and i.kind not in FLAT
+            is_cut = is_alone and x is not None and way.view != way.local and collectives.has_slots(way)
             self._same("the shape of a source", x.shape if isinstance(x, View) else None, way.view if is_cut else None)
 
     @contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from superscaler.cluster.seconds import LOCAL_KINDS
+from superscaler.collectives import ALL, KINDS, ONE, PART, TILE
 from superscaler.ir.grid import Ints
 from superscaler.ir.layout import Layout
 
@@ -26,12 +27,11 @@ State = tuple[Digits, ...]
 Groups = tuple[tuple[int, ...], ...]
 
 
+# The axis of a layout along which devices have a whole value, parts of it, or slices.
+_AXES = {ALL: R, PART: V, TILE: D}
 # Collectives in groups of one layout: a sub-axis leaves the first axis and joins the second, each R, V or D (any slot).
 INTRA = (
-    ("all_reduce", V, R),
-    ("all_gather", D, R),
-    ("reduce_scatter", V, D),
-    ("all_to_all", D, D),
+    *((k.name, _AXES[k.held], _AXES[k.read]) for k in KINDS.values() if ONE not in k.ends),
     ("chunk", R, D),
     ("value_chunk", R, V),
 )

@@ -7,6 +7,7 @@ from math import ceil, log2
 
 import numpy as np
 
+from superscaler.collectives import KINDS, TILE
 from superscaler.groups import group_by
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.communication import links
@@ -46,7 +47,7 @@ def _collective(found: Floats, cohort: Cohort, at: int, i: Collective, share: in
     members = len(i.group)
     each = i.bytes * links(i.kind, members) / members
     place = (groups == cohort.devices[:, None]).argmax(axis=1)
-    steps = range(1, members) if i.kind == "all_to_all" else (1,)
+    steps = range(1, members) if KINDS[i.kind].ends == (TILE, TILE) else (1,)
     for step in steps:
         to = groups[np.arange(len(groups)), (place + step) % members]
         np.add.at(found, (cohort.devices // share, to // share), each / len(steps))

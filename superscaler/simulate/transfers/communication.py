@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from superscaler.collectives import KINDS, ONE
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, Program, Recv, Send
@@ -92,7 +93,7 @@ class Communication:
         meeting = self._meet((way.side.key, number), way)
         post = self._post(run, way.stream, way.name, [(meeting, way.side)], way.start)
         run.handles |= dict.fromkeys(step.handles_at(turn), post)
-        if i.root >= 0 or i.kind == "broadcast":
+        if ONE in KINDS[i.kind].ends:
             run.unflushed.append(post)
 
     def _collective(self, run: Run, i: Collective) -> _Way:
