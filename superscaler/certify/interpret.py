@@ -18,6 +18,7 @@ from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
+from superscaler.ir.running.meetings import Ends, rows_of
 from superscaler.remembered import interned
 
 V = TypeVar("V")
@@ -70,15 +71,11 @@ class Post(Generic[V]):
 
 @dataclass(eq=False)
 class _Group(Generic[V]):
-    """The groups of a collective to which the devices of a cohort belong.
-
-    `distinct`: the groups. `ends`, `posts`: for each place in them, the cohort of the members with their rows, and
-    their started communication. `inverse` and `position`: the group of each device, and its place there.
+    """The groups of a collective to which the devices of a cohort belong. `ends`, `posts`: for each place in them, the
+    cohort of the members with their rows, and their started communication.
     """
 
-    distinct: Ints
-    inverse: Ints
-    position: Ints
+    own: Ends
     ends: list[tuple[Run[V], Ints]]
     posts: list[list[Post[V]]]
 
@@ -107,11 +104,7 @@ class Interpreter(Generic[V]):
     def __init__(self, program: p.Program, domain: Domain[V]) -> None:
         self.program, self.domain = program, domain
         self.runs: list[Run[V]] = [Run(cohort) for cohort in cohorts(program)]
-        self.cohort_of = np.full(program.world, -1)
-        self.row_of = np.full(program.world, -1)
-        for run in self.runs:
-            self.cohort_of[run.cohort.devices] = run.cohort.number
-            self.row_of[run.cohort.devices] = np.arange(len(run.cohort))
+        self.cohort_of, self.row_of = rows_of([run.cohort.devices for run in self.runs], program.world)
 
     def run(self) -> None:
         """Run the program. Raises ScheduleError with the device: for the first instruction that the domain refuses, and
@@ -293,10 +286,10 @@ class Interpreter(Generic[V]):
         assert isinstance(i, p.Collective)
         members = list[tuple[V, Ints]]()
         for k, (other, rows) in enumerate(group.ends):
-            posts = group.posts[k] = group.posts[k] or self._posts(other, group.distinct, rows)
+            posts = group.posts[k] = group.posts[k] or self._posts(other, group.own.groups, rows)
             if len(posts) <= post.count:
                 return None
-            theirs, device = other.cohort.code[posts[post.count].at], group.distinct[0, k]
+            theirs, device = other.cohort.code[posts[post.count].at], group.own.groups[0, k]
             assert isinstance(theirs, p.Collective)
             if theirs is not i and _meeting(theirs) != _meeting(i):
                 raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
@@ -306,17 +299,15 @@ class Interpreter(Generic[V]):
             if value is None:
                 raise Refusal(f"is given nothing on device {device}.")
             members.append((value, rows))
-        return self.domain.join(i, part, members, group.position, group.inverse)
+        return self.domain.join(i, part, members, group.own.place, group.own.group)
 
     def _group(self, run: Run[V], peers: Ints) -> _Group[V]:
-        distinct, inverse = np.unique(peers, axis=0, return_inverse=True)
-        ends = []
-        for devices in distinct.T:
+        own, ends = Ends.of(run.cohort.devices, peers), []
+        for devices in own.groups.T:
             ends.append((self.runs[self.cohort_of[devices[0]]], interned(self.row_of[devices])))
             if (self.cohort_of[devices] != self.cohort_of[devices[0]]).any():
                 raise Refusal("is over devices that run other programs.")
-        position = np.argmax(peers == run.cohort.devices[:, None], axis=1)
-        return _Group(distinct, interned(inverse.reshape(-1)), interned(position), ends, [[] for _ in ends])
+        return _Group(Ends(own.groups, interned(own.group), interned(own.place)), ends, [[] for _ in ends])
 
     @staticmethod
     def _posts(other: Run[V], distinct: Ints, rows: Ints) -> list[Post[V]]:

@@ -17,6 +17,7 @@ from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, kinds_of, runs_of
 from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Value, Weight
+from superscaler.ir.running.meetings import Message, meetings
 from superscaler.remembered import remembered
 
 _COMMUNICATION = (Role.GROUP, Role.PEER)
@@ -172,12 +173,12 @@ def _check_alike(samples: Sequence[Device]) -> None:
 def _refined(devices: Sequence[Device]) -> list[Cohort]:
     """Refine the classes of devices with equal code until the members and peers of each are of equal classes."""
     number: dict[Hashable, int] = {}
-    messages = [_messages(device) for device in devices]
-    # The position of the other end of each message in the code of its device.
-    other = {(peer, rank, message, not is_send): at for some in messages for rank, at, peer, message, is_send in some}
+    messages = {d.rank: [m for m in meetings(d.instructions, d.rank) if isinstance(m[2], Message)] for d in devices}
+    # The position of each end of a message in the code of its device.
+    places = {(key, type(i)): at for some in messages.values() for at, i, key in some}
     meets = {
-        device.rank: tuple(other.get((rank, peer, message, is_send), -1) for rank, _, peer, message, is_send in some)
-        for device, some in zip(devices, messages, strict=True)
+        rank: tuple(places.get((key, Recv if isinstance(i, Send) else Send), -1) for _, i, key in some)
+        for rank, some in messages.items()
     }
     color = {d.rank: number.setdefault((form(d), meets[d.rank]), len(number)) for d in devices}
     links = {d.rank: list(_links(d)) for d in devices}
@@ -194,12 +195,6 @@ def _refined(devices: Sequence[Device]) -> list[Cohort]:
         color = refined
     members = group_by(devices, lambda device: color[device.rank]).values()
     return [Cohort(n, np.array([d.rank for d in some]), some) for n, some in enumerate(members)]
-
-
-def _messages(device: Device) -> list[tuple[int, int, int, int, bool]]:
-    """Return the messages of a device: (rank, position in the code, peer, number, whether it sends)."""
-    code = enumerate(device.instructions)
-    return [(device.rank, at, i.peer, i.message, isinstance(i, Send)) for at, i in code if isinstance(i, Send | Recv)]
 
 
 def _links(device: Device) -> Iterator[tuple[int, ...]]:

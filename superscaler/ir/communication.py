@@ -4,8 +4,8 @@ Deadlock freedom is proved on the communication of all devices alone. A send blo
 on after all communication of one start. The last updates of all devices meet: clipping and loss scales sum over them.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from superscaler.collectives import KINDS
@@ -15,6 +15,7 @@ from superscaler.ir.fold import Folded
 from superscaler.ir.layout import Path, Provenance
 from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.model import width
+from superscaler.ir.running.meetings import meetings, message
 
 Meeting = tuple[object, ...]
 Communication = p.Collective | p.Send | p.Recv | p.Update
@@ -41,44 +42,43 @@ def _communication(i: p.Instruction) -> p.Instruction | None:
     return i if isinstance(i, Communication) else None if isinstance(i, p.Slice | p.Free) else p.Loss((), ())
 
 
-def meetings(devices: Iterable[p.Device], world: int) -> list[list[Batch]]:
-    """Return the communication of each device in order, as batches that start together."""
-    found, everyone = [], frozenset(range(world))
-    for device in devices:
-        mine: list[Batch] = []
-        count: dict[Meeting, int] = defaultdict(int)
-        numbers = set[tuple[int, int]]()
-        code = device.instructions
-        code = list(code.changed(_communication) if isinstance(code, Rolled) else code)
-        ends, end = batches(code), -1
-        for at, i in enumerate(code):
-            if isinstance(i, p.Collective):
-                meeting: Meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
-                members = frozenset(i.group)
-                count[i.group] += 1
-            elif isinstance(i, p.Send | p.Recv):
-                pair = (device.rank, i.peer) if isinstance(i, p.Send) else (i.peer, device.rank)
-                # Messages that start together arrive in their order, too: NCCL knows no tags.
-                way = "message", *pair
-                meeting, members = (*way, count[way], i.message), frozenset(pair)
-                count[way] += 1
-            elif isinstance(i, p.Update) and not i.is_early:
-                meeting, members = ("update",), everyone
-            else:
-                continue
-            if isinstance(i, p.Send):
-                if (i.peer, i.message) in numbers:
-                    raise ScheduleError(
-                        f"device {device.rank} sends {i.source} to device {i.peer} as message {i.message}, the number "
-                        "of another one to that device."
-                    )
-                numbers.add((i.peer, i.message))
-            if at > end or meeting in mine[-1]:
-                mine.append({})
-            mine[-1][meeting] = members, i
-            end = max(end, ends.get(at, at))
-        found.append(mine)
+def starts(device: p.Device, world: int) -> list[Batch]:
+    """Return the communication of a device in order, as batches that start together."""
+    code = device.instructions
+    code = list(code.changed(_communication) if isinstance(code, Rolled) else code)
+    found, ends, end = list[Batch](), batches(code), -1
+    for at, i, meeting, members in _meetings(code, device.rank, frozenset(range(world))):
+        if at > end or meeting in found[-1]:
+            found.append({})
+        found[-1][meeting] = members, i
+        end = max(end, ends.get(at, at))
     return found
+
+
+def _meetings(
+    code: Sequence[p.Instruction], rank: int, everyone: frozenset[int]
+) -> Iterator[tuple[int, Communication, Meeting, frozenset[int]]]:
+    """Yield each communication of a device: its place, itself, its key with all that must be equal at its ends, and the
+    devices that meet.
+    """
+    keys, sent, count = {at: key for at, _, key in meetings(code, rank)}, set[object](), Counter[object]()
+    for at, i in enumerate(code):
+        match i:
+            case p.Collective():
+                yield at, i, (keys[at], i.kind, i.dtype, i.bytes), frozenset(i.group)
+            case p.Send() | p.Recv():
+                if isinstance(i, p.Send) and keys[at] in sent:
+                    raise ScheduleError(
+                        f"device {rank} sends {i.source} to device {i.peer} as message {i.message}, the number of "
+                        "another one to that device."
+                    )
+                sent |= {keys[at]} if isinstance(i, p.Send) else set()
+                # Messages that start together arrive in their order, too: NCCL knows no tags.
+                way = message(i, rank)[:2]
+                yield at, i, (keys[at], count[way]), frozenset(way)
+                count[way] += 1
+            case p.Update(is_early=False):
+                yield at, i, (), everyone
 
 
 def _described(i: Communication) -> str:
@@ -111,7 +111,7 @@ def check_rendezvous(program: p.Program) -> None:
     In a folded program one device of each base is checked: all devices of a base run in step.
     """
     devices = program.devices
-    left = meetings((device for device, _ in program.distinct), len(devices))
+    left = [starts(device, len(devices)) for device, _ in program.distinct]
     _check_members(left, len(devices))
     if isinstance(devices, Folded):
         groups = {group for meets in left for batch in meets for group, _ in batch.values()}

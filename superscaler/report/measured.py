@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 from superscaler.errors import InputError
 from superscaler.groups import collect
 from superscaler.ir import program as p
+from superscaler.ir.running.meetings import meetings
 from superscaler.report.details import Details
 from superscaler.report.kinds import Kind
 from superscaler.report.timeline import Timeline, timeline
@@ -59,6 +60,12 @@ class _Rank:
                 self.over.setdefault(e.at, e.end)
             else:
                 self.called.setdefault(e.at, e.start)
+
+    @property
+    def meetings(self) -> Iterator[tuple[int, Hashable]]:
+        """Yield the communication that the rank starts, with a key that all ends share. A copy has one end."""
+        yield from ((at, key) for at, _, key in meetings(self.code, self.rank))
+        yield from ((at, (self.rank, at)) for at, i in enumerate(self.code) if isinstance(i, p.Copy))
 
 
 def measured(folder: Path, program: p.Program, code: str, details: Details) -> tuple[Timeline, str]:
@@ -135,7 +142,7 @@ def _numbers(code: Sequence[p.Instruction]) -> dict[str, int]:
 
 def _events(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float) -> Events:
     """Return the events of a rank as columns: its calls, its waits, and its communication."""
-    found = {at: met[key] for key, at in _meetings(rank) if key in met}
+    found = {at: met[key] for at, key in rank.meetings if key in met}
     there = {at: time for at, (time, _) in found.items()}
     streams, cells = ["compute"], list[tuple[float, ...]]()
     for e in rank.events:
@@ -168,25 +175,9 @@ def _stream(i: p.Instruction) -> str:
 
 def _met(ranks: Sequence[_Rank]) -> dict[Hashable, tuple[float, int]]:
     """Return when all ends of each communication were there, and the last of them, by the key that they share."""
-    ends = ((key, rank, at) for rank in ranks for key, at in _meetings(rank))
+    ends = ((key, rank, at) for rank in ranks for at, key in rank.meetings)
     called = collect((key, (rank.called.get(at, math.inf), rank.rank)) for key, rank, at in ends)
     return {key: last for key, ends in called.items() if (last := max(ends))[0] < math.inf}
-
-
-def _meetings(rank: _Rank) -> Iterator[tuple[Hashable, int]]:
-    """Yield the communication that a rank starts, under a key that all ends share."""
-    turns: dict[tuple[int, ...], int] = defaultdict(int)
-    for at, i in enumerate(rank.code):
-        match i:
-            case p.Collective():
-                turns[i.group] += 1
-                yield (i.group, turns[i.group]), at
-            case p.Send():
-                yield (rank.rank, i.peer, i.message), at
-            case p.Recv():
-                yield (i.peer, rank.rank, i.message), at
-            case p.Copy():
-                yield (rank.rank, at), at
 
 
 class Difference(NamedTuple):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from superscaler.groups import group_by
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Copy, Fetch, Loss, Offload, Program, Recv, Send
+from superscaler.ir.running.meetings import Message, message
 from superscaler.report.details import Details
 from superscaler.report.kinds import Kind
 from superscaler.simulate.times import Floats
@@ -110,8 +111,8 @@ class _Lanes:
     count: int = 0
     # The event of each communication of a row, by instruction; of each message, by its ends and number.
     posts: dict[tuple[int, int], int] = field(default_factory=dict)
-    sent: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    received: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    sent: dict[Message, int] = field(default_factory=dict)
+    received: dict[int, Message] = field(default_factory=dict)
     waits: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     # The number of the compute lane of each device; its events that are work, and their starts.
     computes: dict[int, int] = field(default_factory=dict)
@@ -177,9 +178,9 @@ class _Lanes:
             self.posts[device, at] = number
             match row.code[at]:
                 case Send() as i:
-                    self.sent[device, i.peer, i.message] = number
+                    self.sent[message(i, device)] = number
                 case Recv() as i:
-                    self.received[number] = i.peer, device, i.message
+                    self.received[number] = message(i, device)
 
     def finish(self) -> list[Lane]:
         """Return the lanes, once the sources of their events are set."""

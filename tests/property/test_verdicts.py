@@ -17,7 +17,7 @@ from superscaler.certify.certificate import check_program
 from superscaler.cluster import Cluster
 from superscaler.compiler import finish, place
 from superscaler.errors import ScheduleError
-from superscaler.ir.communication import meetings
+from superscaler.ir.communication import starts
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.model import Model, Op, Operand
@@ -260,7 +260,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
 
 def interleave(program: Program, draw: random.Random) -> set[int]:
     """Run the communication of all devices, sends without buffers, in a random order; return who never ends."""
-    left = [mine[::-1] for mine in meetings(program.devices, program.world)]
+    left = [starts(device, program.world)[::-1] for device in program.devices]
     ready = list(range(len(left)))
     while ready:
         device = ready.pop(draw.randrange(len(ready)))

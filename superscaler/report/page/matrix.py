@@ -11,8 +11,8 @@ from superscaler.collectives import KINDS, TILE
 from superscaler.groups import group_by
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.communication import links
-from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Program, Send
+from superscaler.ir.running.meetings import Ends
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.simulate.times import Floats
 from superscaler.specs.sizes import size
@@ -43,13 +43,11 @@ def bytes_between(program: Program) -> tuple[Floats, int]:
 
 
 def _collective(found: Floats, cohort: Cohort, at: int, i: Collective, share: int) -> None:
-    groups: Ints = cohort.data(at, "group")
-    members = len(i.group)
+    ends, members = Ends.of(cohort.devices, cohort.data(at, "group")), len(i.group)
     each = i.bytes * links(i.kind, members) / members
-    place = (groups == cohort.devices[:, None]).argmax(axis=1)
     steps = range(1, members) if KINDS[i.kind].ends == (TILE, TILE) else (1,)
     for step in steps:
-        to = groups[np.arange(len(groups)), (place + step) % members]
+        to = ends.groups[ends.group, (ends.place + step) % members]
         np.add.at(found, (cohort.devices // share, to // share), each / len(steps))
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from superscaler.collectives import KINDS, ONE
-from superscaler.ir.cohorts import Cohort
 from superscaler.ir.model import width
 from superscaler.ir.program import Collective, Program, Recv, Send
+from superscaler.ir.running.meetings import Ends, rows_of
 from superscaler.simulate.repeats.steps import Step
 from superscaler.simulate.times import Times, earliest, even, later, latest, of_rows, sooner
 from superscaler.simulate.transfers.ports import Ports, Route, Transfer
@@ -71,10 +71,8 @@ class Communication:
         self.program, self.agenda, self.ports = program, agenda, ports
         self.launch, self.one_stream = launch, one_stream
         self.bytes: dict[str, float] = defaultdict(float)
-        self._cohort_of = np.full(program.world, -1)
+        self._cohort_of, _ = rows_of([run.cohort.devices for run in agenda.ready], program.world)
         self._cohorts = len(agenda.ready)
-        for run in agenda.ready:
-            self._cohort_of[run.cohort.devices] = run.cohort.number
         self._open: dict[Hashable, Meeting] = {}
         self._sides: dict[Hashable, Side] = {}
         self._ways: dict[Hashable, _Way] = {}
@@ -97,7 +95,7 @@ class Communication:
             run.unflushed.append(post)
 
     def _collective(self, run: Run, i: Collective) -> _Way:
-        side = self._side(run, i.group, lambda: _side_of(run.cohort, run.at))
+        side = self._side(run, i.group, lambda: Side.of(Ends.of(run.cohort.devices, run.cohort.data(run.at, "group"))))
         # Devices have a stream for each set of devices, in whatever order.
         is_world = len(i.group) == self.program.world
         # Clusters price the only receiver as the last of its group.
@@ -135,7 +133,10 @@ class Communication:
         run.gathered = []
 
     def _message(self, run: Run, i: Send | Recv, is_send: bool, peers: tuple[int, ...], size: int) -> _Way:
-        side = self._side(run, (is_send, peers), lambda: _pairs_of(run.cohort, run.at, is_send))
+        own = run.cohort.devices
+        side = self._side(
+            run, (is_send, peers), lambda: Side.of(Ends.of_pairs(own, run.cohort.data(run.at, "peer"), is_send))
+        )
         stream: Hashable = (is_send, peers)
         name = f"{'to' if is_send else 'from'} {i.peer}"
         if self.one_stream:
@@ -257,19 +258,6 @@ class Communication:
                 self._start(meeting)
         if post.is_awaited:
             self.agenda.ready.append(run)
-
-
-def _side_of(cohort: Cohort, at: int) -> Side:
-    groups, inverse = np.unique(cohort.data(at, "group"), axis=0, return_inverse=True)
-    return Side(groups, inverse.reshape(-1))
-
-
-def _pairs_of(cohort: Cohort, at: int, is_send: bool) -> Side:
-    """Return the pairs (sender, receiver) of a message, in the order of the senders."""
-    ends = [cohort.devices, cohort.data(at, "peer")]
-    pairs = np.stack(ends if is_send else ends[::-1], axis=1)
-    order = np.argsort(pairs[:, 0], kind="stable")
-    return Side(pairs[order], np.argsort(order))
 
 
 def _joined(times: list[Times], join: Callable[[Times, Times], Times]) -> Times:

@@ -12,6 +12,7 @@ import numpy as np
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Task, Value
+from superscaler.ir.running.meetings import Ends
 from superscaler.simulate.times import Times, earliest, even, later, latest, of_row, of_rows
 from superscaler.simulate.timetable import COMPUTE, Link
 from superscaler.simulate.transfers.ports import Transfer
@@ -35,6 +36,10 @@ class Side:
         self.order = np.argsort(self.group, kind="stable")
         self.starts = np.unique(self.group[self.order], return_index=True)[1]
         self.key = self.groups.shape, self.groups.tobytes()
+
+    @staticmethod
+    def of(ends: Ends) -> Side:
+        return Side(ends.groups, ends.group)
 
     def latest(self, times: Times) -> Times:
         """Return the latest time in each group."""
