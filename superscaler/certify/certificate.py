@@ -8,7 +8,6 @@ import numpy as np
 
 from superscaler.certify.boxes import Boxes, is_tiled
 from superscaler.certify.content import Content
-from superscaler.certify.hosts import on_host
 from superscaler.certify.masks import Masks
 from superscaler.certify.rounds import Rounds
 from superscaler.errors import ScheduleError
@@ -31,8 +30,6 @@ def check_program(program: Program) -> None:
     _check_twins(program.model)
     masks = Masks(program)
     Rounds(program, masks).run()
-    for device, _ in program.distinct:
-        on_host(program, device)
     _check_weights(program, masks)
     _check_outputs(program, masks)
     if program.model.loss:

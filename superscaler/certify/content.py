@@ -32,11 +32,12 @@ from superscaler.remembered import is_same, remembered
 @dataclass(eq=False, slots=True)
 class Memory:
     """The memory of one or more values. `held`: the first instruction that read it. `changed`: the instruction that
-    overwrote it.
+    overwrote it. `is_on_host`: whether it is the host's.
     """
 
     held: Instruction | None = None
     changed: Instruction | None = None
+    is_on_host: bool = False
 
 
 def _own() -> tuple[Memory, ...]:
@@ -68,6 +69,10 @@ class Content:
     def held(self) -> Instruction | None:
         """The first instruction that read the value or a view of it."""
         return next((memory.held for memory in self.memory if memory.held), None)
+
+    @property
+    def is_on_host(self) -> bool:
+        return any(memory.is_on_host for memory in self.memory)
 
     @property
     def lengths(self) -> tuple[int, ...]:

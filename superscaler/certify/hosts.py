@@ -2,58 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from superscaler.certify.content import Content, Memory, kind_of
 from superscaler.certify.interpret import Refusal
 from superscaler.certify.meanings import MEANINGS
-from superscaler.errors import ScheduleError
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.program import (
-    ONE,
+    Accumulate,
     Collective,
+    Combine,
     Copy,
-    Device,
     Forward,
     Give,
     Instruction,
-    Load,
     Program,
+    Slice,
     Update,
     Value,
-    reads,
     writes,
 )  # fmt: skip
-
-# These instructions work in either memory, and so do forwards of copies.
-_ANYWHERE = frozenset({"Slice", "Combine", "Accumulate", "Wait", "Copy"})
-
-
-def on_host(program: Program, device: Device) -> set[Value]:
-    """Return the values of a device in its host's memory. Raises ScheduleError for an instruction that reads a value
-    from the wrong memory.
-    """
-    found, hosted = set[Value](), {weight.name for weight in device.weights if weight.host}
-    if not hosted and Copy not in kinds_of(device.instructions):
-        return found
-    for at, i in enumerate(device.instructions):
-        places = {value in found for value in reads(i) if value != ONE}
-        is_there = True in places
-        is_free = type(i).__name__ in _ANYWHERE or (
-            isinstance(i, Forward) and all(op.is_copy for op in program.functions[i.function].ops)
-        )
-        if isinstance(i, Update):
-            pairs = zip((*i.weights, *i.buffers), (*i.gradients, *i.values), strict=True)
-            is_wrong = any((weight in found) != (value in found) for weight, value in pairs)
-        else:
-            is_wrong = len(places) > 1 or (is_there and not is_free) or (isinstance(i, Copy) and i.to_host == is_there)
-        if is_wrong:
-            why = "reads a value from the wrong memory, that of the host or of the device."
-            raise ScheduleError(f"device {device.rank}, instruction {at}: {program.describe(i)} {why}")
-        if isinstance(i, Load | Copy):
-            is_there = i.out in hosted if isinstance(i, Load) else i.to_host
-        # An update of several weights leaves each where it is.
-        found.update(writes(i) if is_there and not isinstance(i, Update) else ())
-    return found
 
 
 @dataclass(eq=False)
@@ -68,11 +36,16 @@ class Flight:
 class Memories:
     """The reads and changes of memory while a program runs on masks.
 
-    `gives`: the outputs of each cohort. `loaded`: the memory of weights and inputs, by cohort and value.
+    `gives`: the outputs of each cohort. `loaded`: the memory of weights and inputs, by cohort and value. `has_hosts`:
+    whether anything is in the memory of a host.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        every = [device for device, _ in program.distinct]
+        self.has_hosts = any(w.host for d in every for w in d.weights) or any(
+            Copy in kinds_of(d.instructions) for d in every
+        )
         self.gives: dict[int, list[tuple[Give, Content]]] = {}
         self.loaded: dict[tuple[int, Value], Memory] = {}
         # Collectives with a result, by cohort; and each communication with the memory of its result.
@@ -89,6 +62,31 @@ class Memories:
             for memory in content.memory:
                 memory.held = memory.held or i
 
+    def locate(self, i: Instruction, read: Sequence[Content | None]) -> bool:
+        """Return whether the results of an instruction are in the memory of the host. Raises Refusal for one that reads
+        a value from the wrong memory.
+        """
+        there = [content.is_on_host for content in read if content is not None]
+        is_there = True in there
+        match i:
+            case Update():
+                ends = accumulate(map(len, (i.weights, i.gradients, i.buffers)), initial=0)
+                weights, gradients, buffers, values = (there[a:b] for a, b in pairwise((*ends, len(there))))
+                # Each weight stays where it is.
+                is_wrong, is_there = weights + buffers != gradients + values, False
+            case Copy():
+                is_wrong, is_there = is_there == i.to_host, i.to_host
+            case Slice() | Combine() | Accumulate():
+                is_wrong = len({*there}) > 1
+            case _:
+                is_wrong = is_there and not (self._is_copy(i) and all(there))
+        if is_wrong:
+            raise Refusal("reads a value from the wrong memory, that of the host or of the device.")
+        return is_there
+
+    def _is_copy(self, i: Instruction) -> bool:
+        return isinstance(i, Forward) and all(op.is_copy for op in self.program.functions[i.function].ops)
+
     def overwritten(self, content: Content) -> str:
         assert content.changed is not None
         return f"whose memory {self.program.describe(content.changed)} has changed"
@@ -99,8 +97,9 @@ class Memories:
         A collective over one device returns its source itself, and so does a broadcast on its source device.
         """
         flight = Flight(i, frozenset(memory for content in read if content for memory in content.memory))
+        is_there = self.has_hosts and self.locate(i, read)
         for name in writes(i):
-            self.works[cohort, name] = flight, (Memory(),)
+            self.works[cohort, name] = flight, (Memory(is_on_host=is_there),)
         if isinstance(i, Collective):
             is_from_one = MEANINGS[i.kind].from_one
             if any(i.works) and not is_from_one:

@@ -11,7 +11,7 @@ from superscaler.certify.passes import Tape, made_by
 from superscaler.certify.shift import Shift, Status, still_fields
 from superscaler.ir.program import Backward, Collective
 
-Flags = Mapping[int, tuple[bool, bool]]
+Flags = Mapping[int, tuple[bool, ...]]
 
 
 class Likeness:
@@ -105,9 +105,9 @@ def is_collective(post: Post[Content]) -> bool:
     return isinstance(post.cohort.code[post.at], Collective)
 
 
-def flags_of(memory: Memory) -> tuple[bool, bool]:
-    """Return whether a memory is held, and whether it was changed."""
-    return memory.held is not None, memory.changed is not None
+def flags_of(memory: Memory) -> tuple[bool, ...]:
+    """Return whether a memory is held, whether it was changed, and whether it is the host's."""
+    return memory.held is not None, memory.changed is not None, memory.is_on_host
 
 
 def memories(status: Status) -> Iterator[Memory]:

@@ -94,6 +94,9 @@ class Masks:
         held = len(read) - len(names(i, Role.SUM))
         self.memories.hold(i, () if isinstance(i, Accumulate) else read[:held])
         found: Sequence[Content] = getattr(self, f"_{type(i).__name__.lower()}")(cohort, at, i, read)
+        if self.memories.has_hosts and self.memories.locate(i, read[:held]):
+            for memory in (memory for content in found for memory in content.memory):
+                memory.is_on_host = True
         return found
 
     def start(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content | None]:
@@ -135,7 +138,8 @@ class Masks:
                 raise Refusal(f"loads {i.tensor} after its update.")
             must_equal(held, box, f"{i.tensor} is at rest as")
         self._check_inside(tensor, box)
-        memory = self.memories.loaded.setdefault((cohort.number, i.out), Memory(held=i))
+        memory = Memory(held=i, is_on_host=i.out in cohort.at_rest and cohort.at_rest[i.out][0].host)
+        memory = self.memories.loaded.setdefault((cohort.number, i.out), memory)
         return [Content(i.tensor, False, box, None, tensor.dtype, (memory,))]
 
     def _slice(self, cohort: Cohort, at: int, i: Slice, read: Sequence[Content]) -> Sequence[Content]:
@@ -272,7 +276,8 @@ class Masks:
                 raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
             self.memories.change(i, weight, cohort.number)
             if home.outputs[0].tensor in self.nexts:
-                memory = self.memories.loaded[cohort.number, name] = Memory(held=i)
+                memory = Memory(held=i, is_on_host=weight.is_on_host)
+                self.memories.loaded[cohort.number, name] = memory
                 made[name] = replace(weight, tensor=home.outputs[0].tensor, memory=(memory,))
         if list(made) != list(i.goes_on):
             raise Refusal(f"goes on with {', '.join(map(str, i.goes_on))} instead of {', '.join(map(str, made))}.")

@@ -27,7 +27,7 @@ class _Seen:
     """The state of a cohort before repetition `turn` of a loop, as far as the loop reads or changes it.
 
     `held`: the statuses of all names and tasks in that repetition. `has_sums`: whether all sums are made. `posted`: the
-    number of collectives by group. `sent`: messages under way. `flags`: of each memory, whether it is held and changed.
+    number of collectives by group. `sent`: messages under way. `flags`: of each memory, see `flags_of`.
     """
 
     run: Run[Content]
@@ -37,7 +37,7 @@ class _Seen:
     has_sums: bool
     posted: dict[bytes, int]
     sent: dict[int, list[Post[Content]]]
-    flags: dict[int, tuple[bool, bool]]
+    flags: dict[int, tuple[bool, ...]]
 
     def follows(self, other: _Seen) -> bool:
         return self.run is other.run and self.body is other.body and self.turn == other.turn + 1

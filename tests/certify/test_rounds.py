@@ -19,23 +19,25 @@ from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import Collective, Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve
 from tests.helpers.graphs import graph_of
+from tests.helpers.rewrites import SProgram, offloaded, swapped
 
 PLANS = [
     ("hybrid:dp=1,tp=2,pp=2,microbatches=32", 4),
     ("gpipe:microbatches=32", 2),
     ("zb_h1:microbatches=32", 2),
     ("interleaved:microbatches=32,chunks=2", 2),
+    (offloaded(swapped("pipeline_1f1b:microbatches=16")), 2),
 ]
 
 
 @cache
-def compiled(plan: str, devices: int) -> Program:
+def compiled(plan: SProgram | str, devices: int) -> Program:
     graph = graph_of("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64", "SGD")
-    return compile_graph(graph, resolve(plan), ss.Cluster.local(devices)).program
+    return compile_graph(graph, resolve(plan) if isinstance(plan, str) else plan, ss.Cluster.local(devices)).program
 
 
 @pytest.mark.parametrize(("plan", "devices"), PLANS)
-def test_left_out_rounds_change_the_state_as_if_they_had_run(plan: str, devices: int) -> None:
+def test_left_out_rounds_change_the_state_as_if_they_had_run(plan: SProgram | str, devices: int) -> None:
     program = compiled(plan, devices)
     ends = []
     for kind in (Rounds, Interpreter):
@@ -44,7 +46,11 @@ def test_left_out_rounds_change_the_state_as_if_they_had_run(plan: str, devices:
         step = runs._step
         runs._step = lambda run, i, step=step, steps=steps: steps.append(run.at) or step(run, i)  # type: ignore
         runs.run()
-        values = {(run.cohort.number, name): str(value.box) for run in runs.runs for name, value in run.values.items()}
+        values = {
+            (run.cohort.number, name): (str(value.box), value.is_on_host)
+            for run in runs.runs
+            for name, value in run.values.items()
+        }
         past = [(run.gone, run.handles, run.at) for run in runs.runs]
         losses = {n: [str(content.box) for content, _ in some] for n, some in masks.losses.items()}
         ends.append((values, past, losses, masks.passes.ran, masks.passes.tapes, masks.memories.works, masks.updated))
@@ -172,7 +178,7 @@ def is_certified(program: Program, kind: type, patch: pytest.MonkeyPatch) -> boo
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("plan", "devices"), [*PLANS, ("breadth_first:microbatches=32", 2)])
 def test_a_changed_loop_is_refused_with_rounds_left_out_as_with_all(
-    plan: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    plan: SProgram | str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, verdicts = compiled(plan, devices), [0, 0]
     for seed in range(400):
