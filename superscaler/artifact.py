@@ -2,9 +2,8 @@
 
 import json
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
 from superscaler.errors import InputError
-from superscaler.groups import collect
-from superscaler.ir.graph import Entry, Graph
+from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model
 from superscaler.ir.program import Program
 from superscaler.ir.text.model import print_model
 from superscaler.ir.text.program import print_program
 from superscaler.ir.variants import once, without_sources
 from superscaler.ops.inputs import bounds, fillings, ignored, limits, pads_rows
+from superscaler.report import journal
 from superscaler.report.facts import account
 from superscaler.report.identity import kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
@@ -145,7 +144,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     data = {**describe(compiled, seed), "operators": operators}
     written = {
         **texts(compiled.program, compiled.emitted),
-        disk.JOURNAL_FILE: print_journal(compiled.graph.journal),
+        disk.JOURNAL_FILE: journal.text(journal.rows(compiled.graph.journal)),
         disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
     files = {name: text.encode() for name, text in written.items()}
@@ -180,25 +179,6 @@ def texts(program: Program, emitted: Emitted) -> dict[str, str]:
         disk.PROGRAM_FILE: print_program(program),
         disk.RUN_FILE: RUN.format(world=program.world),
     }
-
-
-def print_journal(journal: Sequence[Entry]) -> str:
-    """Return a line for each line of a plan that called verbs: its place and the ops of each effect. Places are
-    relative to the package or the current folder.
-    """
-    lines = []
-    for where, entries in groupby(journal, lambda entry: entry.where):
-        ops = collect((f"{entry.verb} {entry.detail}".rstrip(), entry.op) for entry in entries)
-        effects = (f"{effect} of {', '.join(names)}" if names[0] else effect for effect, names in ops.items())
-        lines.append(f"{_short_place(where)}: {'; '.join(effects)}\n")
-    return "".join(lines)
-
-
-def _short_place(where: str) -> str:
-    for folder in (Path(__file__).parents[1], Path.cwd()):
-        if where.startswith(f"{folder}{os.sep}"):
-            return where[len(str(folder)) + 1 :]
-    return where.rpartition(os.sep)[2]
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from superscaler.artifact import initial_values, print_journal, reuse, write
+from superscaler.artifact import initial_values, reuse, write
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
@@ -24,6 +24,7 @@ from superscaler.plans import resolve
 from superscaler.report import words as explain
 from superscaler.report.facts import account, summary
 from superscaler.report.identity import manifest
+from superscaler.report.journal import rows
 from superscaler.report.page.write import save as save_pages
 from superscaler.report.picture import save
 from superscaler.report.subject import Subject, subject
@@ -163,7 +164,7 @@ class Plan:
     @cached_property
     def _subject(self) -> Subject:
         self.validate()
-        compiled, journal = self.compiled, print_journal(self.compiled.graph.journal)
+        compiled, journal = self.compiled, rows(self.compiled.graph.journal)
         title = f"{compiled.program.world} devices of {compiled.cluster.name}"
         return subject(title, compiled.program, compiled.cluster, self._account, journal, self._certified)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ import numpy as np
 
 from superscaler.collectives import KINDS, ONE
 from superscaler.errors import some
-from superscaler.groups import group_by
+from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, width
 from superscaler.ir.parts import block_of
 from superscaler.materialize.local_tensors import unique_identifiers
+from superscaler.report.journal import Row
 from superscaler.report.kinds import Kind
 from superscaler.report.words import heading
 from superscaler.simulate.timetable import place
@@ -48,10 +48,10 @@ class Detail:
 class Details:
     """The distinct details of the instructions of a program. `found`: in the order of their numbers.
 
-    `account`: explain.json of the plan; `journal`: its journal.txt.
+    `account`: explain.json of the plan; `journal`: the effects of its lines.
     """
 
-    def __init__(self, program: p.Program, account: Mapping[str, Any], journal: str) -> None:
+    def __init__(self, program: p.Program, account: Mapping[str, Any], journal: Sequence[Row]) -> None:
         self.program = program
         self.found: list[Detail] = []
         self._known: dict[Hashable, tuple[Kind, int]] = {}
@@ -67,7 +67,8 @@ class Details:
             for o in op.inputs:
                 self._home.setdefault(o.tensor, home_of(op))
         self._blocks = {name: block for block in account["blocks"] for name in block["names"]}
-        self._lines = _lines(journal)
+        # The effects on each op, with the line of the plan.
+        self._lines = collect((op, (row.effect, row.where)) for row in journal for op in row.ops)
         self._functions = dict[int, p.Function]()
 
     def columns(self, code: Sequence[p.Instruction], used: Ints) -> tuple[Ints, Ints, Ints]:
@@ -229,15 +230,3 @@ def _key(i: p.Instruction) -> Hashable:
         return (p.Loss,)
     values = tuple((v.name, v.is_gradient) for v in _values(i))
     return type(i), values, getattr(i, "kind", ""), getattr(i, "group", ()), getattr(i, "peer", -1)
-
-
-def _lines(journal: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the effects of a plan on each op: a verb with its arguments, and the place of the line that called it."""
-    found = defaultdict[str, list[tuple[str, str]]](list)
-    for line in journal.splitlines():
-        where, _, effects = line.partition(": ")
-        for text in re.split(r"; (?=\w+ )", effects):
-            effect, _, names = text.rpartition(" of ")
-            for name in names.split(", "):
-                found[name].append((effect, where))
-    return dict(found)

@@ -11,6 +11,7 @@ from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.ir.program import Program
 from superscaler.report.details import Details
+from superscaler.report.journal import Row
 from superscaler.report.measured import Difference, differences, measured
 from superscaler.report.timeline import Timeline, predicted
 from superscaler.simulate.predict import Simulation, simulate
@@ -46,7 +47,7 @@ def subject(
     program: Program,
     cluster: Cluster,
     account: Mapping[str, Any],
-    journal: str,
+    journal: Sequence[Row],
     certificate: Mapping[str, Any],
     run: Path | None = None,
     code: str = "",

@@ -13,6 +13,7 @@ from superscaler.emit.device import emit
 from superscaler.errors import InputError
 from superscaler.ir.program import Program
 from superscaler.report.identity import own_operators
+from superscaler.report.journal import parse
 from superscaler.report.schema import Account
 from superscaler.report.subject import Subject, subject
 from superscaler.simulate.predict import predict
@@ -91,7 +92,7 @@ def subject_of(directory: Path, run: Path | None = None) -> Subject:
     saved = read_plan(directory)
     saved.check()
     program = program_of(saved)
-    account, journal = saved.json(EXPLAIN_FILE, Account), saved.text(JOURNAL_FILE)
+    account, journal = saved.json(EXPLAIN_FILE, Account), parse(saved.text(JOURNAL_FILE))
     cluster = Cluster.parse(saved.head["cluster"])
     title, code = directory.resolve().name, saved.head["manifest"]["code"]
     return subject(title, program, cluster, account, journal, certify(program), run, code)

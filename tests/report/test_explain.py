@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from superscaler.artifact import print_journal
 from superscaler.compiler import finish
 from superscaler.plan import Plan, compile
+from superscaler.report import journal
 from superscaler.report.details import ranges
 from superscaler.report.facts import account
 from superscaler.report.identity import manifest
@@ -294,11 +294,22 @@ def test_the_journal_has_a_line_for_each_line_of_the_plan_and_no_folder_of_the_m
         "    ss.op_assign(graph, graph.ops, 0)\n"
     )
     graph = plan_of(f"{source}:mine", "local:1", MLP).compiled.graph
-    cut, assigned = print_journal(graph.journal).splitlines()
+    cut, assigned = journal.text(journal.rows(graph.journal)).splitlines()
     assert re.fullmatch(r"mine.py:5: op_trans Split\('batch', parts=2\) of \w+(, \w+)+", cut)
     assert assigned.startswith("mine.py:6: op_assign 2 parts of ")
-    library = print_journal(plan_of("tensor_parallel", "local:2", MLP).compiled.graph.journal)
-    assert all(line.startswith("superscaler/plans/") for line in library.splitlines())
+    library = journal.rows(plan_of("tensor_parallel", "local:2", MLP).compiled.graph.journal)
+    assert all(row.where.startswith("superscaler/plans/") for row in library)
+    assert journal.parse(journal.text(library)) == library
+
+
+def test_a_journal_reads_back() -> None:
+    rows = [
+        journal.Row("a b/mine.py:5", "op_trans Split('x of y; z', sizes=(1, 2), axis='a of b')", ("h.0.mm", "add_1")),
+        journal.Row("a b/mine.py:5", "op_assign 2 parts", ("loss",)),
+        journal.Row("mine.py:7", "send_gradients_last", ()),
+        journal.Row("mine.py:8", "op_order 0F0 before 0F1", ()),
+    ]
+    assert journal.parse(journal.text(rows)) == rows
 
 
 # compile into a directory that holds a plan
