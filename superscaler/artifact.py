@@ -31,6 +31,8 @@ from superscaler.store.operators import homes
 from superscaler.store.plan import plan_files, read_plan, recover, staged
 from superscaler.store.tensor_file import tensor_hashes
 
+# Characters of a line of JSON.
+_WIDTH = 120
 # The kinds of tensors that are the user's.
 _OWNED = ("parameter", "buffer")
 RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun says how. Written by superscaler."""
@@ -145,7 +147,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     written = {
         **texts(compiled.program, compiled.emitted),
         disk.JOURNAL_FILE: journal.text(journal.rows(compiled.graph.journal)),
-        disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
+        disk.EXPLAIN_FILE: _lines(account(compiled)) + "\n",
     }
     files = {name: text.encode() for name, text in written.items()}
     hashes = {name: digest(data) for name, data in files.items()}
@@ -162,6 +164,18 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
             header, tensors = tensor_hashes(draft.path / disk.WEIGHTS_FILE, "choose another directory")
             draft.finish({**data, "manifest": {**kept, "header": header, "tensors": tensors}})
     return True
+
+
+def _lines(data: Any, indent: str = "") -> str:
+    """Return data as JSON for people: a list or a table that fits on one line is not cut."""
+    whole = json.dumps(data)
+    if len(indent) + len(whole) <= _WIDTH or not isinstance(data, Mapping | list | tuple):
+        return whole
+    inner = f"\n{indent} "
+    if isinstance(data, Mapping):
+        items = [f"{json.dumps(key)}: {_lines(value, indent + ' ')}" for key, value in data.items()]
+        return "{" + inner + f",{inner}".join(items) + f"\n{indent}" + "}"
+    return "[" + inner + f",{inner}".join(_lines(value, indent + " ") for value in data) + f"\n{indent}]"
 
 
 def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str]) -> None:

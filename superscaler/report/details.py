@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.collectives import KINDS, ONE
 from superscaler.errors import some
 from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
-from superscaler.ir.grid import HOSTS, Ints
+from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, width
 from superscaler.ir.parts import block_of
 from superscaler.materialize.local_tensors import unique_identifiers
@@ -23,8 +22,6 @@ from superscaler.report.kinds import Kind
 from superscaler.report.words import heading
 from superscaler.simulate.timetable import place
 
-# Most devices or groups in a list; of more, only the number is printed.
-MOST = 8
 # The name of the block for ops outside all modules.
 OUTSIDE = "the model"
 
@@ -172,40 +169,6 @@ class Details:
             + f" ({where})"
             for (effect, where), some_of in found.items()
         )
-
-
-def ranges(devices: Iterable[int]) -> str:
-    """Return numbers in few words.
-
-    >>> ranges([0, 1, 2, 3]), ranges([0, 2, 4, 6]), ranges([5, 1]), ranges([0, 1, 2, 8, 9])
-    ('0 to 3', '0 to 6 by 2', '1, 5', '0 to 2, 8, 9')
-    """
-    found = sorted(set(devices))
-    if hosts := [d - HOSTS for d in found if d >= HOSTS]:
-        return ", ".join(filter(None, (ranges(d for d in found if d < HOSTS), f"hosts of {ranges(hosts)}")))
-    left, words = found, []
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
-        count = next((k for k, d in enumerate(left) if d != left[0] + k * step), len(left))
-        if count < 3:
-            words.append(str(left.pop(0)))
-            continue
-        words.append(f"{left[0]} to {left[count - 1]}" + (f" by {step}" if step > 1 else ""))
-        left = left[count:]
-    return ", ".join(words)
-
-
-def devices_text(devices: Sequence[int]) -> str:
-    return f"device{'s' if len(devices) > 1 else ''} {ranges(devices)}"
-
-
-def groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
-    """Return groups of devices in words; many groups are summarized."""
-    if len(groups) > MOST:
-        return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
-    # The number of senders, which are first in a group; -1: all but the last; 0: all members send and receive.
-    at = int(kind == "send") if kind not in KINDS else (KINDS[kind].held is ONE) - (KINDS[kind].read is ONE)
-    return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
 
 
 def home_of(op: Op) -> str:

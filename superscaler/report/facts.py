@@ -22,9 +22,10 @@ from superscaler.ir.model import Op, Operand, width
 from superscaler.ir.orders import Action
 from superscaler.ir.program import Backward, Collective, Copy, Fetch, Forward, Instruction, Offload, Program, Send
 from superscaler.ir.variants import without_twins
-from superscaler.report.details import MOST, OUTSIDE, groups_text, home_of, ranges
+from superscaler.report.details import OUTSIDE, home_of
 from superscaler.report.model import collapse, describe, span
-from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter
+from superscaler.report.places import MOST, NO_GROUPS, Groups, Places
+from superscaler.report.schema import VERSION, Axis, Block, Order, Sent, Split, Weights, plain
 
 
 def account(compiled: Compiled) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def account(compiled: Compiled) -> dict[str, Any]:
             "options": [dict(options) for options in optimizer.groups],
             **({"precision": optimizer.precision} if optimizer.precision else {}),
         },
-        "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
-        "schedule": every.schedule(),
+        "blocks": plain(Block, blocks),
+        "schedule": plain(Order, every.schedule()),
         "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
         "orders": list(map(str, compiled.graph.orders)),
         "summary": summary(compiled),
@@ -145,7 +146,7 @@ def _sums(
             seconds[what] += count / len(own) * each
     rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
     groups = [group[:1] for group in groups] if moves[0].way == "copies" else groups
-    return {"groups": groups_text(groups, moves[0].kind), **_add(moves), **rounded}
+    return {"groups": Groups.of(groups, moves[0].kind), **_add(moves), **rounded}
 
 
 def _direction(move: TransferRow | Path) -> str:
@@ -206,7 +207,7 @@ class _Blocks:
             return re.sub(r"'([^']*)'", lambda quoted: f"'{_short(name, quoted[1])}'", call)
 
         asked = Counter(f"{e.verb} {within(e.detail)}" for e in self.journal.get(name, ()))
-        splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
+        splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), Places.of(self.devices(name))
         recomputed = sum(bool(op.origin) for op in self.ops[name])
         halves = [self.halves.get(op.name, 0) for op in self.ops[name]]
         counts = asked, recomputed, halves.count(2), halves.count(1)
@@ -215,7 +216,7 @@ class _Blocks:
     def devices(self, name: str) -> set[int]:
         return {d % HOSTS for op in self.ops[name] for d in self.graph.grids[op.name].used()}
 
-    def schedule(self) -> list[dict[str, Any]]:
+    def schedule(self) -> list[Order]:
         """Return the order of the microbatches for each set of devices that run the same blocks in it."""
         run = collect((device, name) for name in self.ops for device in self.devices(name))
         programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
@@ -224,12 +225,12 @@ class _Blocks:
         stages = _stages(self.graph)
         order = {name: _microbatches(self.compiled, devices[k].instructions, stages) for name, k in first.items()}
         found = group_by(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
-        return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
+        return [Order(Places.of(d), b, text) for (b, text), d in found.items()]
 
     def _splits(self, name: str) -> Iterator[Split]:
-        def key(op: Op) -> tuple[tuple[Axis, ...], str]:
+        def key(op: Op) -> tuple[tuple[Axis, ...], Places]:
             grid = self.graph.grids[op.name]
-            return _axes(op, grid, name), ranges(grid.used())
+            return _axes(op, grid, name), Places.of(grid.used())
 
         # Most recomputed ops have the parts of their originals.
         grids = self.graph.grids
@@ -243,7 +244,7 @@ class _Blocks:
             elements = [prod(extents(box)) for box in places]
             is_even = len(set(elements)) == 1 or len(places) > MOST
             percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
-            return Weights(spec.kind, tensor in self.trained, len(places), groups_text(list(places.values())), percent)
+            return Weights(spec.kind, tensor in self.trained, len(places), Groups.of(list(places.values())), percent)
 
         for row, tensors in group_by((t for t in self.places if self.home[t] == name), key).items():
             widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
@@ -329,7 +330,7 @@ def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
         groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
         factor = "" if axis.index is None else _short(block, op.indices[axis.index].factor)
         sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
-        devices = groups_text(groups) if len(set(map(tuple, groups))) > 1 else ()
+        devices = Groups.of(groups) if len(set(map(tuple, groups))) > 1 else NO_GROUPS
         found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
     if grid.children:
         inner = [_axes(op, child, block) for child in grid.children.values()]

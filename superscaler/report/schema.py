@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from superscaler.report.places import NO_GROUPS, Groups, Places
 from superscaler.store.folder import Checked, Head
 from superscaler.store.plan import REWRITE, Option
 
 # The version of explain.json; other versions are refused.
-VERSION = 4
+VERSION = 5
 # An unbounded integer: FLOPs of a large model exceed 63 bits.
 Count = Annotated[int, Field(ge=0)]
 Direction = Literal["forward", "backward"]
@@ -27,7 +28,7 @@ class Axis:
     parts: int
     factor: str = ""
     sizes: tuple[int, ...] = ()
-    devices: tuple[str, ...] = ()
+    devices: Groups = NO_GROUPS
     axes: tuple[tuple[Axis, ...], ...] = ()
 
 
@@ -36,7 +37,7 @@ class Split:
     """Ops of a block with equal cuts and places."""
 
     axes: tuple[Axis, ...]
-    devices: str
+    devices: Places
     ops: int
     of: tuple[str, ...]
 
@@ -48,7 +49,7 @@ class Weights:
     kind: str
     is_trained: bool
     pieces: int
-    devices: tuple[str, ...]
+    devices: Groups
     percent: tuple[int, ...] = ()
     bytes: int = 0
     held_bytes: int = 0
@@ -65,7 +66,7 @@ class Sent:
     kind: str = ""
     tensor: str = ""
     layouts: str = ""
-    groups: tuple[str, ...] = ()
+    groups: Groups = NO_GROUPS
     count: int = 0
     bytes: int = 0
     moved: int = 0
@@ -82,7 +83,7 @@ class Block:
 
     names: tuple[str, ...]
     ops: int
-    devices: str
+    devices: Places
     splits: tuple[Split, ...]
     weights: tuple[Weights, ...]
     moves: tuple[Sent, ...]
@@ -92,10 +93,38 @@ class Block:
     unsplit: int = 0
 
 
+@dataclass(frozen=True)
+class Order:
+    """Devices that run the same blocks, and the `order` of their microbatches."""
+
+    devices: Places
+    blocks: tuple[str, ...]
+    order: str
+
+
+T = TypeVar("T")
+
+
 @functools.cache
-def adapter() -> TypeAdapter[list[Block]]:
-    """Return the converter between blocks and the plain data of explain.json, which leaves out defaults."""
-    return TypeAdapter(list[Block])
+def _cached(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(list[kind])
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    # Mypy takes no type variable for what a cache hashes.
+    return _cached(kind)
+
+
+def plain(kind: type[T], objects: Iterable[T]) -> list[dict[str, Any]]:
+    """Return objects of a class as the data of explain.json, which leave out defaults."""
+    found: list[dict[str, Any]] = _adapter(kind).dump_python(list(objects), mode="json", exclude_defaults=True)
+    return found
+
+
+def objects(kind: type[T], data: Iterable[Mapping[str, Any]]) -> list[T]:
+    """Return the objects of a class in the data of explain.json."""
+    found: list[T] = _adapter(kind).validate_python(data)
+    return found
 
 
 class Model(Checked):
@@ -108,12 +137,6 @@ class Model(Checked):
     optimizer: str
     options: list[dict[str, Option]]
     precision: str = ""
-
-
-class Order(Checked):
-    devices: str
-    blocks: list[str]
-    order: str
 
 
 class Relaxation(Checked):

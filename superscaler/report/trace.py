@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from superscaler.ir.grid import Ints
-from superscaler.report.details import Detail, devices_text
+from superscaler.report.details import Detail
 from superscaler.report.kinds import KINDS
+from superscaler.report.places import devices_text
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
 from superscaler.specs.file_errors import replace_own

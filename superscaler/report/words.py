@@ -9,7 +9,8 @@ from typing import Any
 
 from superscaler.errors import some
 from superscaler.groups import group_by
-from superscaler.report.schema import Account, Axis, Block, Sent, Split, Weights, adapter
+from superscaler.report.places import Groups, Places
+from superscaler.report.schema import Account, Axis, Block, Order, Sent, Split, Weights, objects
 from superscaler.specs.sizes import duration, size
 from superscaler.store.plan import EXPLAIN_FILE, read_plan
 
@@ -37,7 +38,7 @@ def words(found: Mapping[str, Any]) -> str:
         f"{model['ops']} forward ops, {model['parameters']:,} parameters ({size(model['parameter_bytes'])}), "
         f"{model['optimizer']}{copies}, on {found['world']} devices of {found['cluster']}"
     ]
-    for block in adapter().validate_python(found["blocks"]):
+    for block in objects(Block, found["blocks"]):
         lines += ["", _title(block), *(f"  {line}" for line in _block(block))]
     lines += ["", "order", *(f"  {line}" for line in _schedule(found))]
     lines += ["", "in total per step", *(f"  {line}" for line in _totals(found))]
@@ -99,7 +100,11 @@ def axes_text(axes: Sequence[Axis], none: str = "whole") -> str:
     return ", ".join(map(_axis, axes)) or none
 
 
-def _groups(groups: Sequence[str]) -> str:
+def _groups(groups: Groups) -> str:
+    return _first(groups.words())
+
+
+def _first(groups: Sequence[str]) -> str:
     return " | ".join(groups if len(groups) <= 4 else (*groups[:2], "...", groups[-1]))
 
 
@@ -153,7 +158,8 @@ def _ops(row: Split) -> str:
     return f"{row.ops} op{'s' if row.ops > 1 else ''}: {some(row.of)}"
 
 
-def _on(devices: str) -> str:
+def _on(places: Places) -> str:
+    devices = str(places)
     return f"device {devices}" if devices.isdigit() else f"devices {devices}"
 
 
@@ -161,11 +167,11 @@ def _weights(row: Weights) -> str:
     kind = row.kind if row.is_trained or row.kind != "parameter" else "frozen parameter"
     names = f"{len(row.of)} {kind}{'s' if len(row.of) > 1 else ''} ({some(row.of, 3)})"
     pieces = f"in {row.pieces} pieces" if row.pieces > 1 else "whole"
-    places = row.devices
+    places = row.devices.words()
     if row.percent:
         places = tuple(f"{percent}% on {devices}" for percent, devices in zip(row.percent, places, strict=True))
     return (
-        f"{names} of {size(row.bytes)} {pieces}{':' if row.percent else ' on'} {_groups(places)}; "
+        f"{names} of {size(row.bytes)} {pieces}{':' if row.percent else ' on'} {_first(places)}; "
         f"all devices hold {size(row.held_bytes)}"
     )
 
@@ -176,9 +182,8 @@ def _weight(row: Sent) -> str:
 
 def _schedule(found: Mapping[str, Any]) -> Iterator[str]:
     usual = "forward" if found["model"]["optimizer"] == "inference" else "forward, backward, update"
-    for row in found["schedule"]:
-        order = row["order"] or usual
-        yield f"{_on(row['devices'])} ({heading(row['blocks']) or 'nothing'}): {order}"
+    for row in objects(Order, found["schedule"]):
+        yield f"{_on(row.devices)} ({heading(row.blocks) or 'nothing'}): {row.order or usual}"
     for row in found.get("relaxations", ()):
         yield f"because of a cycle, {row['name']}: {some(row['ops'])}"
 
@@ -237,7 +242,7 @@ def _numbers(model: Mapping[str, Any]) -> dict[str, str]:
 
 def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yield the blocks that differ, those with equal differences together."""
-    sides = [{name: block for block in adapter().validate_python(x["blocks"]) for name in block.names} for x in (a, b)]
+    sides = [{name: block for block in objects(Block, x["blocks"]) for name in block.names} for x in (a, b)]
     changes = {n: tuple(_block_changes(*(side.get(n) for side in sides))) for n in (*sides[0], *sides[1])}
     yield from (
         "\n".join([heading(names), *lines]) for lines, names in group_by(changes, changes.__getitem__).items() if lines

@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from superscaler.compiler import finish
+from superscaler.ir.grid import HOSTS
 from superscaler.plan import Plan, compile
 from superscaler.report import journal
-from superscaler.report.details import ranges
 from superscaler.report.facts import account
 from superscaler.report.identity import manifest
+from superscaler.report.places import Groups, Places, ranges
 from superscaler.report.words import read
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
@@ -92,6 +95,11 @@ def test_bytes_and_weights_of_the_blocks_add_up_to_those_of_the_program(spec: st
     assert sum(row["held_bytes"] for row in rows) == held
 
 
+def groups(*members: tuple[int, ...]) -> dict[str, Any]:
+    """Return groups of few devices as explain.json has them: a range of one number for each."""
+    return {"each": [[{"devices": [[d, d, 1] for d in group]}] for group in members]}
+
+
 def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, Plan]) -> None:
     plan = plans["hybrid:dp=2,tp=2"]
     text = plan.explain()
@@ -102,14 +110,14 @@ def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, 
     sent = {(r["direction"], r["tensor"]): r for r in block["moves"] if r["way"] == "collective"}
     # A product with rows cut gives partial sums, all reduced forward; the gradient of what enters, backward.
     forward = sent["forward", "attn.c_proj mm"]
-    assert (forward["kind"], forward["groups"], forward["count"]) == ("all_reduce", ["0, 1", "2, 3"], 2)
+    assert (forward["kind"], forward["groups"], forward["count"]) == ("all_reduce", groups((0, 1), (2, 3)), 2)
     # batch 2 of 4, sequence 32, hidden 64, in float32; a ring of 2 sends it once from either.
     assert forward["bytes"] == 2 * (2 * 32 * 64 * 4)
     assert forward["moved"] == 2 * forward["bytes"]
     assert forward["layouts"] == "R(1)V(2)D(2,1,1) -> R(2)V(1)D(2,1,1)"
     assert 0 < forward["bound"] < forward["seconds"]
     gradient = sent["backward", "mlp.c_fc.weight"]
-    assert (gradient["groups"], gradient["bytes"]) == (["0, 2", "1, 3"], 2 * (64 * 128 * 4))
+    assert (gradient["groups"], gradient["bytes"]) == (groups((0, 2), (1, 3)), 2 * (64 * 128 * 4))
     assert gradient["layouts"] == "R(1)V(2)D(1,2) -> R(2)V(1)D(1,2)"
 
 
@@ -221,6 +229,21 @@ def test_numbers_of_devices_are_told_in_few_words_and_none_is_lost() -> None:
     assert ranges(range(3, 64, 8)) == "3 to 59 by 8"
     assert ranges([7]) == "7"
     assert ranges([4, 0, 1, 9]) == "0, 1, 4, 9"
+    assert ranges([2 + HOSTS, 0, HOSTS, 1 + HOSTS]) == "0, hosts of 0 to 2"
+
+
+@given(numbers=st.sets(st.integers(0, 40) | st.integers(HOSTS, HOSTS + 9)), by=st.integers(0, 5))
+def test_places_have_the_numbers_that_they_are_made_of(numbers: set[int], by: int) -> None:
+    places = Places.of(numbers)
+    assert list(places) == sorted(numbers)
+    assert list(places.shifted(by)) == [d - by for d in sorted(numbers)]
+
+
+def test_groups_are_told_by_their_ends_and_many_together() -> None:
+    assert Groups.of([(3, 0, 1, 2), (7, 4, 5, 6)], "broadcast").words() == ("3 -> 0 to 2", "7 -> 4 to 6")
+    assert Groups.of([(0, 1, 2, 3)], "reduce").words() == ("0 to 2 -> 3",)
+    many = Groups.of([(d, d + 16) for d in range(16)])
+    assert (many.each, many.words()) == ((), ("16 groups in 0 to 31",))
 
 
 # diff

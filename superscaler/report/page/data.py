@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.report.details import devices_text
 from superscaler.report.kinds import Kind
 from superscaler.report.page.memory_curve import Curve, curves
+from superscaler.report.places import devices_text
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
 from superscaler.simulate.storages import CATEGORIES

@@ -7,18 +7,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from superscaler.groups import group_by
-from superscaler.report.details import ranges
 from superscaler.report.page.markup import Markup, table, tag
-from superscaler.report.schema import Axis, Block, adapter
+from superscaler.report.places import ranges
+from superscaler.report.schema import Axis, Block, objects
 from superscaler.report.subject import Subject
 from superscaler.report.words import axes_text, bytes_moved, heading
 from superscaler.specs.sizes import size
 
 _NAMES = ("block", "operators", "devices", "cut", "weights", "on all devices", "on links, each")
 _WIDTH = 120
-_RANGE = re.compile(r"(\d+)(?: to (\d+)(?: by (\d+))?)?")
-# The number of a device in a text: no step, and no number of groups.
-_DEVICE = re.compile(r"(?<!by )\b\d+\b(?! groups)")
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -26,7 +23,7 @@ def model_table(subject: Subject) -> Markup:
     """Return a row for each distinct block of a model, in the order of the forward. Blocks that are equal but for the
     numbers of their devices, as in stages of a pipeline, share a row.
     """
-    blocks: list[Block] = adapter().validate_python(subject.account["blocks"])
+    blocks: list[Block] = objects(Block, subject.account["blocks"])
     world = subject.simulation.prediction.world
     most = max((bytes_moved(block) for block in blocks), default=0)
     rows = (list(_row(some, world, most)) for some in group_by(blocks, _form).values())
@@ -35,25 +32,17 @@ def model_table(subject: Subject) -> Markup:
 
 def _form(block: Block) -> tuple[object, ...]:
     """Return the facts of a block, with devices counted from its first."""
-    first = next(_devices(block.devices), 0)
+    first = next(iter(block.devices), 0)
     cuts = tuple((_counted(split.axes, first), split.of) for split in block.splits)
     weights = tuple(w.of for w in block.weights), *_bytes(block)
-    return block.ops, block.again, _shifted(block.devices, first), cuts, weights, bytes_moved(block)
+    return block.ops, block.again, block.devices.shifted(first), cuts, weights, bytes_moved(block)
 
 
 def _counted(axes: tuple[Axis, ...], first: int) -> tuple[Axis, ...]:
-    devices = [tuple(_shifted(text, first) for text in axis.devices) for axis in axes]
     nested = [tuple(_counted(inner, first) for inner in axis.axes) for axis in axes]
-    return tuple(replace(axis, devices=d, axes=n) for axis, d, n in zip(axes, devices, nested, strict=True))
-
-
-def _shifted(text: str, first: int) -> str:
-    return _DEVICE.sub(lambda number: str(int(number[0]) - first), text)
-
-
-def _devices(text: str) -> Iterator[int]:
-    for first, last, step in _RANGE.findall(text):
-        yield from range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(
+        replace(axis, devices=axis.devices.shifted(first), axes=n) for axis, n in zip(axes, nested, strict=True)
+    )
 
 
 def _row(equal: Sequence[Block], world: int, most: int) -> Iterator[object]:
@@ -62,8 +51,8 @@ def _row(equal: Sequence[Block], world: int, most: int) -> Iterator[object]:
     yield heading(names) + (f" ({len(names)} equal)" if len(names) > 1 else "")
     again = f", {block.again} again" if block.again else ""
     yield f"{block.ops}{again}"
-    every = {d for b in equal for d in _devices(b.devices)}
-    shown = f"{ranges(every)}, {len(set(_devices(block.devices)))} each" if len(equal) > 1 else block.devices
+    every = {d for b in equal for d in b.devices}
+    shown = f"{ranges(every)}, {len([*block.devices])} each" if len(equal) > 1 else str(block.devices)
     yield Markup(_strip(every, shown, world) + tag("span", f" {shown}", class_="quiet"))
     cuts = [dict.fromkeys(tag("div", axes_text(split.axes)) for split in b.splits) for b in equal]
     is_shifted = any(other != cuts[0] for other in cuts)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from superscaler.report.details import ranges
 from superscaler.report.kinds import KINDS
 from superscaler.report.page.answer import times
 from superscaler.report.page.markup import Markup, table, tag
+from superscaler.report.places import ranges
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Timeline
 from superscaler.specs.sizes import duration
