@@ -15,8 +15,8 @@ pipeline_1f1b    torch.distributed.pipelining with 4 microbatches, of compiled s
 
 Columns: seconds a step of ours and of the peer (wall), the median of the ratios, that of CPU seconds of the process
 (threads of gloo included), kernels that Inductor makes on rank 0, the ratio of the first steps, which compile, and the
-most megabytes of tensors that rank 0 holds in a step, ours and the peer's, with their ratio: weights, optimizer and what
-is kept between steps (buckets of DDP) included. They are counted by `held.py`, each side in a process of its own.
+most megabytes of tensors that rank 0 holds in a step, ours and the peer's, with their ratio. These are counted by
+`held.py`, each side in a process of its own: weights, optimizer and what is kept between steps (DDP's buckets) too.
 Both start with an empty cache of compiled code.
 """
 
@@ -172,8 +172,8 @@ def row(case: str, name: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     first = sum(ours["wall"][:2]) / sum(peer["wall"][:2])
     return (
         f"{case:7} {name:14} {seconds[0]:8.4f} {seconds[1]:8.4f} {statistics.median(walls):6.3f} "
-        f"{walls[0]:5.2f} -{walls[-1]:5.2f} {statistics.median(cpus):6.3f} {ours['kernels']:6} {peer['kernels']:6} "
-        f"{first:6.2f} {ours['memory']:6.1f} {peer['memory']:6.1f} {ours['memory'] / peer['memory']:6.2f}"
+        f"{walls[0]:5.2f} -{walls[-1]:5.2f} {statistics.median(cpus):6.3f} {ours['kernels']:5} {peer['kernels']:5} "
+        f"{first:6.2f} {ours['memory']:6.1f} {peer['memory']:6.1f} {ours['memory'] / peer['memory']:5.2f}"
     )
 
 
@@ -200,7 +200,7 @@ def main() -> None:
             worker(options.worker, options.plan, options.steps, cuts)
         return
     print(f"torch {torch.__version__}; medians of {options.steps} steps")
-    print("case    plan               ours     peer  ratio        range    cpu   ours   peer  first     MB   peer  ratio")
+    print("case    plan               ours     peer  ratio        range    cpu  ours  peer  first     MB   peer ratio")
     for case in options.cases.split(","):
         use(case)
         for name in options.only.split(","):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
@@ -21,6 +22,7 @@ from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.functions.draws import Draws, drawn
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step
+from superscaler.runtime.tapes import record
 from tests.helpers.commands import answer
 from tests.helpers.graphs import graph_of, step_of
 from tests.helpers.ran import as_in, exact, on_ranks
@@ -102,6 +104,42 @@ def test_tapes_are_halved_gathered_again_and_moved_as_before(plan: str, plain: P
     expected = trained(graph, plan, 2, is_compiled=False)
     torch.testing.assert_close(trained(graph, plan, 2, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
     assert plain.graphs
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("missing", [(True, False, False), (False, True, True), (False, False, True)])
+def test_a_gradient_that_does_not_arrive_costs_no_operators(
+    missing: Sequence[bool], split: bool, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only it reaches is neither computed nor added to a sum; the others are as they are by autograd."""
+    built = list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, *more: object) -> inductor.Call:
+        built.append(graph)
+        return inductor.plain(graph)
+
+    def segment(x: Tensor, a: Tensor, b: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+        h = F.layer_norm(x @ a, (4,), norm).tanh()
+        return h.sin() + 1, h @ b, (x @ b).softmax(-1)
+
+    monkeypatch.setattr(inductor, "compiled", keep)
+    given = [torch.rand(n, 4, dtype=torch.float64) for n in (3, 4, 4)] + [torch.rand(4, dtype=torch.float64)]
+    arrived = [None if is_missing else torch.rand(3, 4, dtype=torch.float64) for is_missing in missing]
+
+    def gradients(run: Any) -> list[Tensor | None]:
+        _, tape = run(segment, given, {}, {}, {})
+        sums: list[Tensor | None] = [torch.full_like(x, 7.0) for x in given[1:]]
+        if split:
+            return [*tape.first_half(arrived, [0]), *tape.second_half({0: sums}), *sums]
+        return [*tape.backward(arrived, (), {1: sums}), *sums]
+
+    expected = gradients(record)
+    torch.testing.assert_close(gradients(CompiledSegments().record), expected)
+    assert len(built) == 2 + split
+    products = sum(n.target is torch.ops.aten.mm.default for graph in built[1:] for n in graph.graph.nodes)
+    zeros = sum(n.target is torch.ops.aten.full.default for graph in built[1:] for n in graph.graph.nodes)
+    # Of the products x a, h b, x b in turn, two each, and never one with zeros.
+    assert (products, zeros) == ({(True, False, False): 6, (False, True, True): 2, (False, False, True): 4}[missing], 0)
 
 
 @pytest.mark.slow

@@ -1,14 +1,14 @@
-"""Parts of the graph of a backward: with sums of gradients, without some gradients of outputs, and its two halves."""
+"""Parts of the graph of a backward: without some gradients of outputs, with sums of gradients, and its two halves."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from superscaler.runtime.compiled.joint import inputs_of, results_of
+from superscaler.runtime.compiled.joint import inputs_of, is_gradient, results_of, set_results
 
 # The gradient of each input; None: nothing arrives.
 Results = Sequence[fx.Node | None]
@@ -16,19 +16,12 @@ Results = Sequence[fx.Node | None]
 Halves = tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]
 
 
-def part(
-    graph: fx.GraphModule, inputs: Sequence[fx.Node], results: Results, zeros: Collection[fx.Node] = ()
-) -> fx.GraphModule:
-    """Return the graph from some nodes, which become its inputs, to some others. `zeros`: inputs that are zeros."""
+def part(graph: fx.GraphModule, inputs: Sequence[fx.Node], results: Results) -> fx.GraphModule:
+    """Return the graph from some nodes, which become its inputs, to some others."""
     made, copy = fx.Graph(), dict[fx.Node, fx.Node]()
     for n in inputs:
         copy[n] = made.placeholder(n.name)
-    for n in zeros:
-        val = n.meta["val"]
-        copy[n] = made.call_function(
-            torch.ops.aten.full.default, (list(val.shape), 0), {"dtype": val.dtype, "device": val.device}
-        )
-    needed = before(results, [*inputs, *zeros])
+    needed = before(results, inputs)
     for n in graph.graph.nodes:
         if n in needed and n not in copy:
             copy[n] = made.node_copy(n, copy.__getitem__)
@@ -47,6 +40,62 @@ def before(results: Results, ends: Iterable[fx.Node] = ()) -> set[fx.Node]:
             found.add(n)
             stack += [] if n in known else n.all_input_nodes
     return found
+
+
+def without_gradients(graph: fx.GraphModule, missing: Sequence[bool]) -> fx.GraphModule:
+    """Return a backward without some of its gradients of outputs, those that do not arrive.
+
+    A backward is linear in these. What depends on missing ones only is zero: it is not computed, and as a result it
+    does not arrive either. Zeros that are added to a tensor are left out, others are constants.
+    """
+    made = part(graph, inputs_of(graph), results_of(graph))
+    ends = [n for n in inputs_of(made) if is_gradient(n)]
+    absent = {n for n, is_missing in zip(ends, missing, strict=True) if is_missing}
+    zeros, some = set(absent), set(ends) - absent
+    for n in made.graph.nodes:
+        if some.isdisjoint(n.all_input_nodes):
+            zeros |= {n} if _is_zero(n, zeros) else set()
+        elif n.op != "output":
+            some.add(n)
+            if (left := _addend(n, zeros)) is not None:
+                n.replace_all_uses_with(left)
+    # It drops what only zeros read.
+    set_results(made, [None if n in zeros else n for n in results_of(made)])
+    for n in [n for n in made.graph.nodes if n in zeros and n.users]:
+        with made.graph.inserting_after(inputs_of(made)[-1]):
+            n.replace_all_uses_with(_constant_zeros(made.graph, n))
+    made.graph.eliminate_dead_code()
+    for n in absent:
+        made.graph.erase_node(n)
+    made.recompile()
+    return made
+
+
+def _is_zero(n: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Return whether a node that depends on no gradient that arrives is a linear function of zeros."""
+    val = n.meta.get("val")
+    vals = [x for x in (val if isinstance(val, (tuple, list)) else [val]) if x is not None]
+    are_numbers = all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in vals)
+    is_made_alike = str(n.target).partition(".default")[0].endswith("_like") or ".new_" in str(n.target)
+    return n.op == "call_function" and are_numbers and not is_made_alike and not zeros.isdisjoint(n.all_input_nodes)
+
+
+def _addend(n: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
+    """Return what a sum with zeros is equal to, if it is one of its addends."""
+    if n.target is torch.ops.aten.add.Tensor and all(isinstance(x, fx.Node) for x in n.args):
+        left = [x for x in n.all_input_nodes if x not in zeros]
+        val = n.meta["val"]
+        if len(left) == 1 and (left[0].meta["val"].shape, left[0].meta["val"].dtype) == (val.shape, val.dtype):
+            return left[0] if left[0] is n.args[0] or not n.kwargs else None
+    return None
+
+
+def _constant_zeros(graph: fx.Graph, n: fx.Node) -> fx.Node:
+    val = n.meta["val"]
+    options = {"dtype": val.dtype, "device": val.device}
+    made = graph.call_function(torch.ops.aten.full.default, (list(val.shape), 0), options)
+    made.meta = {"val": val}
+    return made
 
 
 def without_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, Tensor]]:

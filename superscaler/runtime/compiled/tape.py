@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from superscaler.runtime.compiled import graph_parts as parts
 from superscaler.runtime.compiled.inductor import Call, Compiler, Results, plain
-from superscaler.runtime.compiled.joint import Joint, inputs_of, results_of
+from superscaler.runtime.compiled.joint import Joint, results_of
 from superscaler.runtime.saved_tensors import Copies, Kept, MovedTape, storage_of, strided
 from superscaler.runtime.tapes import List, Sums, Tensors, in_dtypes
 
@@ -23,12 +23,11 @@ Targets = Mapping[int, tuple[List, int]]
 
 
 class Gradient(NamedTuple):
-    """The gradient of an input: its shape, the dtype of the input, its device, and whether it arrives."""
+    """The gradient of an input: its shape, the dtype of the input, and its device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    arrives: bool
 
 
 @dataclass
@@ -52,6 +51,7 @@ class Compiled:
     # Parts of the backward, each with the numbers of results that share memory.
     calls: dict[Hashable, tuple[Call, frozenset[int]]] = field(default_factory=dict)
     halves: dict[Hashable, parts.Halves] = field(default_factory=dict)
+    _without: dict[tuple[bool, ...], fx.GraphModule] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -68,9 +68,7 @@ class Compiled:
         number = {n: k for k, n in enumerate(facts.get("again", ()))}
         again = {k: (number[n], given[n].dtype, given[n].stride()) for k, n in enumerate(joint.kept) if n in number}
         wanted = [n for n, is_wanted in enumerate(wants) if is_wanted]
-        found = [None] * len(wanted) if joint.backward is None else results_of(joint.backward)
-        pairs = zip([given[n] for n in wanted], found, strict=True)
-        gradients = [Gradient(tuple(x.shape), x.dtype, x.device, result is not None) for x, result in pairs]
+        gradients = [Gradient(tuple(x.shape), x.dtype, x.device) for x in (given[n] for n in wanted)]
         ends = [n.meta["val"].dtype for n in joint.gradients]
         numbers = range(joint.outputs) if saved is None else saved
         is_wide = [n in wide for n in wanted]
@@ -105,24 +103,24 @@ class Compiled:
             self.calls[key] = call, _shared(known, found)
             return found, self.calls[key][1]
 
-    def whole(self, missing: Sequence[bool], added: Sequence[int]) -> fx.GraphModule:
+    def whole(self, missing: tuple[bool, ...], added: Sequence[int]) -> fx.GraphModule:
         """Return the graph of the backward without some gradients of outputs, some of its results added to sums."""
-        return parts.with_sums(self._without(missing), added)
+        return parts.with_sums(self.without(missing), added)
 
     def in_halves(self, missing: tuple[bool, ...], first: tuple[int, ...]) -> parts.Halves:
         """Return the backward in halves: the first gives the gradients with these numbers."""
         key = missing, first
         if key not in self.halves:
-            self.halves[key] = parts.halves(self._without(missing), first)
+            self.halves[key] = parts.halves(self.without(missing), first)
         return self.halves[key]
 
-    def _without(self, missing: Sequence[bool]) -> fx.GraphModule:
-        graph = self.joint.backward
-        assert graph is not None
-        if not any(missing):
-            return graph
-        zeros = [n for n, is_missing in zip(self.joint.gradients, missing, strict=True) if is_missing]
-        return parts.part(graph, [n for n in inputs_of(graph) if n not in zeros], results_of(graph), zeros)
+    def without(self, missing: tuple[bool, ...]) -> fx.GraphModule:
+        """Return the graph of the backward without some gradients of outputs."""
+        if missing not in self._without:
+            graph = self.joint.backward
+            assert graph is not None
+            self._without[missing] = parts.without_gradients(graph, missing) if any(missing) else graph
+        return self._without[missing]
 
     def kind(self, n: int) -> torch.dtype:
         """Return the dtype of a gradient."""
@@ -166,7 +164,7 @@ class CompiledTape:
         targets = _targets(into, numbers)
         if all(missing):
             return self._filled([None] * len(numbers), numbers, targets)
-        added = self._added(targets, numbers)
+        added = self._added(targets, numbers, missing)
         # The list has the only names of what was kept: each tensor ends where it is read last.
         given += _sums(targets, numbers, added)
         found, shared = made.call(("whole", missing, added), lambda: made.whole(missing, added), given)
@@ -194,7 +192,7 @@ class CompiledTape:
         self._rest, targets = None, _targets(into, numbers)
         if rest is None:
             return self._filled([None] * len(numbers), numbers, targets)
-        added = self._added(targets, numbers)
+        added = self._added(targets, numbers, rest.key[0])
         rest.given += _sums(targets, numbers, added)
         key, graph = ("second", rest.key, added), rest.graph
         found, shared = made.call(key, lambda: parts.with_sums(graph, added), rest.given)
@@ -229,9 +227,12 @@ class CompiledTape:
         arrived = [x.to(dtype) for x, dtype in zip(ends, made.ends, strict=True) if x is not None]
         return [*(x for x in kept if x is not None), *arrived], tuple([x is None for x in ends])
 
-    def _added(self, targets: Targets, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return the places, among the numbers, of gradients that are added to a sum."""
-        known = (k for k, n in enumerate(numbers) if n in targets and self._made.gradients[n].arrives)
+    def _added(self, targets: Targets, numbers: Sequence[int], missing: tuple[bool, ...]) -> tuple[int, ...]:
+        """Return the places, among the numbers, of gradients that are added to a sum. Not all arrive."""
+        if not targets:
+            return ()
+        results = results_of(self._made.without(missing))
+        known = (k for k, n in enumerate(numbers) if n in targets and results[n] is not None)
         return tuple([k for k in known if _sum(*targets[numbers[k]]) is not None])
 
     def _filled(
@@ -259,10 +260,12 @@ class CompiledTape:
 
 @dataclass
 class _Rest:
-    """The second half of a backward: its graph with a key, and what it reads."""
+    """The second half of a backward: its graph, with the missing gradients and the numbers of those in the first half
+    as a key, and what it reads.
+    """
 
     graph: fx.GraphModule
-    key: Hashable
+    key: tuple[tuple[bool, ...], tuple[int, ...]]
     given: list[Tensor]
 
 
