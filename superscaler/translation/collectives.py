@@ -43,7 +43,7 @@ _MEANINGS: Mapping[str, Callable[[p.Collective, CollectiveArg], Any]] = {
 
 
 def given(kind: str, more: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a collective of one tensor is given after its group, by name."""
+    """Return the arguments of a collective of one tensor after its group, by name."""
     try:
         bound = _after_group(kind).bind(*more, **options)
     except TypeError as error:
@@ -53,7 +53,7 @@ def given(kind: str, more: Sequence[Any], options: Mapping[str, Any]) -> dict[st
 
 
 def wanted(i: p.Collective) -> dict[str, Any]:
-    """Return what a collective of one tensor must be given after its group, by name."""
+    """Return the arguments that a collective of one tensor needs after its group, by name."""
     some = _after_group(i.kind).parameters.items()
     return {name: _MEANINGS[name](i, i.ways[0]) if name in _MEANINGS else of.default for name, of in some}
 

@@ -81,7 +81,7 @@ def _is_zero(n: fx.Node, zeros: set[fx.Node]) -> bool:
 
 
 def _addend(n: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
-    """Return what a sum with zeros is equal to, if it is one of its addends."""
+    """Return the addend that a sum with zeros is equal to, if there is one."""
     if n.target is torch.ops.aten.add.Tensor and all(isinstance(x, fx.Node) for x in n.args):
         left = [x for x in n.all_input_nodes if x not in zeros]
         val = n.meta["val"]
