@@ -51,6 +51,13 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
     return described(compiled.program, compiled.emitted, str(compiled.cluster), seed)
 
 
+def of_compiled(plain: Emitted, joined: Emitted) -> dict[str, Any]:
+    """Return the entry of plan.json for the code of compiled steps: tables only where they differ."""
+    pairs = ((asdict(a), asdict(b)) for a, b in zip(plain.tables, joined.tables, strict=True))
+    changes = [{name: own for name, own in b.items() if own != a[name]} for a, b in pairs]
+    return {"compiled": {"programs": list(joined.programs), "devices": changes}}
+
+
 def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> dict[str, Any]:
     """Return plan.json of a program and its emitted code."""
     model = program.model
@@ -143,8 +150,11 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
                 "put it into a .py file and import that."
             )
     weights = kept_values(compiled.graph, values)
-    data = {**describe(compiled, seed), "operators": operators}
-    written = {
+    data, written = {**describe(compiled, seed), "operators": operators}, dict[str, str]()
+    if (joined := compiled.joined) is not compiled:
+        data |= of_compiled(compiled.emitted, joined.emitted)
+        written = texts_of_compiled(joined.program, joined.emitted)
+    written |= {
         **texts(compiled.program, compiled.emitted),
         disk.JOURNAL_FILE: journal.text(journal.rows(compiled.graph.journal)),
         disk.EXPLAIN_FILE: _lines(account(compiled)) + "\n",
@@ -193,6 +203,12 @@ def texts(program: Program, emitted: Emitted) -> dict[str, str]:
         disk.PROGRAM_FILE: print_program(program),
         disk.RUN_FILE: RUN.format(world=program.world),
     }
+
+
+def texts_of_compiled(program: Program, emitted: Emitted) -> dict[str, str]:
+    """Return the files of the code of compiled steps, and of its program."""
+    found = {**emitted.files, disk.PROGRAM_FILE: print_program(program)}
+    return {f"{disk.COMPILED}{name}": text for name, text in found.items()}
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:

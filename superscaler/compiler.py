@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.model import Op
 from superscaler.ir.program import Free, Program
 from superscaler.materialize.build import materialize
+from superscaler.materialize.joined.join import joined
 from superscaler.materialize.loops import Aperiodic
 from superscaler.schedule.dependencies import Schedule
 from superscaler.schedule.fold import find_fold, restrict
@@ -60,6 +61,15 @@ class Compiled:
             with timed(self.seconds, "translation"):
                 check_translation(self.program, emitted)
         return emitted
+
+    @cached_property
+    def joined(self) -> "Compiled":
+        """Return the plan as steps under `torch_compile` run it, with segments as long as its instructions allow; the
+        same plan if they are.
+        """
+        with without_garbage_collection(), timed(self.seconds, "materialize"):
+            program = joined(self.program)
+        return self if program is self.program else replace(self, program=program)
 
     @property
     def fold(self) -> Fold | None:

@@ -20,6 +20,7 @@ from superscaler.frontend.capture import capture as capture_model
 from superscaler.frontend.checks.agreement import SKIPPED
 from superscaler.frontend.training import Optimizers
 from superscaler.ir.graph import Graph
+from superscaler.materialize.joined.join import most_works
 from superscaler.plans import resolve
 from superscaler.report import words as explain
 from superscaler.report.facts import account, summary
@@ -53,6 +54,7 @@ class Plan:
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
         self._certified: dict[str, float] = {}
+        self._is_joined_certified = False
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -75,14 +77,25 @@ class Plan:
         return bool(self.compiled.graph.model.loss)
 
     def validate(self) -> dict[str, Any]:
-        """Certify the whole program: conservation and deadlock freedom; and check that the emitted code does what the
-        program says. Raises ScheduleError or TranslationError if it does not hold.
+        """Certify the whole program, and that of compiled steps: conservation and deadlock freedom; and check that the
+        emitted code does what the programs say. Raises ScheduleError or TranslationError if it does not hold.
+
+        `compiled_works`: the most forwards and backwards of a device in a compiled step; `works`: in another one.
         """
+        self._certify()
+        plain, joined = self.compiled, self.compiled.joined
+        if joined is not plain and not self._is_joined_certified:
+            with phase("certify"):
+                certify(joined.program)
+            _, self._is_joined_certified = joined.emitted, True
+        works = {"works": most_works(plain.program), "compiled_works": most_works(joined.program)}
+        return {**dict.fromkeys(CHECKS, True), **self.counts, **works}
+
+    def _certify(self) -> None:
         if not self._certified:
             with phase("certify"):
                 self._certified = certify(self.compiled.program)
         _ = self.compiled.emitted
-        return {**dict.fromkeys(CHECKS, True), **self.counts}
 
     def verify(
         self,
@@ -163,7 +176,7 @@ class Plan:
 
     @cached_property
     def _subject(self) -> Subject:
-        self.validate()
+        self._certify()
         compiled, journal = self.compiled, rows(self.compiled.graph.journal)
         title = f"{compiled.program.world} devices of {compiled.cluster.name}"
         return subject(title, compiled.program, compiled.cluster, self._account, journal, self._certified)
@@ -199,8 +212,12 @@ def compile_to(
         seconds = {**captured.seconds, **phases}
         return kept["summary"], kept["counts"], {**seconds, "total": sum(seconds.values())}, False
     plan = Plan(finish(planned, cluster, phases))
-    plan.validate()
-    is_new = directory is None or write(plan.compiled, directory, values, seed)
+    if directory is None:
+        plan._certify()
+        is_new = True
+    else:
+        plan.validate()
+        is_new = write(plan.compiled, directory, values, seed)
     return f"{plan.summary()}\n{plan.memory()}", plan.counts, plan.seconds, is_new
 
 

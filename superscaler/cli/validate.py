@@ -1,9 +1,10 @@
 """`superscaler validate`: certifies a plan without running it."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,7 +65,10 @@ def validate(
         from superscaler.verify.plan_dir import validate_directory
 
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)
-        printer.show(f"the plan in {request.model} holds: its program is certified, and its files belong to it")
+        printer.show(
+            f"the plan in {request.model} holds: its program is certified, and its files belong to it",
+            *_of_compiled(printer.result),
+        )
         return True
     request.check_plan()
     printer.progress.announce(f"validate {request}: capture, compile, then certify the programs; nothing is run")
@@ -73,8 +77,17 @@ def validate(
     printer.show(
         compiled.summary(),
         "the plan holds: every part is covered, no device waits forever, its code does what the program says",
+        *_of_compiled(printer.result),
     )
     return True
+
+
+def _of_compiled(found: Mapping[str, Any]) -> list[str]:
+    """Return a line about the program of compiled steps, if they have one of their own, which holds, too."""
+    plain, compiled = found["works"], found["compiled_works"]
+    if compiled == plain:
+        return []
+    return [f"so does the program of --torch-compile, with longer segments: {compiled} calls a step, not {plain}"]
 
 
 def _compare(printer: Printer, request: Request, manifest: bool) -> bool:

@@ -171,7 +171,8 @@ class Watch:
 
     def _is_plan(self, frame: FrameType) -> bool:
         name = frame.f_code.co_filename
-        return name.startswith(self._folder) and os.path.basename(name).startswith("program")
+        # The code of compiled steps has a prefix.
+        return name.startswith(self._folder) and "program_" in os.path.basename(name)
 
     @staticmethod
     def _text(frame: FrameType) -> str:

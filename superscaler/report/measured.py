@@ -95,6 +95,11 @@ def measured(folder: Path, program: p.Program, code: str, details: Details) -> t
     return timeline("measured", seconds[middle], events, details), note
 
 
+def ran_compiled(folder: Path) -> bool:
+    """Return whether the steps of a run were compiled, whose program may be another one."""
+    return bool(_read(folder / "rank_0.json").get("compiled"))
+
+
 def _read(file: Path) -> dict[str, Any]:
     with reading(file, _REMEDY, kind="profile of a rank"):
         found: dict[str, Any] = json.loads(file.read_text())

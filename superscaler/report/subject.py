@@ -11,8 +11,7 @@ from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.ir.program import Program
 from superscaler.report.details import Details
-from superscaler.report.journal import Row
-from superscaler.report.measured import Difference, differences, measured
+from superscaler.report.measured import Difference, differences, measured, ran_compiled
 from superscaler.report.timeline import Timeline, predicted
 from superscaler.simulate.predict import Simulation, simulate
 
@@ -56,7 +55,10 @@ def subject(
     the hash of its code.
     """
     known, notes = _with_speeds(cluster)
-    found, details = simulate(program, known), Details(program, account, journal)
+    found = simulate(program, known, torch_compile=run is not None and ran_compiled(run))
+    # Compiled steps have instructions of their own.
+    program = found.program
+    details = Details(program, account, journal)
     own = predicted(found.table, details)
     if run is None:
         return Subject(title, account, found, details, [own], certificate, notes)

@@ -18,10 +18,12 @@ from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
 from superscaler.store.plan import (
+    COMPILED,
     EVALUATION,
     PLAN_FILE,
     RUN_FILE,
     code_of,
+    of_compiled,
     open_plan,
     warn_versions,
     weights_of,
@@ -32,9 +34,9 @@ from superscaler.store.plan import (
 def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
 
-    `manifest=False` skips the hashes: it runs an edited plan. With `torch_compile` each segment is compiled by torch's
-    Inductor when it first runs; results then differ by rounding. Raises InputError for a directory that is damaged, of
-    another version, or edited.
+    `manifest=False` skips the hashes: it runs an edited plan. With `torch_compile` segments are as long as the plan
+    allows, and each is compiled by torch's Inductor when it first runs; results then differ by rounding. Raises
+    InputError for a directory that is damaged, of another version, or edited.
     """
     from superscaler.comm.distributed import connect, world_size
     from superscaler.launch.watch import watch
@@ -46,7 +48,8 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
         run = "1 process runs" if world == 1 else f"{world} processes run"
         hint = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
         raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {hint}")
-    code = code_of(saved)
+    prefix = COMPILED if torch_compile and "compiled" in plan else ""
+    plan, code = of_compiled(plan) if prefix else plan, code_of(saved, prefix)
     import_operators(plan["operators"], path, manifest)
     communicator = connect()
     if communicator.rank == 0:
@@ -54,7 +57,7 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
     weights, fixed = weights_of(saved, communicator.rank)
     # The code and tables without hashes may be what a user wrote.
     with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
-        made = modules(code, f"{path}/")
+        made = modules(code, f"{path}/{prefix}")
         step = build_step(plan, made, weights, communicator, fixed, torch_compile=torch_compile)
     step.directory = path
     if (path / EVALUATION / PLAN_FILE).exists():

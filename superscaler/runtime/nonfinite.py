@@ -8,6 +8,7 @@ harmless.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -257,7 +258,9 @@ class WatchedRank:
         if self._functions is None and self.step.directory is not None:
             with PARSING:
                 model = parse_model((self.step.directory / MODEL_FILE).read_text())
-                program = parse_program((self.step.directory / PROGRAM_FILE).read_text(), model)
+                # That of compiled steps has the prefix of their segments.
+                file = Path(self.segments).name.replace("segments.py", PROGRAM_FILE)
+                program = parse_program((self.step.directory / file).read_text(), model)
             code = program.devices[self.step.rank].instructions
             numbers = {str(i.task): i.function for i in code if isinstance(i, Forward)}
             ops = [ops_of_lines(function, model.tensors) for function in program.functions]

@@ -133,6 +133,7 @@ class Profile:
             "rank": self._step.rank,
             "world": self._step.world,
             "code": self._step.plan["manifest"]["code"],
+            "compiled": self._step.state.compiled is not None,
             "zero": zero,
             "clock_error": self._error,
             "events": [(round(start, 9), round(end, 9), name, int(is_gpu)) for start, end, name, is_gpu in rows],

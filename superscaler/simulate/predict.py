@@ -18,6 +18,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Program, Task
 from superscaler.ir.variants import once, without_twins
+from superscaler.materialize.joined.join import joined
 from superscaler.simulate.clock import clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
@@ -67,14 +68,16 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None, tor
 def simulate(
     program: Program, cluster: Cluster, capacity: int | None = None, torch_compile: bool = False
 ) -> Simulation:
-    """Return the prediction for a step with its timetable and memories; see `predict`."""
+    """Return the prediction for a step with its timetable and memories; see `predict`. That of a compiled step is of
+    the program with longer segments.
+    """
     kind = cluster.device_kind
     if kind is None or kind.speeds is None:
         raise InputError(
             f"nothing is known about the speed of {cluster}; measure this machine with superscaler doctor --measure "
             "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
         )
-    speeds = kind.speeds
+    speeds, program = kind.speeds, joined(program) if torch_compile else program
     work = _Work(Works(program, speeds.units > 0, torch_compile), kind, _share(cluster))
     table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)

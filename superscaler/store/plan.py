@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 PLAN_FILE, EXPLAIN_FILE, JOURNAL_FILE = "plan.json", "explain.json", "journal.txt"
 MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
+# The prefix of the files of the code of compiled steps.
+COMPILED = "compiled_"
 # The folder with the plan of the module in eval mode.
 EVALUATION = "evaluation"
 # The folder of a new plan until it is whole.
 NEW = ".superscaler-new"
 REWRITE = "write it again with superscaler compile --out"
 _TEXTS = "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
-_OURS = rf"^((program_[0-9]+|segments)\.py|{_TEXTS})$"
+_OURS = rf"^(({COMPILED})?(program_[0-9]+|segments)\.py|{COMPILED}{re.escape(PROGRAM_FILE)}|{_TEXTS})$"
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Box = list[tuple[Count, Count]]
@@ -48,6 +50,7 @@ Option = bool | Number | FiniteFloat | str | list[FiniteFloat] | None
 
 
 Ours = Annotated[str, Field(pattern=_OURS)]
+ProgramName = Annotated[str, Field(pattern=r"^program_\d+$")]
 Target = Annotated[str, Field(pattern=r"^\w+\.\w+\.\w+$")]
 
 
@@ -83,6 +86,28 @@ class Tables(Checked):
     ways: list[list[tuple[list[Count], Number, list[Count]]]]
     shapes: list[list[list[Count]]]
     updates: list[list[str]]
+
+
+class Changes(Checked):
+    """The tables of one device for compiled steps, where they differ."""
+
+    inputs: list[tuple[str, Box]] | None = None
+    groups: list[list[Count]] | None = None
+    messages: list[tuple[Count, Count]] | None = None
+    boxes: list[Box | list[Box]] | None = None
+    draws: list[list[Draw]] | None = None
+    parts: list[list[Box]] | None = None
+    counted: list[list[bool]] | None = None
+    ways: list[list[tuple[list[Count], Number, list[Count]]]] | None = None
+    shapes: list[list[list[Count]]] | None = None
+    updates: list[list[str]] | None = None
+
+
+class CompiledCode(Checked):
+    """The code of compiled steps, where their segments are longer than those of the plan."""
+
+    programs: list[ProgramName]
+    devices: list[Changes]
 
 
 class Owned(Checked):
@@ -146,7 +171,7 @@ class PlanHead(Head):
     world: Count
     cluster: str
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
-    programs: list[Annotated[str, Field(pattern=r"^program_\d+$")]]
+    programs: list[ProgramName]
     devices: list[Tables]
     inputs: dict[str, tuple[list[Count], str]]
     bounds: dict[str, Count]
@@ -162,6 +187,7 @@ class PlanHead(Head):
     iterations: Count = 1
     optimizer: Optimizer
     operators: dict[Target, Operator | None]
+    compiled: CompiledCode | None = None
     manifest: Manifest
 
     @model_validator(mode="after")
@@ -169,6 +195,10 @@ class PlanHead(Head):
         if not len(self.devices) == len(self.programs) == self.world > 0:
             counts = f"{len(self.devices)} devices, {len(self.programs)} programs and a world of {self.world}"
             raise ValueError(f"it has {counts}, which must be one number above 0")
+        own = self.compiled
+        if own is not None and not len(own.devices) == len(own.programs) == self.world:
+            counts = f"{len(own.devices)} devices and {len(own.programs)} programs for compiled steps"
+            raise ValueError(f"it has {counts}, which must be the {self.world} of the plan")
         return self
 
     @staticmethod
@@ -209,10 +239,17 @@ def open_plan(path: Path, has_hashes: bool) -> disk.Whole:
     return plan
 
 
-def code_of(plan: disk.Whole) -> dict[str, str]:
-    """Return the emitted code of a plan directory by file."""
-    names = ("segments", *sorted(set(plan.head["programs"])))
-    return {f"{name}.py": plan.text(f"{name}.py") for name in names}
+def code_of(plan: disk.Whole, prefix: str = "") -> dict[str, str]:
+    """Return the emitted code of a plan directory by file, whose names there have a prefix."""
+    programs = plan.head["compiled"]["programs"] if prefix else plan.head["programs"]
+    return {f"{name}.py": plan.text(f"{prefix}{name}.py") for name in ("segments", *sorted(set(programs)))}
+
+
+def of_compiled(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plan.json with the programs and the tables of compiled steps."""
+    own = plan["compiled"]
+    devices = [{**plain, **changes} for plain, changes in zip(plan["devices"], own["devices"], strict=True)]
+    return {**plan, "programs": own["programs"], "devices": devices}
 
 
 def weights_of(plan: disk.Whole, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -6,12 +6,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from superscaler.artifact import described, texts
+from superscaler.artifact import described, of_compiled, texts, texts_of_compiled
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
 from superscaler.errors import InputError
 from superscaler.ir.program import Program
+from superscaler.materialize.joined.join import joined, most_works
 from superscaler.report.identity import own_operators
 from superscaler.report.journal import parse
 from superscaler.report.schema import Account
@@ -34,8 +35,8 @@ from superscaler.translation.check import check_translation
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
-    """Certify the program in a plan directory, and check that its code and plan.json belong to the program; with
-    `manifest` also that each file has the hash in plan.json.
+    """Certify the program in a plan directory, and that of compiled steps, and check that the code and plan.json belong
+    to these; with `manifest` also that each file has the hash in plan.json.
 
     Raises ScheduleError for a refused program, InputError for a directory that cannot be read, or with files that
     disagree.
@@ -50,10 +51,17 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
             check(program)
         emitted = emit(program)
         check_translation(program, emitted)
-        files = texts(program, emitted)
+        files, data = texts(program, emitted), described(program, emitted, plan["cluster"], plan["seed"])
+        longer = joined(program)
+        if longer is not program:
+            for check in CHECKS.values():
+                check(longer)
+            compiled = emit(longer)
+            check_translation(longer, compiled)
+            files, data = files | texts_of_compiled(longer, compiled), data | of_compiled(emitted, compiled)
     for name, text in files.items():
         _compare(directory / name, saved.text(name), text)
-    wanted = json.loads(json.dumps(described(program, emitted, plan["cluster"], plan["seed"])))
+    wanted = json.loads(json.dumps(data))
     # The program has the names of operators, but not the files that register them.
     wanted["operators"] = {target: plan["operators"].get(target) for target in sorted(own_operators(model))}
     found = {key: value for key, value in plan.items() if key != "manifest"}
@@ -63,7 +71,8 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     _check_weights(directory / WEIGHTS_FILE, program)
     if manifest and damage is not None:
         raise damage
-    return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
+    works = {"works": most_works(program), "compiled_works": most_works(longer)}
+    return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world, **works}
 
 
 def simulate_directory(

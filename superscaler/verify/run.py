@@ -283,7 +283,9 @@ class Runs:
             return run_steps(step, batch, _steps(compiled), self.with_options)
 
         # A rank waits for those that compile.
-        return on_threads(compiled, values, run, 1800.0 if self.torch_compile else self.timeout, device)
+        if not self.torch_compile:
+            return on_threads(compiled, values, run, self.timeout, device)
+        return on_threads(compiled.joined, values, run, 1800.0, device)
 
     def gpu(self, compiled: Compiled, values: Values, batch: Values) -> list[list[Result]]:
         if not torch.cuda.is_available():

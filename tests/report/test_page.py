@@ -203,6 +203,19 @@ def test_measured_steps_have_the_form_of_predicted_ones(tmp_path: Path, capsys: 
     assert "rank_0.json is of another plan" in capsys.readouterr().err
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_compiled_step_is_shown_by_the_works_that_it_has(tmp_path: Path) -> None:
+    folder, recorded = tmp_path / "plan", tmp_path / "run"
+    given = ["train", "gpt2:size=tiny,layers=1,batch=2", "--plan", "single", "--cluster", "local:1", "--steps", "3"]
+    assert run(*given, "--torch-compile", "--out", folder, "--profile", "2", "--run", recorded) == 0
+    from superscaler.verify.plan_dir import subject_of
+
+    for timeline in subject_of(folder, recorded).timelines:
+        kinds = [k for lane in timeline.lanes if lane.is_compute for k in lane.kind.tolist()]
+        assert [k for k in kinds if k in (Kind.FORWARD, Kind.BACKWARD)] == [Kind.FORWARD, Kind.BACKWARD]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "name", "cluster"),

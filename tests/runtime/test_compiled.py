@@ -64,7 +64,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
 def trained(graph: ss.Graph, plan: str, devices: int, is_compiled: bool, steps: int = 3) -> list[Any]:
     """Return the losses and the weights of each rank after some steps in float64."""
     compiled = exact(graph, plan, devices)
-    batch = as_in(compiled, graph.captured.batch)
+    compiled, batch = compiled.joined if is_compiled else compiled, as_in(compiled, graph.captured.batch)
 
     def work(step: Step) -> Any:
         step.state.compiled = CompiledSegments() if is_compiled else None

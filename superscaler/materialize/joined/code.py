@@ -1,0 +1,104 @@
+"""The code of a device for joining: where its works are, and what reads each name.
+
+Works of a segment in several microbatches are one family: its key has no microbatch, nor have the names here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from superscaler.ir.loops import Loop, runs_of
+from superscaler.ir.program import Backward, Fetch, Forward, Free, Instruction, Offload, Task, Tasked, Value, reads
+
+Position = tuple[int, int]
+
+
+class Key(NamedTuple):
+    """A family of works: a segment and a part of it."""
+
+    segment: int
+    part: int
+
+
+def key_of(task: Task) -> Key:
+    return Key(task.segment, task.part)
+
+
+def plain(name: Value) -> Value:
+    """Return a name without the number of its microbatch."""
+    return name._replace(microbatch=0) if name.microbatch >= 0 else name
+
+
+class Code:
+    """The instructions of a device in sequences: each run, and of a loop its first and its second body.
+
+    `forwards`: the positions of each family, and `backwards` those of each kind of its backwards, in order.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.sequences: list[tuple[Instruction, ...]] = []
+        for run in runs_of(instructions):
+            self.sequences += [run.first, run.second] if isinstance(run, Loop) else [tuple(run)]
+        self.forwards: dict[Key, list[Position]] = {}
+        self.backwards: dict[Key, dict[str, list[Position]]] = {}
+        self.moved, self.readers = set[Key](), dict[Value, set[Position]]()
+        # The next work on the device.
+        self.next = dict[Position, Position]()
+        for number, sequence in enumerate(self.sequences):
+            last: Position | None = None
+            for n, i in enumerate(sequence):
+                at = number, n
+                if not isinstance(i, Free):
+                    for name in reads(i):
+                        self.readers.setdefault(plain(name), set()).add(at)
+                if not isinstance(i, Tasked):
+                    continue
+                if last is not None:
+                    self.next[last] = at
+                last = at
+                if isinstance(i, Forward):
+                    self.forwards.setdefault(key_of(i.task), []).append(at)
+                elif isinstance(i, Backward):
+                    self.backwards.setdefault(key_of(i.task), {}).setdefault(i.half, []).append(at)
+                elif isinstance(i, Offload | Fetch):
+                    self.moved.add(key_of(i.task))
+
+    def __getitem__(self, at: Position) -> Instruction:
+        return self.sequences[at[0]][at[1]]
+
+    def task(self, at: Position) -> Task:
+        found = self[at]
+        assert isinstance(found, Tasked)
+        return found.task
+
+    def forward(self, at: Position) -> Forward:
+        found = self[at]
+        assert isinstance(found, Forward)
+        return found
+
+    def backward(self, at: Position) -> Backward:
+        found = self[at]
+        assert isinstance(found, Backward)
+        return found
+
+    def after(self, key: Key) -> Key | None:
+        """Return the family whose forward is the next work, None if that is of another part, or no forward."""
+        at = self.next.get(self.forwards[key][0])
+        i = None if at is None else self[at]
+        return key_of(i.task) if isinstance(i, Forward) and i.task.part == key.part else None
+
+    def following(self, first: Position, keys: Sequence[Key], kind: type) -> list[Position] | None:
+        """Return the positions of works of one kind and microbatch, one after the other, for these families from
+        `first` on; None if others are between them.
+        """
+        found, task = [first], self.task(first)
+        for key in keys[1:]:
+            at = self.next.get(found[-1])
+            i = None if at is None else self[at]
+            if at is None or not isinstance(i, kind) or getattr(i, "half", "") != getattr(self[first], "half", ""):
+                return None
+            if self.task(at) != task._replace(segment=key.segment, part=key.part):
+                return None
+            found.append(at)
+        return found
