@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import superscaler as ss
 from superscaler.errors import RuntimeFailure
@@ -140,6 +141,37 @@ def test_a_gradient_that_does_not_arrive_costs_no_operators(
     zeros = sum(n.target is torch.ops.aten.full.default for graph in built[1:] for n in graph.graph.nodes)
     # Of the products x a, h b, x b in turn, two each, and never one with zeros.
     assert (products, zeros) == ({(True, False, False): 6, (False, True, True): 2, (False, False, True): 4}[missing], 0)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_sum_of_gradients_ends_where_compiled_code_has_read_it(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the list that compiled code empties holds it then: a new sum would be a second one in memory."""
+    ended = list[bool]()
+
+    def watched(graph: torch.fx.GraphModule, *_: object) -> inductor.Call:
+        def run(given: list[Tensor]) -> Sequence[Any]:
+            own = [x.clone() for x in given]
+            last = [StorageWeakRef(x.untyped_storage()) for x in given[-2:]]
+            given.clear()
+            ended.append(all(x.expired() for x in last))
+            return graph(*own)
+
+        return run
+
+    monkeypatch.setattr(inductor, "compiled", watched)
+    given = [torch.rand(4, 4, dtype=torch.float64) for _ in range(3)]
+    sums: list[Tensor | None] = [None, None]
+    compiled = CompiledSegments()
+    for _ in range(3):
+        _, tape = compiled.record(lambda x, a, b: (x @ a @ b,), given, {}, {}, {})
+        if split:
+            tape.first_half([given[0]], [0])
+        gone = tape.second_half({0: sums}) if split else tape.backward([given[0]], (), {1: sums})
+        assert len(gone) == (not split)
+    # The first call of a graph is compared with its operators, on the same tensors.
+    assert ended[-1]
+    x, a, b = given
+    torch.testing.assert_close(sums, [3 * x.t() @ x @ b.t(), 3 * (x @ a).t() @ x])
 
 
 @pytest.mark.slow

@@ -114,7 +114,8 @@ def without_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, 
 def with_sums(graph: fx.GraphModule, added: Sequence[int]) -> fx.GraphModule:
     """Return a graph some of whose results are added to further inputs, one for each.
 
-    The additions are one operator on lists, as few kernels, and part of what makes a result where a compiler can.
+    On CPUs an addition is part of what makes its result, and the sum before ends there. On GPUs all are one operator on
+    lists, as few kernels.
     """
     if not added:
         return graph
@@ -124,11 +125,16 @@ def with_sums(graph: fx.GraphModule, added: Sequence[int]) -> fx.GraphModule:
         with made.graph.inserting_after(last):
             last = made.graph.placeholder(f"total_of_gradient_{k}")
         sums.append(last)
-    output = made.graph.output_node()
+    output, terms = made.graph.output_node(), [nodes[k] for k in added]
     with made.graph.inserting_before(output):
-        both = made.graph.call_function(torch.ops.aten._foreach_add.List, (sums, [nodes[k] for k in added]))
-        for n, k in enumerate(added):
-            nodes[k] = made.graph.call_function(operator.getitem, (both, n))
+        if any(n.meta["val"].is_cuda for n in terms):
+            both = made.graph.call_function(torch.ops.aten._foreach_add.List, (sums, terms))
+            totals = [made.graph.call_function(operator.getitem, (both, n)) for n in range(len(sums))]
+        else:
+            add = torch.ops.aten.add.Tensor
+            totals = [made.graph.call_function(add, pair) for pair in zip(sums, terms, strict=True)]
+    for k, total in zip(added, totals, strict=True):
+        nodes[k] = total
     output.args = (tuple(nodes),)
     made.recompile()
     return made

@@ -165,10 +165,10 @@ class CompiledTape:
         if all(missing):
             return self._filled([None] * len(numbers), numbers, targets)
         added = self._added(targets, numbers, missing)
-        # The list has the only names of what was kept: each tensor ends where it is read last.
-        given += _sums(targets, numbers, added)
+        # The list has the only names of what was kept and of the sums: each tensor ends where it is read last.
+        given += _taken(targets, numbers, added)
         found, shared = made.call(("whole", missing, added), lambda: made.whole(missing, added), given)
-        return self._filled(found, numbers, targets, shared)
+        return self._filled(found, numbers, targets, added, shared)
 
     def first_half(self, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Tensors:
         """Return the gradients with these numbers; keep what the second half needs."""
@@ -193,10 +193,10 @@ class CompiledTape:
         if rest is None:
             return self._filled([None] * len(numbers), numbers, targets)
         added = self._added(targets, numbers, rest.key[0])
-        rest.given += _sums(targets, numbers, added)
+        rest.given += _taken(targets, numbers, added)
         key, graph = ("second", rest.key, added), rest.graph
         found, shared = made.call(key, lambda: parts.with_sums(graph, added), rest.given)
-        return self._filled(found, numbers, targets, shared)
+        return self._filled(found, numbers, targets, added, shared)
 
     def offload(self, copies: Copies, alive: Iterable[Tensor]) -> None:
         """Copy what is kept to the host, but for what is `alive`."""
@@ -236,18 +236,23 @@ class CompiledTape:
         return tuple([k for k in known if _sum(*targets[numbers[k]]) is not None])
 
     def _filled(
-        self, found: Results, numbers: Iterable[int], targets: Targets, shared: frozenset[int] = frozenset()
+        self,
+        found: Results,
+        numbers: Iterable[int],
+        targets: Targets,
+        added: Sequence[int] = (),
+        shared: frozenset[int] = frozenset(),
     ) -> Tensors:
-        """Return gradients, zeros for missing ones, but for those with a sum, which are stored as this. A first one is
-        copied if it shares memory.
+        """Return gradients, zeros for missing ones, but for those with a sum: `added` ones are stored as this. A first
+        one is copied if it shares memory.
         """
         made, fresh = self._made, list[tuple[int, int, Tensor]]()
         for k, (n, g) in enumerate(zip(numbers, found, strict=True)):
-            if n not in targets or _sum(*targets[n]) is None:
-                fresh.append((k, n, made.zeros(n) if g is None else g))
-            elif g is not None:
+            if k in added:
                 own, at = targets[n]
                 own[at] = g
+            elif n not in targets or _sum(*targets[n]) is None:
+                fresh.append((k, n, made.zeros(n) if g is None else g))
         cast, whole = in_dtypes([g for *_, g in fresh], [made.kind(n) for _, n, _ in fresh]), list[Tensor]()
         for (k, n, before), g in zip(fresh, cast, strict=True):
             if n in targets:
@@ -278,9 +283,15 @@ def _targets(into: Sums | None, numbers: Sequence[int]) -> Targets:
     return found
 
 
-def _sums(targets: Targets, numbers: Sequence[int], added: Iterable[int]) -> list[Tensor]:
-    sums = [_sum(*targets[numbers[k]]) for k in added]
-    return [x for x in sums if x is not None]
+def _taken(targets: Targets, numbers: Sequence[int], added: Iterable[int]) -> list[Tensor]:
+    """Return sums, which their lists no longer have."""
+    taken = list[Tensor]()
+    for k in added:
+        own, at = targets[numbers[k]]
+        total, own[at] = own[at], None
+        assert total is not None
+        taken.append(total)
+    return taken
 
 
 def _sum(own: List, at: int) -> Tensor | None:
