@@ -86,7 +86,7 @@ class Collectives:
         first = given[0]
         for content in given[1:]:
             require_same_kind(first, content)
-        meaning, count = MEANINGS[how.kind], len(given)
+        meaning, count = MEANINGS[how.kind], len(how.group)
         if meaning.adds:
             given = [self._sum(given, how)]
         if meaning.cuts:

@@ -1,7 +1,7 @@
 """The choice of a collective for a joint transfer: the first row of `KINDS` that has the ends of its boxes."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from superscaler.collectives import ALL, KINDS, ONE, PART, TILE, Ends, Kind
@@ -71,7 +71,7 @@ def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
     before, after = _side(held, PART), _side(read, ALL)
     if before is None or after is None or before.whole != after.whole:
         return None
-    fitting = (kind for kind in KINDS.values() if _fits(kind, before, after) and _has_members(kind, held, read))
+    fitting = (kind for kind in KINDS.values() if _fits(kind, before, after) and _has_members(kind, {*held}, {*read}))
     return next((_matched(kind, before, after, held, read) for kind in fitting), None)
 
 
@@ -91,11 +91,14 @@ def _fits(kind: Kind, before: _Side, after: _Side) -> bool:
     return ends == kind.ends and is_in_order and (is_even or kind.is_uneven)
 
 
-def _has_members(kind: Kind, held: Iterable[int], read: Iterable[int]) -> bool:
-    """Return whether all members hold and read. With only one that holds, or one that reads, the others need not."""
-    givers, readers = {*held}, {*read}
-    has_all = (kind.held is ONE or readers <= givers) and (ONE in kind.ends or givers <= readers)
-    return has_all and len(givers | readers) >= kind.fewest
+def _has_members(kind: Kind, givers: Set[int], readers: Set[int]) -> bool:
+    """Return whether all members hold and read. If only one of them does, the others need not; nor does one that holds
+    need to read the whole.
+    """
+    members = givers | readers
+    is_held = kind.held is ONE or givers == members
+    is_read = kind.read is ONE or kind.ends == (ONE, ALL) or readers == members
+    return is_held and is_read and len(members) >= kind.fewest
 
 
 def _matched(kind: Kind, before: _Side, after: _Side, held: Iterable[int], read: Iterable[int]) -> Match:

@@ -43,7 +43,11 @@ _MEANINGS: Mapping[str, Callable[[p.Collective, CollectiveArg], Any]] = {
 
 
 def given(kind: str, more: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a collective of one tensor after its group, by name."""
+    """Return the arguments of a call of one tensor after its group, by name. Raises Differs if it cannot have them.
+
+    >>> given("all_to_all", (1, 0), {})
+    {'split_dim': 1, 'concat_dim': 0}
+    """
     try:
         bound = _after_group(kind).bind(*more, **options)
     except TypeError as error:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.certify.meanings import MEANINGS, Meaning
+from superscaler.collectives import KINDS, Ends, Kind
 from superscaler.ir.communication import bytes_moved
+from superscaler.ir.mask import Box
 from superscaler.materialize.collectives import match_boxes
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import Around, captured, equal, kinds
@@ -64,3 +68,22 @@ def test_slices_with_a_gap_or_an_overlap_are_no_collective() -> None:
     for held, kind in (((0, 2), (2, 4)), "all_gather"), (((0, 2), (3, 4)), ""), (((0, 3), (2, 4)), ""):
         found = match_boxes({device: (box,) for device, box in enumerate(held)}, whole)
         assert (found.kind if found else "") == kind
+
+
+def _boxes(end: Ends, slot: int) -> dict[int, Box]:
+    """Return boxes of a matrix on one device, or on all: slices along a slot, or the whole."""
+    lines = {d: (4 * d, 4 * d + 4) if end is Ends.TILE else (0, 12) for d in ([1] if end is Ends.ONE else range(WORLD))}
+    return {d: (line, (0, 12))[:: -1 if slot else 1] for d, line in lines.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_boxes_with_the_ends_of_a_row_are_its_collective(kind: Kind) -> None:
+    """So no row hides another one. The certificate, which has its own table, knows each."""
+    held, read = (_boxes(end, slot) for slot, end in enumerate(kind.ends))
+    found = match_boxes(held, read)
+    assert found is not None
+    assert found.kind == kind.name
+    assert MEANINGS[kind.name] == Meaning(
+        adds=kind.held is Ends.PART, cuts=kind.read is Ends.TILE, joins=kind.held is Ends.TILE,
+        to_one=kind.read is Ends.ONE, from_one=kind.held is Ends.ONE, rounds=MEANINGS[kind.name].rounds,
+    )  # fmt: skip
