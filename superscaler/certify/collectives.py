@@ -54,7 +54,8 @@ class Collectives:
                 if cohort.devices[0] != cohort.data(at, "group")[0, 0]:
                     raise Refusal("is given a value by a device that only receives.")
                 # Its source waits for nothing, so that no later check has this shape.
-                check_shape(self.model, content, way.shape)
+                if not meaning.cuts:
+                    check_shape(self.model, content, way.shape)
             check_view(content, way.view)
             check_shape(self.model, content, way.local)
             if content.dtype != (i.given or i.wide or i.dtype):

@@ -72,7 +72,8 @@ def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
     if before is None or after is None or before.whole != after.whole:
         return None
     fitting = (kind for kind in KINDS.values() if _fits(kind, before, after) and _has_members(kind, {*held}, {*read}))
-    return next((_matched(kind, before, after, held, read) for kind in fitting), None)
+    found = (_matched(kind, before, after, held, read) for kind in fitting)
+    return next((how for how in found if KINDS[how.kind].held is not ONE or how.group[0] in held), None)
 
 
 def _side(boxes: Mapping[int, Box], same: Ends) -> _Side | None:

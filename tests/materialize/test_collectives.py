@@ -72,7 +72,7 @@ def test_slices_with_a_gap_or_an_overlap_are_no_collective() -> None:
 
 def _boxes(end: Ends, slot: int) -> dict[int, Box]:
     """Return boxes of a matrix on one device, or on all: slices along a slot, or the whole."""
-    lines = {d: (4 * d, 4 * d + 4) if end is Ends.TILE else (0, 12) for d in ([1] if end is Ends.ONE else range(WORLD))}
+    lines = {d: (4 * d, 4 * d + 4) if end is Ends.TILE else (0, 12) for d in ([0] if end is Ends.ONE else range(WORLD))}
     return {d: (line, (0, 12))[:: -1 if slot else 1] for d, line in lines.items()}
 
 
