@@ -147,7 +147,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
     place_updates(planned, len(cluster.devices))
     last = len(cluster.devices) - 1
     for op in planned.model.ops:
-        if op.name in planned.hosted:
+        if op.name in planned.policy.hosted:
             planned.grids[op.name] = planned.grids[op.name].on_hosts()
         grid = planned.grids[op.name]
         _, host = grid.ends()

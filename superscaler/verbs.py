@@ -177,7 +177,8 @@ def _put(graph: Graph, parts: Parts, devices: Ints, where: str) -> None:
             else f"op_assign at {where}: {name} has {count} parts, but {given} devices were given; give one device, or "
             "one for each part."
         ) from None
-    graph.hosted.discard(parts.op.name)
+    if parts.op.name in graph.policy.hosted:
+        graph.policy = replace(graph.policy, hosted=graph.policy.hosted - {parts.op.name})
     graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
 
 
@@ -185,7 +186,7 @@ def _to_hosts(graph: Graph, target: Target, device: str, where: str) -> None:
     if device != "host":
         raise InputError(f"op_assign at {where} needs devices of the cluster or 'host', not {device!r}.")
     for op in _ops(graph, target, where):
-        graph.hosted.add(op.name)
+        graph.policy = replace(graph.policy, hosted=graph.policy.hosted | {op.name})
         graph.journal.append(Entry("op_assign", op.name, "to the hosts", where))
 
 
@@ -220,8 +221,8 @@ def place(
     if ahead is not None:
         if ahead < 0:
             raise InputError(f"place at {where}: ahead={ahead} is no number of segments; give 0, 1, 2, ...")
-        graph.ahead[update.inputs[0].tensor] = int(ahead)
-        graph.journal.append(Entry("place", update.name, f"ahead={ahead}", where))
+        weight = update.inputs[0].tensor
+        graph.ask("place", update.name, f"ahead={ahead}", ahead={**graph.policy.ahead, weight: int(ahead)})
     return parts
 
 

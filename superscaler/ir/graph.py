@@ -17,7 +17,7 @@ from superscaler.groups import group_by
 from superscaler.ir.grid import UNASSIGNED, Axis, Grid, cuts_of
 from superscaler.ir.model import Factor, Model, Op
 from superscaler.ir.names import first, later
-from superscaler.ir.orders import Group, Order
+from superscaler.ir.orders import Group, Order, Policy
 from superscaler.ir.parts import Block, Parts, Rows, block_of, expand
 from superscaler.ir.variants import renamed, unrolled, with_rest
 from superscaler.specs.arguments import Numbered, checked
@@ -69,39 +69,20 @@ class Graph:
         self.grids: dict[str, Grid] = {}
         self.orders: list[Order] = []
         self.journal: list[Entry] = []
-        # By update: in how many microbatches its gradient is reduced, if not once.
-        self.reduced: dict[str, int] = {}
-        # By weight: how many segments before its first reader it is gathered, if not one.
-        self.ahead: dict[str, int] = {}
-        # By update: the number of pieces of its gradient, each communicated separately.
-        self.pieces: dict[str, int] = {}
-        # Ops whose parts go to the hosts of the devices on which they would be.
-        self.hosted: set[str] = set()
+        self.policy = Policy()
         # The sizes of the axes along which all devices lie in order, as the plan names them; for readers only.
         self.mesh: dict[str, int] = {}
         # The axes of meshes along which plans cut forward ops; and, by axis, the first op that is only copied along it
         # though it was cut without a name.
         self.cut_along: set[str] = set()
         self.only_copied: dict[str, str] = {}
-        # Whether gradients of weights are sent while others are computed.
-        self.overlaps = True
-        # Whether gradients of weights in halves travel in halves, where they are summed in slices.
-        self.sends_halves = False
-        # Whether weights that all readers cast to halves are cast before they are gathered.
-        self.gathers_halves = False
-        # Whether weights are gathered again for each microbatch, where they are gathered again for the backward.
-        self.gathers_each = True
-        # Weights that are gathered once a step.
-        self.gathered_once: set[str] = set()
-        # The number of tapes that a device keeps, others are on its host; 0: it keeps all.
-        self.kept_tapes = 0
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
         """Return a graph with its own parts, of the same model or of another one with the same ops."""
         twin = copy(self)
-        for name, asked in ((n, x) for n, x in vars(self).items() if isinstance(x, dict | list | set)):
-            setattr(twin, name, asked.copy())
+        for name, own in ((n, x) for n, x in vars(self).items() if isinstance(x, dict | list | set)):
+            setattr(twin, name, own.copy())
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
         twin.rewrite(model or self.model)
         return twin
@@ -172,26 +153,22 @@ class Graph:
             raise TransformError(f"unroll at {where}: {error}") from None
         more = [(op, first(op.name)) for op in model.ops if op.iteration]
         self.grids |= {op.name: self.grids[name].copy() for op, name in more}
-        for asked in (self.reduced, self.pieces):
-            asked |= {op.name: asked[name] for op, name in more if name in asked}
-        self.hosted |= {op.name for op, name in more if name in self.hosted}
-        self.ahead |= {later(name, k): n for name, n in self.ahead.items() for k in range(1, iterations)}
-        self.gathered_once |= {later(name, k) for name in self.gathered_once for k in range(1, iterations)}
+        named = self.policy.gathered_once.union(self.policy.ahead)
+        weights = {later(name, k): name for name in named for k in range(1, iterations)}
+        self.policy = self.policy.inherited({op.name: name for op, name in more}, weights)
         self.orders += [order.later(k) for k in range(1, iterations) for order in self.orders]
         self.rewrite(model)
         self.journal.append(Entry("unroll", "", str(iterations), where))
 
     def send_gradients_last(self) -> None:
         """Send the gradients of weights after the whole backward of a device, not while others are computed."""
-        self.overlaps = False
-        self.journal.append(Entry("send_gradients_last", "", "", caller()))
+        self.ask("send_gradients_last", overlaps=False)
 
     def send_halves(self) -> None:
         """Send gradients of weights in bf16 or fp16 in that dtype; they are added in float32, in slices. A device's own
         sum over microbatches is rounded before, and a sum that several devices keep once more, on its way to them.
         """
-        self.sends_halves = True
-        self.journal.append(Entry("send_halves", "", "", caller()))
+        self.ask("send_halves", sends_halves=True)
 
     def gather_halves(self) -> None:
         """Gather weights in bf16 or fp16 where all their readers cast them to it, as under autocast: each device casts
@@ -202,15 +179,13 @@ class Graph:
                 "gather_halves: no weight is read by casts to bf16 or fp16 alone; capture with autocast='bf16' "
                 "(--autocast bf16), or leave it out."
             )
-        self.gathers_halves = True
-        self.journal.append(Entry("gather_halves", "", "", caller()))
+        self.ask("gather_halves", gathers_halves=True)
 
     def gather_once(self) -> None:
         """Gather weights once for all microbatches: for the forward, and again for the backward if ops are recomputed
         or regathered. It is meant for orders in which all microbatches of an op follow each other.
         """
-        self.gathers_each = False
-        self.journal.append(Entry("gather_once", "", "", caller()))
+        self.ask("gather_once", gathers_each=False)
 
     @checked
     def keep_gathered(self, weights: Iterable[str]) -> None:
@@ -220,8 +195,7 @@ class Graph:
         names, known = [self.model.aliases.get(name, name) for name in weights], dict.fromkeys(self.model.weights)
         if wrong := next((name for name in names if name not in known), None):
             raise InputError(unknown("parameter", wrong, known))
-        self.gathered_once.update(names)
-        self.journal.append(Entry("keep_gathered", "", f"{len(names)} weights", caller()))
+        self.ask("keep_gathered", "", f"{len(names)} weights", gathered_once=self.policy.gathered_once.union(names))
 
     @checked
     def offload_tapes(self, keep: int) -> None:
@@ -230,8 +204,7 @@ class Graph:
         """
         if keep < 1:
             raise InputError(f"offload_tapes({keep}) at {caller()}: a device keeps 1 tape or more; choose 1, 2, ...")
-        self.kept_tapes = int(keep)
-        self.journal.append(Entry("offload_tapes", "", str(keep), caller()))
+        self.ask("offload_tapes", "", str(keep), kept_tapes=int(keep))
 
     @checked
     def send_in_pieces(self, update: Op | str, count: int) -> None:
@@ -242,8 +215,12 @@ class Graph:
         op = self._update(update)
         if not 1 <= count <= MOST_PIECES:
             raise InputError(f"send_in_pieces at {caller()}: {op.name} in {count!r} pieces; choose 1 to {MOST_PIECES}.")
-        self.pieces[op.name] = int(count)
-        self.journal.append(Entry("send_in_pieces", op.name, str(count), caller()))
+        self.ask("send_in_pieces", op.name, str(count), pieces={**self.policy.pieces, op.name: int(count)})
+
+    def ask(self, verb: str, op: str = "", detail: str = "", **changes: Any) -> None:
+        """Change fields of the policy, with a line of the journal."""
+        self.policy = replace(self.policy, **changes)
+        self.journal.append(Entry(verb, op, detail, caller()))
 
     def _update(self, update: Op | str) -> Op:
         """Return an optimizer op, given itself or the name of its weight."""
@@ -356,7 +333,7 @@ class Graph:
         chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
         chosen = tuple(o for o in chosen if kind != "C" or not (o.is_forward or o.is_write))
         if kind == "C" and microbatch is not None:
-            for name, count in ((o.name, self.pieces.get(o.name, 1)) for o in chosen):
+            for name, count in ((o.name, self.policy.pieces.get(o.name, 1)) for o in chosen):
                 if not 0 <= microbatch < count:
                     raise InputError(
                         f"{where}: {name} has no piece {microbatch} of {count}; call send_in_pieces first."

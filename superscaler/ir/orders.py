@@ -1,12 +1,12 @@
-"""Orders between groups of parts; actions of a pipeline schedule as text (`2F0`: stage 2, forward, microbatch 0); the
-picture of a stuck schedule.
+"""What a plan orders and asks for: orders between groups of parts; its policy; actions of a pipeline schedule as text
+(`2F0`: stage 2, forward, microbatch 0); the picture of a stuck schedule.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from superscaler.errors import InputError
 from superscaler.ir.grid import place_name
@@ -14,6 +14,44 @@ from superscaler.ir.names import later
 from superscaler.ir.parts import Address
 
 _TEXT = re.compile(r"^(\d+)([FRBIW])(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a plan asks for beside parts, places and orders.
+
+    By update: `reduced`, the microbatches in which its gradient is reduced, if not once; `pieces`, the number of pieces
+    of its gradient, each communicated separately. By weight: `ahead`, how many segments before its first reader it is
+    gathered, if not one; `gathered_once`, whether that is done once a step. `hosted`: ops whose parts go to the hosts
+    of the devices on which they would be.
+
+    `overlaps`: gradients of weights are sent while others are computed. `sends_halves`: gradients of weights in halves
+    travel in halves, where they are summed in slices. `gathers_halves`: weights that all readers cast to halves are
+    cast before they are gathered. `gathers_each`: weights are gathered again for each microbatch, where they are
+    gathered again for the backward. `kept_tapes`: the tapes that a device keeps, others are on its host; 0: all.
+    """
+
+    reduced: Mapping[str, int] = field(default_factory=dict)
+    pieces: Mapping[str, int] = field(default_factory=dict)
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    gathered_once: frozenset[str] = frozenset()
+    hosted: frozenset[str] = frozenset()
+    overlaps: bool = True
+    sends_halves: bool = False
+    gathers_halves: bool = False
+    gathers_each: bool = True
+    kept_tapes: int = 0
+
+    def inherited(self, ops: Mapping[str, str], weights: Mapping[str, str]) -> Policy:
+        """Return the policy in which new ops and weights are treated as old ones. Both are given as {new: old}."""
+        return replace(
+            self,
+            reduced={**self.reduced, **{new: self.reduced[old] for new, old in ops.items() if old in self.reduced}},
+            pieces={**self.pieces, **{new: self.pieces[old] for new, old in ops.items() if old in self.pieces}},
+            hosted=self.hosted.union(new for new, old in ops.items() if old in self.hosted),
+            ahead={**self.ahead, **{new: self.ahead[old] for new, old in weights.items() if old in self.ahead}},
+            gathered_once=self.gathered_once.union(new for new, old in weights.items() if old in self.gathered_once),
+        )
 
 
 @dataclass(frozen=True, slots=True)

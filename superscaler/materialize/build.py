@@ -53,9 +53,11 @@ def materialize(
     determine all others, Unfoldable names an axis of the fold, and Aperiodic is raised for the microbatches.
     """
     model = schedule.edges.model
-    graph, turns = schedule.edges.graph, _turns(schedule.edges)
-    ways = graph.overlaps, graph.sends_halves, model.rounded if graph.gathers_halves else {}
-    context = Context(model.tensors, model.from_weights, costs, schedule.edges.fold, fold, *ways, steady, turns)
+    policy, turns = schedule.edges.graph.policy, _turns(schedule.edges)
+    rounded = model.rounded if policy.gathers_halves else {}
+    context = Context(
+        model.tensors, model.from_weights, costs, schedule.edges.fold, fold, policy, rounded, steady, turns
+    )
     code = Code(model.tensors, world, steady.inner if steady else 0)
     builder = _Builder(schedule, Writer(schedule.transfers, code, context))
     builder.run()
@@ -141,7 +143,8 @@ class _Builder:
         return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
 
     def _offloaded(self, rank: int, code: list[Instruction]) -> list[Instruction]:
-        keep, weights = self.schedule.edges.graph.kept_tapes, {w.name for w in self.residents.weights[rank].values()}
+        weights = {w.name for w in self.residents.weights[rank].values()}
+        keep = self.schedule.edges.graph.policy.kept_tapes
         return with_offload(code, self.functions.made, weights, keep) if keep else code
 
     def _awaited(self, node: Node) -> Iterator[Work]:
@@ -155,7 +158,7 @@ class _Builder:
     def _pieces(self, node: Node) -> int:
         """Return the number of pieces in which an update gets its gradient."""
         edges = self.schedule.edges
-        return edges.graph.pieces.get(edges.by_home[node.number].name, 1)
+        return edges.graph.policy.pieces.get(edges.by_home[node.number].name, 1)
 
     def _regathered(self, segment: Segment, key: Key) -> list[Place]:
         """Return the places where a backward reads regathered weights."""
@@ -218,7 +221,7 @@ class _Builder:
         weights = tuple(name for name in regathered if name is not None)
         run = Backward(task(segment.number, key), gradients, outputs, half, weights, sums)
         self.code.write(node.device, run)
-        at = segment.at[key] if self.schedule.edges.graph.pieces else None
+        at = segment.at[key] if self.schedule.edges.graph.policy.pieces else None
         for number, output in made.items():
             if output is not None:
                 box = None if at is None else segment.aliases[number].box(at)
@@ -314,7 +317,8 @@ def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]
     for number, order in enumerate(edges.graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, _ in group.members if group.kind == "C" else ():
-                home, count = edges.home_number[edges.graph.op(name).inputs[0].tensor], edges.graph.pieces.get(name, 1)
+                home = edges.home_number[edges.graph.op(name).inputs[0].tensor]
+                count = edges.graph.policy.pieces.get(name, 1)
                 for piece in range(count) if group.microbatch is None else (group.microbatch,):
                     found.setdefault((home, piece), set()).add((number, side))
     return {piece: frozenset(orders) for piece, orders in found.items()}

@@ -38,7 +38,7 @@ class Functions:
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
             grads = tuple(segment.given)
-            is_wide = partial(self.edges.model.is_widened, rounds=self.edges.graph.gathers_halves)
+            is_wide = partial(self.edges.model.is_widened, rounds=self.edges.graph.policy.gathers_halves)
             wide = tuple(n for n in grads if is_wide(names[n]))
             saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
             self._numbers[key] = len(self.made)

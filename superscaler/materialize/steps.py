@@ -12,6 +12,7 @@ from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.model import PTensor
+from superscaler.ir.orders import Policy
 from superscaler.materialize.collectives import Match
 from superscaler.materialize.rvd.route import Route
 from superscaler.materialize.rvd.search import Cache
@@ -25,11 +26,11 @@ class Context:
     """Tensors, costs and folds that a lowering depends on.
 
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
-    fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed.
-    `sends_halves`: gradients of halves are sent as halves to slices of their sums, and so are the sums to their other
-    readers. `rounded`: for each weight that is rounded before it is gathered, what it then is. `steady`: transfers show
-    the first microbatches, and values and messages are named by them. `turns`: the orders of communication that an
-    update is in, by home number and piece. `paths`: a cache of searched paths.
+    fold of the plan; transfers show its sampled places. `policy`: with `sends_halves`, gradients of halves are sent as
+    halves to slices of their sums, and so are the sums to their other readers. `rounded`: for each weight that is
+    rounded before it is gathered, what it then is. `steady`: transfers show the first microbatches, and values and
+    messages are named by them. `turns`: the orders of communication that an update is in, by home number and piece.
+    `paths`: a cache of searched paths.
     """
 
     tensors: Mapping[str, PTensor]
@@ -37,8 +38,7 @@ class Context:
     costs: Costs
     full_fold: Fold | None = None
     fold: Fold | None = None
-    overlaps: bool = True
-    sends_halves: bool = False
+    policy: Policy = field(default_factory=Policy)
     rounded: Mapping[str, PTensor] = field(default_factory=dict)
     steady: SteadyState | None = None
     turns: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Context:
 
     def wire(self, transfer: Transfer, kind: str, *, trained: bool = False) -> str:
         """Return the dtype in which a collective sends the tensor of a transfer."""
-        is_narrow = self.sends_halves and KINDS[kind].narrows and transfer.is_to_updates
+        is_narrow = self.policy.sends_halves and KINDS[kind].narrows and transfer.is_to_updates
         return self._rounded(transfer, trained) if is_narrow else self.dtype(transfer, trained=trained)
 
     def _rounded(self, transfer: Transfer, trained: bool) -> str:

@@ -31,7 +31,7 @@ class Writer:
 
     def __init__(self, transfers: Sequence[Transfer], code: Code, context: Context) -> None:
         self.transfers, self.code, self.context = transfers, code, context
-        self.buckets = Buckets(context.overlaps)
+        self.buckets = Buckets(context.policy.overlaps)
         self.names: dict[tuple[int, int, int], Value] = {}
         self.works: dict[tuple[int, int, int], Value] = {}
         self.lowered = Lowering(transfers, context).lowered

@@ -148,7 +148,7 @@ class Dataflow:
         that are recomputed or regathered.
         """
         weight = self.model.origin(tensor) if self.is_copy(tensor) else tensor
-        return weight in self.homes and weight not in self.graph.gathered_once
+        return weight in self.homes and weight not in self.graph.policy.gathered_once
 
     def is_copy(self, tensor: str) -> bool:
         """Return whether a tensor is a copy of another one."""

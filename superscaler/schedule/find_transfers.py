@@ -66,7 +66,7 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool) ->
         is_here = is_here and all(edges.is_here(made[0].port, alias.uses[0]) for *_, alias in own)
         is_again, is_copy = edges.is_gathered_again(tensor), edges.is_copy(tensor)
         is_late = is_again or (is_copy and edges.model.origin(tensor) not in edges.homes)
-        each = is_again and edges.graph.gathers_each and not is_here
+        each = is_again and edges.graph.policy.gathers_each and not is_here
         for readers, microbatch in _by_region(own, is_late and not is_here, each):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, made, taken, joins) if taken else []
@@ -76,13 +76,13 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool) ->
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
-            microbatches = edges.graph.reduced.get(port[0].name, 0)
+            microbatches = edges.graph.policy.reduced.get(port[0].name, 0)
             if microbatches:
                 _check_microbatches(tensor, parts, microbatches)
             moved = _move(
                 edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, microbatches
             )
-            count = edges.graph.pieces.get(port[0].name, 0)
+            count = edges.graph.policy.pieces.get(port[0].name, 0)
             found += _in_pieces(moved, edges.extents[tensor], count) if count and edges.extents[tensor] else moved
     return found
 

@@ -28,7 +28,7 @@ def delay_gathers(nodes: DependencyGraph, order: Sequence[Node]) -> bool:
     for node in dict.fromkeys(node for gather in gathers for node in (gather, *late[gather.number])):
         readers = sorted((position[reader], reader.device) for reader in _followers(nodes, node))
         tensor = transfers[node.number].tensor if node.kind == "C" else ""
-        ahead = nodes.graph.ahead.get(tensor, AHEAD)
+        ahead = nodes.graph.policy.ahead.get(tensor, AHEAD)
         for device, at in {device: at for at, device in reversed(readers)}.items():
             own = runs.get(device, [])
             before = bisect_left(own, at) - 1 - ahead

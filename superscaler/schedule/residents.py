@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,15 +78,16 @@ def _stay(graph: Graph, op: Op, before: Op) -> None:
     """Place the update of a later iteration where the update before it is. Raises ScheduleError if a plan places it
     elsewhere.
     """
-    own, theirs = graph.grids[op.name], graph.grids[before.name]
+    own, theirs, hosted = graph.grids[op.name], graph.grids[before.name], graph.policy.hosted
     is_same = own.signature() == theirs.signature() or _parts(graph, op) == _parts(graph, before)
-    if own.is_touched and not (is_same and (op.name in graph.hosted) == (before.name in graph.hosted)):
+    if own.is_touched and not (is_same and (op.name in hosted) == (before.name in hosted)):
         raise ScheduleError(
             f"{op.name} is cut or placed otherwise than {before.name}, but a weight stays where it is between the "
             "iterations of a step; cut and place both alike, or the first only."
         )
     graph.grids[op.name] = own if own.is_touched else theirs
-    graph.hosted |= {op.name} if before.name in graph.hosted else set()
+    if before.name in hosted:
+        graph.policy = replace(graph.policy, hosted=hosted | {op.name})
 
 
 def _parts(graph: Graph, op: Op) -> tuple[object, ...]:

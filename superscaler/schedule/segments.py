@@ -186,11 +186,11 @@ def find_segments(edges: Dataflow, alone: frozenset[str]) -> list[Segment]:
 def check_regathers(edges: Dataflow, segments: Sequence[Segment]) -> None:
     """Raise ScheduleError for a `Regather` that changes nothing, because `keep_gathered` keeps what its ops read."""
     regions: dict[str, list[Segment]] = {}
-    for segment in (s for s in segments if edges.graph.gathered_once and s.ops[0].regather):
+    for segment in (s for s in segments if edges.graph.policy.gathered_once and s.ops[0].regather):
         regions.setdefault(segment.ops[0].regather, []).append(segment)
     for region, some in regions.items():
         read = {edges.model.origin(alias.tensor) for segment in some for alias in segment.aliases}
-        kept = sorted(read & edges.graph.gathered_once)
+        kept = sorted(read & edges.graph.policy.gathered_once)
         if kept and not any(segment.regathered for segment in some):
             entries = edges.graph.journal
             asked = next(e for e in entries if e.detail == "Regather()" and e.op in (region, first(region)))
@@ -210,7 +210,7 @@ def _stretches(edges: Dataflow) -> dict[str, int]:
     number = weight = 0
     for op in edges.model.forward_ops:
         block = block_of(op.module) or op.name
-        if block not in of_block and weight >= SEGMENT_BYTES and edges.graph.overlaps:
+        if block not in of_block and weight >= SEGMENT_BYTES and edges.graph.policy.overlaps:
             number, weight = number + 1, 0
         found[op.name] = of_block.setdefault(block, number)
         for operand in op.inputs:

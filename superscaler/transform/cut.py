@@ -40,7 +40,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     note = f" (replicated: it {why_whole(op, factors)})" if is_copied else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if axis.is_microbatch and not op.is_forward:
-        graph.reduced[op.name] = len(axis.sizes)
+        graph.policy = replace(graph.policy, reduced={**graph.policy.reduced, op.name: len(axis.sizes)})
         return parts
     count = prod(len(a.sizes) for a in grid.axes)
     chosen = count if covers(parts.cells, count) else len(np.unique(parts.cells))

@@ -255,7 +255,7 @@ def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:
     for name, ops in places.items():
         old, grid = graph.op(name), graph.grids[name]
         graph.grids |= {op.name: _cut_alike(grid, old, op) for op in ops}
-        graph.hosted |= {op.name for op in ops if name in graph.hosted}
+        graph.policy = graph.policy.inherited({op.name: name for op in ops}, {})
 
     def renamed(group: Group) -> Group:
         members = [

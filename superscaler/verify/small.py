@@ -86,7 +86,8 @@ def _drop_microbatches(graph: Graph) -> None:
             axis = replace(grid.axes[at], sizes=grid.axes[at].sizes[:MICROBATCHES])
             devices = grid.devices.take(range(len(axis.sizes)), at)
             graph.grids[name] = Grid((*grid.axes[:at], axis, *grid.axes[at + 1 :]), devices, {}, grid.replaced_at)
-    graph.reduced = {name: min(count, limit) for name, count in graph.reduced.items()}
+    reduced = {name: min(count, limit) for name, count in graph.policy.reduced.items()}
+    graph.policy = replace(graph.policy, reduced=reduced)
     after: dict[Group, dict[Group, str]] = {}
     turns = [o for o in graph.orders if o.turns]
     for order in (o for o in graph.orders if not o.turns):

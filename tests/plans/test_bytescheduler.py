@@ -82,7 +82,7 @@ def test_a_slow_link_is_waited_for_less() -> None:
 
 def test_pieces_are_verified_where_weights_have_fewer_elements() -> None:
     plan = ss.compile(graph_of("mlp"), "bytescheduler:piece=8", "local:2")
-    assert max(plan.compiled.graph.pieces.values()) > 512
+    assert max(plan.compiled.graph.policy.pieces.values()) > 512
     assert plan.verify(shapes="small")["equal"]
 
 

@@ -112,7 +112,7 @@ def test_microbatches_of_an_update_leave_its_parts() -> None:
     update = graph.op("update.w")
     parts = op_trans(graph, op_trans(graph, update, Split("hidden", 2)), Microbatch(4))
     assert len(parts) == len(graph.rows(update)) == 2
-    assert graph.copy().reduced == {"update.w": 4}
+    assert graph.copy().policy.reduced == {"update.w": 4}
     assert parts.cells.tolist() == [0, 1]
 
 
@@ -160,7 +160,7 @@ def test_place_cuts_and_places_the_update_of_a_weight() -> None:
     assert graph.rows(graph.op("update.w")).device.tolist() == [0, 0, 1, 1, 2, 2]
     assert place(graph, graph.model.tensors["w"], parts, 4) is parts
     assert graph.rows(graph.op("update.w")).device.tolist() == [4] * 6
-    assert graph.copy().ahead == {"w": 0}
+    assert graph.copy().policy.ahead == {"w": 0}
     assert [entry.verb for entry in graph.journal] == ["op_trans", "op_trans", "op_assign", "place", "op_assign"]
     assert all("test_verbs.py" in entry.where for entry in graph.journal)
 
@@ -170,7 +170,7 @@ def test_place_finds_a_tied_weight() -> None:
     graph = Graph(replace(model, aliases={"tied": "w"}))
     place(graph, "tied", Split("hidden", 2), [0, 1], ahead=2)
     assert graph.rows(graph.op("update.w")).device.tolist() == [0, 1]
-    assert graph.ahead == {"w": 2}
+    assert graph.policy.ahead == {"w": 2}
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
     for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "turn")):
         plan(graph, MeshAxis(name, mesh.by_server(name)))
     # Copies that none cuts are where they are read; on the hosts of their devices, if a plan says so.
-    hosted = [op for op in graph.ops if op.name in graph.hosted]
+    hosted = [op for op in graph.ops if op.name in graph.policy.hosted]
     chosen = (op for op in graph.ops if (op.is_forward and not op.is_copy) or graph.grids[op.name].is_touched)
     op_assign(graph, list(chosen), mesh)
     if hosted:
