@@ -176,7 +176,7 @@ def is_tiled_everywhere(boxes: Boxes, region: Ints) -> bool:
 
 @remembered
 def one_each(box: Ints, *more: Ints) -> Boxes:
-    """Return one box of each device: [devices, slots, 2], and more columns of it."""
+    """Return one box of each device, [devices, slots, 2]; `more` appends slots."""
     return Boxes.of(np.concatenate([box, *more], axis=1)[:, None])
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Mask
-from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.model import Model, Op, Operand, PTensor
 from superscaler.ir.names import later
 from superscaler.ir.program import Program
 from superscaler.remembered import forget
@@ -49,8 +49,8 @@ def _check_twins(model: Model) -> None:
         kind = "parameter" if tensor.kind == "buffer" else tensor.kind
         # A copy of a weight is an activation.
         own = original.kind if original and maker and maker.is_copy else kind
-        if replace(tensor, name=tensor.origin, origin="", kind=own) != original:
-            raise ScheduleError(f"{tensor.name} differs from its original {tensor.origin}.")
+        if changed := _changed(replace(tensor, name=tensor.origin, origin="", kind=own), original):
+            raise ScheduleError(f"{tensor.name} {changed}.")
         copied = [(model.origin(o.tensor), o.slots) for o in maker.inputs] if maker and maker.is_copy else []
         is_recomputed = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
         if not (is_recomputed or tensor.name in versions):
@@ -69,6 +69,17 @@ def _check_twins(model: Model) -> None:
                 f"{op.name} does not recompute {op.origin}, or another op that recomputes it has a backward too."
             )
         seen |= {op.origin} if op.has_mirror else set()
+
+
+def _changed(tensor: PTensor, original: PTensor | None) -> str:
+    """Return the first field in which a tensor differs from its original, in words; '' for equal ones."""
+    if tensor == original:
+        return ""
+    if original is None:
+        return f"has the original {tensor.name}, which the model lacks"
+    pairs = ((f.name, getattr(tensor, f.name), getattr(original, f.name)) for f in fields(tensor))
+    name, own, theirs = next(pair for pair in pairs if pair[1] != pair[2])
+    return f"has {name} {own!r}, but its original {tensor.name} has {theirs!r}"
 
 
 def _is_gradient(model: Model, op: Op) -> bool:

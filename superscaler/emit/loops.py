@@ -78,7 +78,7 @@ def runs_of(codes: Sequence[Sequence[p.Instruction]]) -> list[Section]:
             continue
         first, second = ([getattr(r, name) for r in some] for name in ("first", "second"))
         loop = Section(list(zip(*first, strict=True)), list(zip(*second, strict=True)), run.count)
-        # A loop in which other numbers move than microbatches is written out.
+        # Only loops whose sole moving number is the microbatch stay loops.
         found.append(loop if loop.period else Section(list(zip(*some, strict=True))))
     return found
 

@@ -49,7 +49,7 @@ def _between(u: Tensor, *given: float, to: float = 1.0, **named: Any) -> Tensor:
 
 
 def _whole(u: Tensor, *given: Any, low: int = 0, high: int | None = None, **_: Any) -> Tensor:
-    """Return whole numbers from `low`, 0 if left out, to below `high`."""
+    """Return integers in [low, high); `low` defaults to 0."""
     bounds = [low, *(x for x in (*given, high) if isinstance(x, int))]
     low, high = bounds[-2:]
     return (u.double() * (high - low)).floor() + low

@@ -26,7 +26,7 @@ class Match:
     root: int = -1
 
 
-# The most padding of a collective of uneven chunks: moved elements over real ones, all chunks padded to the largest.
+# Largest ratio of sent to real elements; chunks are padded to the largest.
 MOST_PADDING = 1.5
 
 

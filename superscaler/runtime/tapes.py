@@ -133,7 +133,9 @@ def record(
 
 
 def _leaf(x: Tensor, is_resident: bool) -> Tensor:
-    """Return a leaf for an input's gradient, without memory, which graphs hold; a resident weight is its own."""
+    """Return an autograd leaf of the input's shape: a dummy without memory, since graphs keep leaves alive. A resident
+    weight is its own leaf.
+    """
     own = x if is_resident else x.new_empty(()).expand(x.shape)
     return own.detach().requires_grad_()
 

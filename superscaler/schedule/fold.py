@@ -218,7 +218,7 @@ def restrict(graph: Graph, fold: Fold, places: int = KEPT) -> Graph:
 
 
 def _places(grid: Grid, kept: set[int]) -> list[list[int]]:
-    """Return, for each axis of a grid, the places with any of the devices; all places if its cells are grids."""
+    """Return, for each axis of a grid, the positions at which a kept device occurs. Grids of grids keep all."""
     if grid.children:
         return [list(range(len(axis.sizes))) for axis in grid.axes]
     wanted, devices, found = np.array(sorted(kept)), grid.devices, list[list[int]]()

@@ -251,7 +251,7 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     regions = {op.name: op.region for op in graph.model.ops}
     for op in graph.model.ops:
         found[op.name] = {(op.region, regions.get(op.origin), op.split, op.regather, op.is_copy)}
-    # Groups share their members with those of other microbatches.
+    # The groups of a stage share one tuple of members in all microbatches; it is looked at once.
     groups = {id(group.members): group for order in graph.orders for group in (order.before, order.after)}
     for number, group in groups.items():
         for name, paths in group.members:

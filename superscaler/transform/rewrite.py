@@ -49,7 +49,7 @@ class Stale:
                 f"choose at most {MOST_VERSIONS}."
             )
         if model.iterations > 1:
-            raise TransformError("Stale of a graph with several iterations; unroll it, or let weights be older.")
+            raise TransformError("Stale and unroll exclude each other; leave one out.")
         updates = {op.inputs[0].tensor: op for op in model.ops if op.is_update}
         read = dict.fromkeys(o.tensor for op in ops if op.is_forward for o in op.inputs if o.tensor in updates)
         if not read:

@@ -273,6 +273,16 @@ def test_a_twin_that_computes_something_else_is_refused() -> None:
         check_program(replace(program, model=replace(program.model, ops=ops)))
 
 
+def test_a_recomputed_value_of_another_dtype_is_refused() -> None:
+    program = ss.compile(graph_of("mlp", "SGD"), recomputed("single", "all"), "local:1").compiled.program
+    tensors = program.model.tensors
+    twin = next(tensor for tensor in tensors.values() if tensor.origin)
+    wrong = {**tensors, twin.name: replace(twin, dtype="float64")}
+    text = f"{twin.name} has dtype 'float64', but its original {twin.origin} has 'float32'."
+    with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
+        check_program(replace(program, model=replace(program.model, tensors=wrong)))
+
+
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", *slow("llama:size=tiny")])
 def test_the_sum_that_ends_a_block_is_not_made_again_where_only_sums_would_read_it(spec: str) -> None:
     """Tensor parallel: of a block's two sums, that after attention is made again; that after the MLP is for a residual,

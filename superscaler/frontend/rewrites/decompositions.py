@@ -159,7 +159,7 @@ def exponential(x: Tensor, lambd: float = 1.0, **_: Any) -> Tensor:
 
 @decomposes("randint randint.low randint_like randint_like.low_dtype")
 def randint(*given: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Draw from `low`, 0 if left out, to below `high`: at most 2**24 numbers, as many as are drawn."""
+    """Draw integers in [low, high); `low` defaults to 0. At most 2**24 numbers, as many as are drawn."""
     low, high = [0, *(x for x in given if isinstance(x, int))][-2:]
     (like,) = (x for x in given if not isinstance(x, int))
     shape, usual = (like.shape, like.dtype) if isinstance(like, Tensor) else (like, torch.int64)

@@ -31,7 +31,7 @@ Arguments = tuple[list[Any], dict[str, Any]]
 # Sizes of letters: distinct, so that swapped dims are found. Each letter has the others in turn: an operator may go
 # another way for 1, for powers of 2, or above a threshold.
 _SIZES, _OTHERS = (4, 3, 5, 6, 2), (1, 7, 8, 16, 32, 64, 131, 256)
-# Most elements of one letter, and of all letters together.
+# Largest size tried for one letter; largest product of all.
 _MOST = 1 << 16
 # Plans cut a size of a call in so many parts.
 _PARTS = (1, 2, 4, 8)

@@ -133,7 +133,7 @@ class _Case:
         return [device for device in devices if self._place(device) not in places]
 
     def _by_turns(self, devices: list[int]) -> list[int]:
-        """Return devices by turns of places; none if places have unequally many."""
+        """Return devices interleaved over servers; none unless each has equally many."""
         places = [list(some) for _, some in itertools.groupby(sorted(devices, key=self._place), self._place)]
         return list(itertools.chain(*zip(*places, strict=True))) if len(set(map(len, places))) == 1 else []
 
