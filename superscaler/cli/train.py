@@ -28,13 +28,11 @@ _TOLERATED = 1.1
 @command
 def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out = None) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
-    import_numpy()
     check(request, training.data, training.eval, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
         from superscaler.train import launch
         from superscaler.train.resume import ending, interrupted, unsaved
-        from superscaler.train.warm import warm_python
 
     launch.check(training)
     # A function that is not there is an error here, not in the ranks after a compilation.
@@ -43,26 +41,26 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
             from_file(str(spec), kind, may_yield=True, is_new=False)
     if training.run is not None:
         save_options(training.run, printer.options)
-    with warm_python() as python:
-        compiled, built = request.compile()
-        if not compiled.trains:
-            why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
-            raise InputError(
-                f"{request.model} {why}, so there is nothing to train; return a scalar loss, or an "
-                "object with .loss, from forward. For inference compile the model and call its step."
-            )
-        printer.show(compiled.memory())
-        # The directory of --out, or one that is removed afterwards.
-        with nullcontext(out) if out else TemporaryFolder("superscaler-plan-") as folder:
-            if training.eval:
-                printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
-            compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
-            known = {"named": request.model, **_work(compiled), **vars(training)}
-            try:
-                result = launch.train(Path(folder), world=compiled.compiled.program.world, python=python, **known)
-            except KeyboardInterrupt:
-                printer.progress.say(interrupted(training.save, training.resume))
-                raise
+    is_forked = launch.start_server()
+    compiled, built = request.compile()
+    if not compiled.trains:
+        why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
+        raise InputError(
+            f"{request.model} {why}, so there is nothing to train; return a scalar loss, or an "
+            "object with .loss, from forward. For inference compile the model and call its step."
+        )
+    printer.show(compiled.memory())
+    # The directory of --out, or one that is removed afterwards.
+    with nullcontext(out) if out else TemporaryFolder("superscaler-plan-") as folder:
+        if training.eval:
+            printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
+        compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
+        known = {"named": request.model, **_work(compiled), **vars(training)}
+        try:
+            result = launch.train(Path(folder), world=compiled.compiled.program.world, is_forked=is_forked, **known)
+        except KeyboardInterrupt:
+            printer.progress.say(interrupted(training.save, training.resume))
+            raise
     printer.show(
         _summary(result),
         *_more_memory(compiled, result["memory_bytes"]),
@@ -122,14 +120,3 @@ def _summary(result: Mapping[str, Any]) -> str:
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps on {result['world']} devices; "
         f"{result['tokens_per_second']:,.0f} {result['unit']}/s, {result['seconds']:.1f} s"
     )
-
-
-def import_numpy() -> None:
-    """Import numpy with a BLAS of one thread: a process with other threads cannot be forked for the ranks."""
-    name = "OPENBLAS_NUM_THREADS"
-    is_set = name in os.environ
-    os.environ.setdefault(name, "1")
-    import numpy  # noqa: F401
-
-    if not is_set:
-        del os.environ[name]

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.interrupt import LAUNCHER, TemporaryFolder
+from superscaler.launch import forks
 from superscaler.replaced import quiet
 from superscaler.timing import cores
 
@@ -53,20 +54,19 @@ def launch(
     world: int,
     folder: Path | None = None,
     stop: Path | None = None,
-    python: Sequence[str] = (),
+    is_forked: bool = False,
 ) -> None:
     """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all have ended.
 
     `folder`: for the agent's files (default: a temporary one); a program may write a rank's standard error to
     `rank<number>` there. `stop`: a file that the first SIGTERM makes, to ask the ranks to end. A second SIGTERM ends
-    them; without `stop` the first one does. `python`: the words before the program; default: Python. Raises
-    RuntimeFailure with the first rank that failed, or InputError if it raised that.
+    them; without `stop` the first one does. `is_forked`: ranks are forks of the server of `forks.start_server`, not new
+    Pythons. Raises RuntimeFailure with the first rank that failed, or InputError if it raised that.
     """
     if folder is None:
         with TemporaryFolder() as made:
-            launch(program, options, world, Path(made), stop, python)
+            launch(program, options, world, Path(made), stop, is_forked)
         return
-    command, *words = python or (sys.executable,)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -77,6 +77,7 @@ def launch(
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
+        start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if stop is None else "SIGINT,SIGHUP,SIGQUIT",
     )
@@ -84,10 +85,13 @@ def launch(
         with _agent_environment(max(1, cores() // world)):
             if stop is not None and current_thread() is main_thread():
                 signal.signal(signal.SIGTERM, partial(_ask_to_stop, stop))
-            elastic_launch(config, command)(*words, str(program), *options)
+            if is_forked:
+                elastic_launch(config, forks.run)(forks.taken(), str(program), *options)
+            else:
+                elastic_launch(config, sys.executable)(str(program), *options)
     except ChildFailedError as error:
         _end_line()
-        rank, failure = first_failure(error.failures)
+        rank, failure = first_failure(error.failures | recorded(folder))
         kind, _, text = _exception(failure).partition(": ")
         if kind == InputError.__name__:
             raise InputError(text) from None
@@ -137,6 +141,12 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
     rank = min(failures, key=order)
     return rank, failures[rank]
+
+
+def recorded(folder: Path) -> dict[int, ProcessFailure]:
+    """Return the failures that ranks recorded themselves: of forks, the agent sees only one."""
+    files = {int(file.parent.name): file for file in folder.glob("*/*/*/error.json")}
+    return {rank: ProcessFailure(rank, 0, 1, str(file)) for rank, file in files.items()}
 
 
 def _exception(failure: ProcessFailure) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from multiprocessing import parent_process
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -29,6 +30,7 @@ _RECORD = "TORCHELASTIC_ERROR_FILE"
 def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     """Call the function as the whole work of this process, then end it, and report a failure to the launcher.
 
+    A fork of multiprocessing is only left, not ended, as its launcher awaits its result.
     Errors that a user can cause end the process with one line. With a folder `log`, the launcher prints them instead,
     and the standard error of all ranks but 0 goes into a file there.
     """
@@ -40,7 +42,8 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     begin_rank()
     sys.excepthook = partial(_end, log is not None)
     record(lambda: _after_linger(function, log is not None), _Brief())()
-    _exit(0)
+    if parent_process() is None:
+        _exit(0)
 
 
 class _Brief(ErrorHandler):

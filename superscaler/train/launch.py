@@ -2,13 +2,13 @@
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.interrupt import TemporaryFolder
+from superscaler.launch import forks
 from superscaler.launch.launch import launch
 from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
@@ -26,6 +26,12 @@ from superscaler.train.resume import (
     saving_folder,
 )
 from superscaler.train.schedule import check_schedule
+
+
+def start_server() -> bool:
+    """Start the process that ranks may be forks of; return whether they may."""
+    # The first optimizer imports torch._dynamo, which takes seconds.
+    return forks.start_server(["torch._dynamo", "superscaler.train.loop", "superscaler.launch.watch"])
 
 
 def check(options: RunOptions) -> None:
@@ -46,8 +52,9 @@ def check(options: RunOptions) -> None:
         check_folder(folder)
 
 
-def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: Any) -> dict[str, Any]:
-    """Train a plan directory with `world` processes on this machine. `given`: of `RankOptions`; `python`: of `launch`.
+def train(directory: Path, *, world: int, is_forked: bool = False, **given: Any) -> dict[str, Any]:
+    """Train a plan directory with `world` processes on this machine. `given`: of `RankOptions`; `is_forked`: of
+    `launch`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
     up; `unit`: tokens, or samples of other inputs), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and
@@ -68,7 +75,7 @@ def train(directory: Path, *, world: int, python: Sequence[str] = (), **given: A
         is_saved = saving_folder(options.save, options.resume) is not None
         started = time.time()
         stop = metrics.with_name(STOP_FILE) if is_saved else None
-        launch(program, ["--launched", folder], world, Path(folder), stop, python)
+        launch(program, ["--launched", folder], world, Path(folder), stop, is_forked)
         _record([started, *_read(metrics.with_name(TIMES_FILE), []), time.time()])
         entries = metrics.read_text().splitlines() if metrics.is_file() else []
         if not entries:

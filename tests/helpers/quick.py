@@ -26,10 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from superscaler.launch.client import FOLLOW
-
 ROOT = Path(__file__).parents[2]
-# Imports nothing but this: it must start in a few hundredths of a second.
+# Imports nothing but this: it must start in a few hundredths of a second. The other end sends the number of its fork,
+# and how that ended: an exit code, or minus a signal. Nothing comes where the other end was killed.
 _CLIENT = """#!{python} -IS
 import os, resource, signal, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
@@ -37,9 +36,26 @@ server.connect({address!r})
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits, os.getpid()]).encode()
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-def ask():
-    socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
-    server.sendall(asked)
+signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
+server.sendall(asked)
+(fork,) = struct.unpack("<q", server.recv(8))
+def hand_on(number, frame):
+    try:
+        os.kill(fork, number)
+    except ProcessLookupError:
+        pass  # It has ended already, and its exit code is on its way.
+for number in signals:
+    signal.signal(number, hand_on)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+answer = server.recv(8)
+code = struct.unpack("<q", answer)[0] if answer else -signal.SIGKILL
+if code < 0:
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
 """
 _SIZE = struct.Struct("<Q")
 
@@ -56,7 +72,7 @@ def quick_python(folder: Path) -> Path:
     process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
     atexit.register(lambda: (process.kill(), process.wait()))
     server.close()
-    program.write_text(_CLIENT.format(python=sys.executable, address=address) + FOLLOW)
+    program.write_text(_CLIENT.format(python=sys.executable, address=address))
     program.chmod(0o700)
     return program
 

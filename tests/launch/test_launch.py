@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 # A step whose loss is the sum over the ranks of their numbers, and what happens at the third one.
 RUN = """
 import os, signal, sys, time
+from multiprocessing import parent_process
 from pathlib import Path
 import torch
 from superscaler.errors import RuntimeFailure
@@ -67,20 +68,17 @@ main([str(Path(__file__).parent), *sys.argv[1:]], load=lambda directory, **optio
 TRAIN = "import sys, pathlib; from superscaler.train.launch import train; "
 TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=5)"
 # The same with forks as ranks, for several plans in turn.
-WARM = """
-import sys, pathlib
-from superscaler.cli.train import import_numpy
-import_numpy()
+FORKS = """
+import os, sys, pathlib
 from superscaler.errors import PlanError
-from superscaler.train.launch import train
-from superscaler.train.warm import warm_python
-with warm_python() as python:
-    assert len(python) > 1, "no fork"
-    for plan in sys.argv[1:]:
-        try:
-            print(train(pathlib.Path(plan), world=2, steps=5, python=python)["losses"], flush=True)
-        except PlanError as error:
-            print(error, flush=True)
+from superscaler.train.launch import start_server, train
+os.setsid()
+assert start_server(), "no fork"
+for plan in sys.argv[1:]:
+    try:
+        print(train(pathlib.Path(plan), world=2, steps=5, is_forked=True)["losses"], flush=True)
+    except PlanError as error:
+        print(error, flush=True)
 """
 
 
@@ -146,12 +144,14 @@ def test_ranks_that_are_forks_train_and_fail_as_others(plan: Path) -> None:
         "if rank == 1: raise ValueError('no cheese left')": "rank 1 of 2 failed with exit code 1: ValueError: no",
         "if rank == 1: os._exit(3)": "rank 1 of 2 failed with exit code 3",
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)": "rank 1 of 2 was killed by SIGKILL",
+        # As `timeout` sends it: to the launcher and all that it started.
+        "if rank == 1: os.killpg(parent_process().pid, signal.SIGTERM)": "training was stopped by SIGTERM",
     }
     folders = [plan / str(number) for number in range(len(faults))]
     for folder, fault in zip(folders, faults, strict=True):
         folder.mkdir()
         write(folder, fault)
-    words = [sys.executable, "-c", WARM, *map(str, folders)]
+    words = [sys.executable, "-c", FORKS, *map(str, folders)]
     # As users have it: without the number of threads that tests set.
     environment = {name: value for name, value in os.environ.items() if "_NUM_THREADS" not in name}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
@@ -168,7 +168,7 @@ def test_a_rank_that_exits_is_named_although_it_said_nothing(plan: Path) -> None
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("code", [TRAIN, WARM], ids=["python", "forks"])
+@pytest.mark.parametrize("code", [TRAIN, FORKS], ids=["python", "forks"])
 def test_interrupting_ends_all_ranks(code: str, plan: Path) -> None:
     write(plan, "time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", code, str(plan)], stderr=subprocess.PIPE, text=True) as process:
@@ -185,6 +185,7 @@ def test_interrupting_ends_all_ranks(code: str, plan: Path) -> None:
     assert time.monotonic() - started < 30
     assert "KeyboardInterrupt" in text
     assert "death signal" not in text
+    assert "leaked" not in text
     pids = [int(file.read_text()) for file in plan.glob("pid*")]
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
