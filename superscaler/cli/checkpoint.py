@@ -8,13 +8,12 @@ import typer
 
 from superscaler.cli.common import HELP, command, path
 from superscaler.cli.printing import Printer
-from superscaler.errors import InputError, some, unknown
+from superscaler.errors import InputError, some
 
 app = typer.Typer(
     help="Look into a checkpoint, or exchange it with other programs.", no_args_is_help=True, context_settings=HELP
 )
 
-FORMATS = ("safetensors", "distributed")
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: its last.")]
 Out = Annotated[Path, path("--out", "DIR", "Folder to write; it must be empty or not there.", "folder")]
 
@@ -47,7 +46,7 @@ def _contents(found: Any) -> str:
 
 
 @command
-def export(
+def export_(
     printer: Printer,
     checkpoint: Checkpoint,
     out: Out,
@@ -56,26 +55,20 @@ def export(
         typer.Option(metavar="MODEL", help="The trained model; default: the model of the library in the checkpoint."),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="The averages of weights that --ema of train made.")] = False,
-    form: Annotated[str, typer.Option("--format", help="safetensors (as Hugging Face's), or distributed.")] = FORMATS[
-        0
-    ],
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors (as Hugging Face's), or distributed.")
+    ] = "safetensors",
 ) -> None:
     """Write model.safetensors by the model's own names, and its config.json if it is Hugging Face's."""
-    if form not in FORMATS:
-        raise InputError(unknown("format", form, FORMATS))
-    from superscaler.store.convert import export_distributed, export_model
+    from superscaler.models import build
+    from superscaler.store.convert import export
     from superscaler.store.tensors import WHOLE_FILE
 
-    if form == "distributed":
-        if ema:
-            raise InputError("--ema exports a model; --format distributed has averages as states of the optimizer.")
-        files = export_distributed(checkpoint, out)
-    else:
-        from superscaler.models import build
-
+    def trained() -> Any:
         # Weights need memory, also if they were captured without.
-        spec = (model or _trained(checkpoint)).replace("device=meta", "device=cpu")
-        files = export_model(checkpoint, build(spec).module, out, ema)
+        return build((model or _trained(checkpoint)).replace("device=meta", "device=cpu")).module
+
+    files = export(checkpoint, out, form, trained, ema)
     printer.show(f"{out}: {', '.join(files)}", *(_tied(checkpoint) if files == [WHOLE_FILE] else ()))
     printer.result = {"out": str(out), "files": files}
 
@@ -125,5 +118,5 @@ def import_(
 
 
 app.command("inspect")(inspect)
-app.command("export")(export)
+app.command("export")(export_)
 app.command("import")(import_)

@@ -1,96 +1,47 @@
 """Checkpoints from and to other programs: Hugging Face's folders, plain safetensors, torch.distributed.checkpoint."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import reading, writing
-from superscaler.store.checkpoint import ANOTHER, CheckpointHead, commit, new_folder, write_shard
-from superscaler.store.distributed import Imported, read_distributed, saved_state
+from superscaler.store.checkpoint import CheckpointHead, commit, new_folder, write_shard
+from superscaler.store.distributed import Imported
 from superscaler.store.folder import Draft, written
+from superscaler.store.formats import FORMATS
 from superscaler.store.pieces import whole
 from superscaler.store.save import add_entry
 from superscaler.store.tensor_file import DTYPES
-from superscaler.store.tensors import (
-    WHOLE_FILE,
-    load_weights,
-    named,
-    open_checkpoint,
-    open_stored,
-)
-
-# The file that torch.distributed.checkpoint writes beside its shards.
-DISTRIBUTED_FILE = ".metadata"
-_TRUST = (
-    "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust its author, give --trust"
-)
+from superscaler.store.tensors import open_checkpoint
 
 
-def export_model(path: Path, module: nn.Module, out: Path, ema: bool = False) -> list[str]:
-    """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, one for tied
-    weights, and for a model of Hugging Face's library its `config.json`; `ema`: the averages. Returns the files.
+def export(path: Path, out: Path, form: str, build: Callable[[], nn.Module], ema: bool = False) -> list[str]:
+    """Write a checkpoint into a new folder in a format of another program, and return the names of its files.
+
+    `build`: returns the module that was trained; `ema`: its averages. Raises InputError for an unknown format.
     """
+    if form not in FORMATS:
+        raise InputError(unknown("format", form, FORMATS))
     with _replaced(out) as folder:
-        more = load_weights(module, path, ema)
-        if more:
-            raise InputError(
-                f"{path} has {len(more)} tensors that this model lacks, {more[0]} first; give "
-                "--model the model that was trained."
-            )
-        own: Callable[..., Any] | None = getattr(module, "save_pretrained", None)
-        if own is not None:
-            own(folder)
-        else:
-            stored = set(module.state_dict())
-            tensors = {names[0]: t.detach().contiguous() for names, t in named(module) if names[0] in stored}
-            save_file(tensors, folder / WHOLE_FILE, metadata={"format": "pt"})
-    return sorted(file.name for file in out.iterdir())
-
-
-def export_distributed(path: Path, out: Path) -> list[str]:
-    """Write a checkpoint in the format of `torch.distributed.checkpoint`, and return the names of its files.
-
-    `dcp.load` reads it into `{"model": ..., "optimizer": ...}` of torch's `get_state_dict(module, optimizer)`.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    state = saved_state(open_checkpoint(path))
-    # The library warns that there is a single process, which is intended.
-    with _replaced(out) as folder, warnings.catch_warnings(action="ignore", category=UserWarning):
-        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        FORMATS[form].write(path, folder, build, ema)
     return sorted(file.name for file in out.iterdir())
 
 
 def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
-    """Write weights as the first checkpoint of a folder, from a safetensors file or folder, or from
-    `torch.distributed.checkpoint` with `trust`. Returns the checkpoint.
-    """
+    """Write weights of another program as the first checkpoint of a folder; see `Format`. Returns the checkpoint."""
     return import_all(source, out, trust)[0]
 
 
 def import_all(source: Path, out: Path, trust: bool = False) -> tuple[Path, Imported]:
     """Import as `import_weights`; return what was imported, too."""
-    with reading(source, ANOTHER):
-        is_theirs = (source / DISTRIBUTED_FILE).is_file()
-    if is_theirs:
-        if not trust:
-            raise InputError(f"{source} is a torch.distributed.checkpoint: {_TRUST}.")
-        found = read_distributed(source)
-    else:
-        stored = open_stored(source)
-        if stored.whole is not None:
-            raise InputError(f"{source} is a checkpoint of superscaler already; give it to --resume or --weights.")
-        found = Imported({name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()})
+    found = next(form for form in FORMATS.values() if form.owns(source)).open(source, trust)
     if not found.tensors:
         raise InputError(f"{source} has no tensors of a model.")
     kinds = {name: str(t.dtype).removeprefix("torch.") for name, t in found.tensors.items()}

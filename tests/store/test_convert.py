@@ -21,7 +21,7 @@ from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step, build_step
-from superscaler.store.convert import export_distributed, export_model, import_weights
+from superscaler.store.convert import export, import_weights
 from superscaler.store.pieces import whole
 from superscaler.store.tensors import open_checkpoint
 from tests.helpers.sweeps import slow
@@ -65,7 +65,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["llama", *slow("gpt2", "t5")])
 def test_an_export_opens_in_transformers_with_equal_logits(name: str, tmp_path: Path) -> None:
     trained(name, tmp_path / "kept")
-    files = export_model(tmp_path / "kept", build(SPECS[name]).module, tmp_path / "out")
+    files = export(tmp_path / "kept", tmp_path / "out", "safetensors", lambda: build(SPECS[name]).module)
     assert {"config.json", "model.safetensors"} <= set(files)
     built = build(SPECS[name] + ",seed=3")
     assert ss.load_weights(built.module, tmp_path / "kept") == []
@@ -101,13 +101,13 @@ class Own(nn.Module):
 
 def test_a_module_of_ones_own_is_exported_with_its_names(tmp_path: Path) -> None:
     save_file({"second.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
-    assert export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out") == ["model.safetensors"]
+    assert export(tmp_path / "theirs.safetensors", tmp_path / "out", "safetensors", Own) == ["model.safetensors"]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert list(found) == ["first.weight"]
     assert torch.equal(found["first.weight"], torch.eye(4))
     for out in (Path("/"), tmp_path / "out"):
         with pytest.raises(InputError, match=rf"{out} is there already and is not empty"):
-            export_model(tmp_path / "theirs.safetensors", Own(), out)
+            export(tmp_path / "theirs.safetensors", out, "safetensors", Own)
     save_file({"second.weight": torch.eye(4), "first.weight": torch.ones(4, 4)}, tmp_path / "untied.safetensors")
     with pytest.raises(InputError, match=r"first.weight and second.weight differ in .*, but this model ties them"):
         ss.load_weights(Own(), tmp_path / "untied.safetensors")
@@ -120,7 +120,7 @@ def test_a_module_of_ones_own_is_exported_with_its_names(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> None:
-    export_distributed(gpt2, tmp_path / "out")
+    export(gpt2, tmp_path / "out", "distributed", nn.Module)
     module = build(SPECS["gpt2"] + ",seed=5").module
     expected = build(SPECS["gpt2"]).module
     ss.load_weights(expected, gpt2)
@@ -162,10 +162,10 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     save_file({"first.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
-    monkeypatch.setattr("superscaler.store.convert.save_file", write)
+    monkeypatch.setattr("superscaler.store.formats.save_file", write)
     monkeypatch.setattr("superscaler.store.folder.write_tensors", write)
     for work in (
-        lambda: export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out"),
+        lambda: export(tmp_path / "theirs.safetensors", tmp_path / "out", "safetensors", Own),
         lambda: import_weights(tmp_path / "theirs.safetensors", tmp_path / "out"),
     ):
         with pytest.raises(

@@ -20,7 +20,7 @@ from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import Step, build_step
-from superscaler.store.convert import export_distributed, import_weights
+from superscaler.store.convert import export, import_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 Optimizers = list[torch.optim.Optimizer]
@@ -129,7 +129,7 @@ def differing(net: Net, other: Net) -> list[str]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_torch_loads_an_export_and_its_next_step_is_that_of_the_module(name: str, steps: int, tmp_path: Path) -> None:
     saved(name, torch.float64, tmp_path / "kept", steps=steps)
-    export_distributed(tmp_path / "kept", tmp_path / "out")
+    export(tmp_path / "kept", tmp_path / "out", "distributed", nn.Module)
     net, optimizers = made(name, torch.float64, seed=3)
     loaded(tmp_path / "out", net, optimizers)
     expected = made(name, torch.float64)
@@ -163,7 +163,7 @@ def test_an_export_trains_on_to_the_bit_in_the_trained_dtype(dtype: torch.dtype,
     run("adam", dtype, work)
     by_hand.unread.data = made("adam", dtype)[0].unread.data
     by_hand.state_dict()["state.norm.num_batches_tracked"].fill_(2)
-    export_distributed(tmp_path / "kept", tmp_path / "out")
+    export(tmp_path / "kept", tmp_path / "out", "distributed", nn.Module)
     net, theirs = made("adam", dtype, seed=3)
     loaded(tmp_path / "out", net, theirs)
     for _ in range(2):
