@@ -11,6 +11,7 @@ from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.ir.program import Program
 from superscaler.report.details import Details
+from superscaler.report.journal import Row
 from superscaler.report.measured import Difference, differences, measured, ran_compiled
 from superscaler.report.timeline import Timeline, predicted
 from superscaler.simulate.predict import Simulation, simulate
