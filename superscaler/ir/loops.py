@@ -186,6 +186,15 @@ def runs_of(code: Sequence[Instruction]) -> Sequence[Run]:
     return code.runs if isinstance(code, Rolled) else (tuple(code),)
 
 
+def loops_of(code: Sequence[Instruction]) -> list[tuple[int, Loop]]:
+    """Return the loops of code, each with the place of its first instruction."""
+    return (
+        [(at, run) for at, run in zip(code.starts, code.runs, strict=True) if isinstance(run, Loop)]
+        if isinstance(code, Rolled)
+        else []
+    )
+
+
 @dataclass(frozen=True)
 class Span:
     """A body of `length` instructions, `count` times in a row from `start` on."""

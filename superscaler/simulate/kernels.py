@@ -11,6 +11,7 @@ from superscaler.collectives import KINDS
 from superscaler.ir import program as p
 from superscaler.ir.mask import extents
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Value
+from superscaler.ir.running.machine import Domain, Lap
 from superscaler.runtime.optimizer import is_listed
 from superscaler.simulate.repeats.steady import Pace
 from superscaler.simulate.segments import Segments, input_metas, output_metas
@@ -71,7 +72,7 @@ class Works:
         return self._metas[function]
 
 
-class _Device:
+class _Device(Domain[Instruction, Pace]):
     """A device that runs its instructions in order. `metas`: of the values; `started`: results of communication, and
     `after`: the work on these after their wait.
     """
@@ -95,18 +96,18 @@ class _Device:
             w.name: (self.optimizer.kind(w.group).lower(), "host" if w.host else ways[w.group]) for w in trained
         }
 
-    def step(self, at: int, i: Instruction) -> None:
+    def step(self, at: int, i: Instruction) -> bool:
         self.found.append(self.kernels(i))
+        return True
 
-    def state(self, pace: Pace, turns: int) -> object:
-        """Return all that names hold, each moved by so many repetitions."""
-        return [pace.names(held, turns) for held in (self.metas, self.started, self.after)]
+    def state(self, lap: Lap[Pace], turns: int) -> object:
+        return [lap.step.names(held, turns) for held in (self.metas, self.started, self.after)]
 
-    def skip(self, pace: Pace, turns: int, *_: object) -> None:
-        self.found += self.found[-pace.length :] * turns
-        self.metas = pace.names(self.metas, turns)
-        self.started = pace.names(self.started, turns)
-        self.after = pace.names(self.after, turns)
+    def skip(self, lap: Lap[Pace], turns: int, before: object, now: object) -> None:
+        self.found += self.found[-lap.length :] * turns
+        self.metas = lap.step.names(self.metas, turns)
+        self.started = lap.step.names(self.started, turns)
+        self.after = lap.step.names(self.after, turns)
 
     def kernels(self, i: Instruction) -> Kernels:
         """Return the kernels of an instruction, and record its results."""

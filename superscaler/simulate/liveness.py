@@ -13,6 +13,7 @@ from superscaler.ir import program as p
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.model import width
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Task, Value, Weight
+from superscaler.ir.running.machine import Domain, Lap
 from superscaler.materialize.local_tensors import unique_identifiers
 from superscaler.simulate.kernels import Segment, Segments
 from superscaler.simulate.repeats.held import Held, held, skip
@@ -68,7 +69,7 @@ class _Tape:
         return {n: self.held[n].bytes for n, some in found.items() if self.held[n].holders == len(some)}
 
 
-class Liveness(Storages):
+class Liveness(Storages, Domain[Instruction, Pace]):
     """The storages of a device, instruction by instruction.
 
     `states`: the bytes of the optimizer for a weight; `update`: from the bytes of weights to the bytes that their
@@ -115,16 +116,17 @@ class Liveness(Storages):
     def run(self) -> None:
         self._walk(self)
 
-    def step(self, at: int, i: Instruction) -> None:
+    def step(self, at: int, i: Instruction) -> bool:
         self.begin(at)
         _RUN[type(i)](self, i)
         self.end()
+        return True
 
-    def state(self, pace: Pace, turns: int) -> Held:
-        return held(self, pace, turns)
+    def state(self, lap: Lap[Pace], turns: int) -> Held:
+        return held(self, lap.step, turns)
 
-    def skip(self, pace: Pace, turns: int, before: Held, now: Held) -> None:
-        skip(self, pace, turns, before, now)
+    def skip(self, lap: Lap[Pace], turns: int, before: Held, now: Held) -> None:
+        skip(self, lap.step, turns, before, now)
 
     def _rest(self, weights: Sequence[Weight], states: Callable[[Weight], int]) -> None:
         for w in weights:

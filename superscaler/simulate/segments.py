@@ -26,11 +26,12 @@ from superscaler.ir.program import (
     Value,
     Wait,
 )  # fmt: skip
+from superscaler.ir.running.machine import Domain, Lap, Walk, execute
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.simulate.fusing import RecordedSegments
 from superscaler.simulate.recording import Recorder, callables
-from superscaler.simulate.repeats.steady import Pace, Walker, paces_of, walk
+from superscaler.simulate.repeats.steady import Pace, laps_of
 from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.works import Call, Meta, Segment
 
@@ -53,7 +54,7 @@ class Segments:
         self._run = callables(program, on_gpu=on_gpu)
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, tuple[dict[Task, Segment], dict[Task, int]]] = {}
-        self._paces: dict[int, dict[int, Pace | None]] = {}
+        self._laps: dict[int, list[Lap[Pace]]] = {}
         self._moved: dict[int, dict[Task, int]] = {}
         self._known: dict[Hashable, Segment] = {}
         # Functions that get the place of a part, and whether their kernels depend on it.
@@ -107,11 +108,11 @@ class Segments:
         """Return the number of the function of each task of a device."""
         return self._of(device)[1]
 
-    def walk(self, device: Device, walker: Walker) -> None:
+    def walk(self, device: Device, domain: Domain[Instruction, Pace]) -> None:
         """Run the code of a device, loops until they repeat."""
-        if device.rank not in self._paces:
-            self._paces[device.rank] = paces_of(device.instructions, *self._of(device))
-        walk(device.instructions, walker, self._paces[device.rank])
+        if device.rank not in self._laps:
+            self._laps[device.rank] = laps_of(device.instructions, *self._of(device))
+        execute([Walk(device.instructions, domain, self._laps[device.rank])])
 
     def _of(self, device: Device) -> tuple[dict[Task, Segment], dict[Task, int]]:
         if device.rank not in self._tasks:

@@ -15,7 +15,7 @@ from superscaler.plans import resolve
 from superscaler.simulate.kernels import Segments, Works
 from superscaler.simulate.liveness import Liveness
 from superscaler.simulate.memory import memories
-from superscaler.simulate.repeats.steady import paces_of
+from superscaler.simulate.repeats.steady import laps_of
 from tests.helpers.sweeps import few
 from tests.simulate.by_hand import chain
 
@@ -37,7 +37,7 @@ def program_of(spec: str) -> Program:
 def test_loops_that_repeat_are_cut_short_and_nothing_changes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = list[int]()
     step = Liveness.step
-    monkeypatch.setattr(Liveness, "step", lambda run, at, i: (steps.append(at), step(run, at, i)))
+    monkeypatch.setattr(Liveness, "step", lambda run, at, i: steps.append(at) or step(run, at, i))  # type: ignore[func-returns-value]
     program = program_of(spec)
     rolled = [device for device, _ in program.distinct]
     assert any(len(runs_of(device.instructions)) > 1 for device in rolled)
@@ -83,9 +83,8 @@ def test_a_loop_whose_last_task_is_another_one_does_not_repeat() -> None:
     program = program_of("zb_h1:microbatches=40")
     code = program.devices[1].instructions
     tasks = {i.task: "a segment" for i in code if isinstance(i, Forward)}
-    (pace,) = paces_of(code, tasks).values()
-    assert pace is not None
-    assert pace.microbatches == 1
+    (lap,) = laps_of(code, tasks)
+    assert lap.step.microbatches == 1
     loop = next(run for run in runs_of(code) if isinstance(run, Loop))
     last = max(i.task for i in loop if isinstance(i, Forward))
-    assert paces_of(code, {**tasks, last: "another segment"}) == dict.fromkeys(paces_of(code, tasks))
+    assert laps_of(code, {**tasks, last: "another segment"}) == []

@@ -1,16 +1,12 @@
-"""Walks through the code of a device that end a loop early: once its repetitions only move what they did before.
-
-If a repetition leaves the same state as the one before, with all names moved to the next microbatches, the next one
-does the same again. So the rest is not run: the state is moved to the end of the loop.
-"""
+"""Paces: the moves between the repetitions of the loops of a device, for what is simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from superscaler.ir.loops import Loop, Rolled, runs_of
+from superscaler.ir.loops import Loop, loops_of
 from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     ROLES,
@@ -27,6 +23,7 @@ from superscaler.ir.program import (
     Update,
     Value,
 )  # fmt: skip
+from superscaler.ir.running.machine import Lap
 
 # The fields of each kind of instruction with names, or a task.
 _NAMED = {kind: tuple(n for n, role in roles.items() if role in VALUES or n == "task") for kind, roles in ROLES.items()}
@@ -53,54 +50,10 @@ class Pace:
         return {self.moved(key, turns): value for key, value in held.items()}
 
 
-class Walker(Protocol):
-    """Runs the instructions of a device on a state."""
-
-    def step(self, at: int, i: Instruction) -> None:
-        """Run an instruction."""
-
-    def state(self, pace: Pace, turns: int) -> object:
-        """Return the state on which the next instructions depend, moved by so many repetitions."""
-
-    def skip(self, pace: Pace, turns: int, before: Any, now: Any) -> None:
-        """Do the last repetition again, so many times. `before`, `now`: the states at its ends."""
-
-
-def walk(code: Sequence[Instruction], walker: Walker, paces: Mapping[int, Pace | None]) -> None:
-    """Run code. `paces`: of its loops, by the number of the run."""
-    at = 0
-    for number, run in enumerate(runs_of(code)):
-        pace = paces.get(number)
-        if pace is not None and isinstance(code, Rolled) and isinstance(run, Loop):
-            _walk_loop(code, number, run.count, at, walker, pace)
-        else:
-            for here, i in enumerate(run, at):
-                walker.step(here, i)
-        at += len(run)
-
-
-def _walk_loop(code: Rolled, number: int, count: int, at: int, walker: Walker, pace: Pace) -> None:
-    before: object = None
-    for turn in range(count):
-        for here, i in enumerate(code.repetition(number, turn), at + turn * pace.length):
-            walker.step(here, i)
-        if turn < count - 1 and (_is_power(turn) or _is_power(turn - 1)):
-            # Moved to the end of the loop: there is no microbatch before the first one.
-            state = walker.state(pace, count - turn)
-            if _is_power(turn - 1) and state == before:
-                walker.skip(pace, count - 1 - turn, before, state)
-                return
-            before = state
-
-
-def _is_power(number: int) -> bool:
-    """Return whether a number is a power of two, or 0. States of later repetitions are compared less often."""
-    return number >= 0 and number & (number - 1) == 0
-
-
-def paces_of(code: Sequence[Instruction], *tasks: Mapping[Task, Any]) -> dict[int, Pace | None]:
-    """Return the paces of the loops of code. `tasks`: what else an instruction depends on, by its task."""
-    return {n: pace_of(run, *tasks) for n, run in enumerate(runs_of(code)) if isinstance(run, Loop)}
+def laps_of(code: Sequence[Instruction], *tasks: Mapping[Task, Any]) -> list[Lap[Pace]]:
+    """Return the loops of code that have a pace. `tasks`: what else an instruction depends on, by its task."""
+    paces = ((start, loop, pace_of(loop, *tasks)) for start, loop in loops_of(code))
+    return [Lap(start, len(loop.first), loop.count, pace) for start, loop, pace in paces if pace is not None]
 
 
 def pace_of(loop: Loop, *tasks: Mapping[Task, Any]) -> Pace | None:
