@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
+from superscaler.ir.running.machine import Domain as Code
+from superscaler.ir.running.machine import Lap, Walk, execute
 from superscaler.ir.running.meetings import Ends, rows_of
 from superscaler.remembered import interned
 
@@ -81,11 +83,12 @@ class _Group(Generic[V]):
 
 
 @dataclass(eq=False)
-class Run(Generic[V]):
+class Run(Code[int, Any], Generic[V]):
     """The state of a cohort in its code: the values of its names, its started communication, and the posts that it may
     wait for.
     """
 
+    machine: Interpreter[V]
     cohort: Cohort
     at: int = 0
     values: dict[p.Value, V] = field(default_factory=dict)
@@ -94,53 +97,51 @@ class Run(Generic[V]):
     sent: dict[int, list[Post[V]]] = field(default_factory=dict)
     collectives: dict[bytes, list[Post[V]]] = field(default_factory=dict)
     groups: dict[bytes, _Group[V]] = field(default_factory=dict)
-    # Where it stops until `release` moves this.
-    limit: int | None = None
+
+    def step(self, at: int, i: int) -> bool:
+        ran = self.machine.step(self)
+        self.at += ran
+        return ran
 
 
 class Interpreter(Generic[V]):
-    """An interpreter of a program on a domain. A subclass may hold cohorts at limits."""
+    """An interpreter of a program on a domain."""
 
     def __init__(self, program: p.Program, domain: Domain[V]) -> None:
         self.program, self.domain = program, domain
-        self.runs: list[Run[V]] = [Run(cohort) for cohort in cohorts(program)]
+        self.runs = [self.begin(cohort) for cohort in cohorts(program)]
         self.cohort_of, self.row_of = rows_of([run.cohort.devices for run in self.runs], program.world)
 
     def run(self) -> None:
         """Run the program. Raises ScheduleError with the device: for the first instruction that the domain refuses, and
         for devices that wait for a message that is never sent.
         """
-        left = list(self.runs)
-        while left:
-            moved = [run for run in left if self._advance(run)]
-            left = [run for run in left if run.at < len(run.cohort.code)]
-            if left and not moved and not self.release(left):
-                raise ScheduleError(self._stuck(left[0]))
+        walks = [Walk(range(len(run.cohort.code)), run, self.laps(run)) for run in self.runs]
+        for waiting in execute(walks, kept=1):
+            raise ScheduleError(self._stuck(self.runs[walks.index(waiting)]))
         for run in self.runs:
             for posts in run.sent.values():
                 for post in posts:
                     raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
 
-    def release(self, left: Sequence[Run[V]]) -> bool:
-        """Move the limits of cohorts once all of them wait or are at their limits; return whether any moved."""
-        return False
+    def begin(self, cohort: Cohort) -> Run[V]:
+        """Return the state of a cohort before its first instruction."""
+        return Run(self, cohort)
 
-    def _advance(self, run: Run[V]) -> bool:
-        """Run instructions until one must wait; return whether any ran."""
-        code, first = run.cohort.code, run.at
-        end = len(code) if run.limit is None else min(len(code), run.limit)
-        while run.at < end:
-            try:
-                if not self._step(run, code[run.at]):
-                    break
-            except Refusal as refusal:
-                raise ScheduleError(self._where(run, run.at, refusal.why, refusal.row)) from None
-            except (LookupError, ValueError, TypeError, TransformError) as error:
-                # A program that was read from a file may have inconsistent numbers.
-                why = f"does not fit what it is given ({error})."
-                raise ScheduleError(self._where(run, run.at, why, 0)) from error
-            run.at += 1
-        return run.at > first
+    def laps(self, run: Run[V]) -> Sequence[Lap[Any]]:
+        """Return the loops of a cohort whose repetitions may be left out."""
+        return ()
+
+    def step(self, run: Run[V]) -> bool:
+        """Run the next instruction of a cohort; return False if it must wait."""
+        try:
+            return self._step(run, run.cohort.code[run.at])
+        except Refusal as refusal:
+            raise ScheduleError(self._where(run, run.at, refusal.why, refusal.row)) from None
+        except (LookupError, ValueError, TypeError, TransformError) as error:
+            # A program that was read from a file may have inconsistent numbers.
+            why = f"does not fit what it is given ({error})."
+            raise ScheduleError(self._where(run, run.at, why, 0)) from error
 
     def _step(self, run: Run[V], i: p.Instruction) -> bool:
         match i:

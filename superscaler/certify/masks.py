@@ -3,7 +3,7 @@
 The effect of a segment follows from the indices of its operators, never from the joins of the scheduler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import prod
@@ -83,8 +83,8 @@ class Masks:
         self.updated: dict[int, set[tuple[Value, str]]] = {}
         self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
         self.cohorts: dict[int, Cohort] = {}
-        # The addends of sums, by cohort and sum, since a round began; None before the first.
-        self.added: dict[tuple[int, Value], list[Content]] | None = None
+        # By cohort, the addends of each sum since a round began; nothing before the first.
+        self.added: dict[int, dict[Value, list[Content]]] = {}
 
     # Methods that `interpret` calls.
 
@@ -205,8 +205,13 @@ class Masks:
             raise Refusal(f"changes {name} in place, which {self.program.describe(into.held)} holds.")
 
     def _note(self, cohort: Cohort, name: Value, value: Content) -> None:
-        if self.added is not None:
-            self.added.setdefault((cohort.number, name), []).append(value)
+        if cohort.number in self.added:
+            self.added[cohort.number].setdefault(name, []).append(value)
+
+    def begin_sums(self, cohort: int) -> Mapping[Value, Sequence[Content]]:
+        """Begin to record the addends of the sums of a cohort; return those since the last time."""
+        found, self.added[cohort] = self.added.get(cohort, {}), {}
+        return found
 
     def _added(self, into: Content, value: Content, name: object, largest: bool = False) -> Content:
         require_same_kind(into, value)

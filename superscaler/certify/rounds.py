@@ -16,31 +16,47 @@ from superscaler.certify.content import Content
 from superscaler.certify.interpret import Interpreter, Post, Run
 from superscaler.certify.likeness import Likeness, flags_of, is_collective, memories
 from superscaler.certify.masks import Masks
-from superscaler.certify.shift import Body, Key, Shift, Status, Unsteady, bodies
+from superscaler.certify.shift import Body, Key, Shift, Status, Unsteady, laps_of
+from superscaler.ir.cohorts import Cohort
 from superscaler.ir.program import Program, Task, Value
-
-Added = Mapping[tuple[int, Value], Sequence[Content]]
+from superscaler.ir.running.machine import Lap
 
 
 @dataclass
 class _Seen:
-    """The state of a cohort before repetition `turn` of a loop, as far as the loop reads or changes it.
+    """The state of a cohort before repetition `turn` of a loop, as far as the loop reads or changes it. `count`: the
+    number of rounds that may be left out then.
 
     `held`: the statuses of all names and tasks in that repetition. `has_sums`: whether all sums are made. `posted`: the
-    number of collectives by group. `sent`: messages under way. `flags`: of each memory, see `flags_of`.
+    number of collectives by group. `sent`: messages under way. `flags`: of each memory, see `flags_of`. `added`: the
+    addends of each sum since the last state.
     """
 
-    run: Run[Content]
     body: Body
     turn: int
+    count: int
     held: dict[Key, Status]
     has_sums: bool
     posted: dict[bytes, int]
     sent: dict[int, list[Post[Content]]]
     flags: dict[int, tuple[bool, ...]]
+    added: Mapping[Value, Sequence[Content]]
 
-    def follows(self, other: _Seen) -> bool:
-        return self.run is other.run and self.body is other.body and self.turn == other.turn + 1
+
+class _Run(Run[Content]):
+    """A cohort whose rounds may be left out."""
+
+    machine: Rounds
+
+    def state(self, lap: Lap[Body], turns: int) -> _Seen | None:
+        return self.machine.seen(self, lap, turns)
+
+    def is_moved(self, before: _Seen, now: _Seen) -> bool:
+        return self.machine.is_steady(self, before, now)
+
+    def skip(self, lap: Lap[Body], turns: int, before: _Seen, now: _Seen) -> None:
+        self.machine.leave_out(self, before, now)
+        self.at += turns * lap.length
 
 
 class Rounds(Interpreter[Content]):
@@ -49,58 +65,30 @@ class Rounds(Interpreter[Content]):
     def __init__(self, program: Program, masks: Masks) -> None:
         super().__init__(program, masks)
         self.masks, self.shift = masks, Shift(program, masks.kinds, self.cohort_of)
-        self.before: list[_Seen] = []
         try:
-            self.bodies = [bodies(run.cohort, self.shift) for run in self.runs]
+            self.bodies = [laps_of(run.cohort, self.shift) for run in self.runs]
         except Unsteady:
             self.bodies = [[] for _ in self.runs]
-        for run in self.runs:
-            run.limit = self._stop(run)
 
-    def _stop(self, run: Run[Content]) -> int | None:
-        """Return the next place in the code of a cohort between repetitions of a loop."""
-        for body in self.bodies[run.cohort.number]:
-            if run.at < body.start:
-                return body.start
-            if run.at < body.end:
-                return run.at + body.length - (run.at - body.start) % body.length
-        return None
+    def begin(self, cohort: Cohort) -> Run[Content]:
+        return _Run(self, cohort)
 
-    def release(self, left: Sequence[Run[Content]]) -> bool:
-        held = [run for run in left if run.at == run.limit]
-        if held and len(held) == len(left):
-            self._meet(left)
-        for run in held:
-            run.limit = self._stop(run)
-        return bool(held)
+    def laps(self, run: Run[Content]) -> Sequence[Lap[Body]]:
+        return self.bodies[run.cohort.number]
 
-    def _meet(self, left: Sequence[Run[Content]]) -> None:
-        """Omit the next rounds, if the last one shifted all state that they use."""
-        if any(posts for run in self.runs if run not in left for posts in run.sent.values()):
-            # A round takes messages of devices that have ended, too, and these send no more.
-            return
-        now = [self._seen(run, body) for run in left if (body := self._body(run))]
-        before, self.before = self.before, now if len(now) == len(left) else []
-        added, self.masks.added = self.masks.added, {}
-        if not before or len(before) != len(self.before) or not all(map(_Seen.follows, now, before)):
-            return
-        count = min(one.body.count - one.turn for one in now) - 1
-        if count > 0 and all(self._is_steady(*pair, count) for pair in zip(before, now, strict=True)):
-            for one, two in zip(before, now, strict=True):
-                self._leave_out(one, two, count, added or {})
-            self.before = []
-
-    def _body(self, run: Run[Content]) -> Body | None:
-        return next((b for b in self.bodies[run.cohort.number] if b.start <= run.at < b.end), None)
-
-    def _seen(self, run: Run[Content], body: Body) -> _Seen:
-        turn = (run.at - body.start) // body.length
+    def seen(self, run: Run[Content], lap: Lap[Body], count: int) -> _Seen | None:
+        """Return the state of a cohort; None if it may take messages of cohorts that have ended, which send no more."""
+        added = self.masks.begin_sums(run.cohort.number)
+        ended = (other for other in self.runs if other.at == len(other.cohort.code))
+        if any(posts for other in ended for posts in other.sent.values()):
+            return None
+        body, turn = lap.step, (run.at - lap.start) // lap.length
         held = {key: self._status(run, key) for key in (*body.fixed, *self._window(body, turn))}
         posted = {group: len(posts) for group, posts in run.collectives.items()}
         sent = {to: list(posts) for to, posts in run.sent.items() if posts}
         flags = {id(m): flags_of(m) for status in held.values() for m in memories(status)}
         has_sums = all(name in run.values for name in body.sums)
-        return _Seen(run, body, turn, held, has_sums, posted, sent, flags)
+        return _Seen(body, turn, count, held, has_sums, posted, sent, flags, added)
 
     def _window(self, body: Body, turn: int) -> Iterator[Key]:
         for key, (lo, hi) in body.moving.items():
@@ -127,38 +115,38 @@ class Rounds(Interpreter[Content]):
 
     # Whether the last round shifted the state.
 
-    def _is_steady(self, before: _Seen, now: _Seen, count: int) -> bool:
-        """Return whether the last round shifted its state, and the state that `count` more rounds meet is shifted."""
+    def is_steady(self, run: Run[Content], before: _Seen, now: _Seen) -> bool:
+        """Return whether the last round shifted its state, and the state that all omitted rounds meet is shifted."""
         fixed = set(now.body.fixed)
         like = Likeness(self.shift, {key: now.posted[key] - n for key, n in before.posted.items()})
         later = {key: self.shift.key(key, 0 if key in fixed else 1) for key in before.held}
         return (
             before.has_sums
             and all(like.follows(before.held[a], now.held[b], 1, before.flags) for a, b in later.items())
-            and all(self._go_on(like, now, key, count) for key in now.body.moving)
+            and all(self._go_on(like, run, now, key) for key in now.body.moving)
             and before.sent.keys() == now.sent.keys()
             and all(like.follow(before.sent[to], now.sent[to], before.flags) for to in now.sent)
-            and self._is_apart(now, like, count)
-            and all(self._is_own(now, group) for group, n in now.posted.items() if n != before.posted.get(group))
+            and self._is_apart(run, now, like)
+            and all(self._is_own(run, now, group) for group, n in now.posted.items() if n != before.posted.get(group))
         )
 
-    def _go_on(self, like: Likeness, now: _Seen, key: Key, count: int) -> bool:
+    def _go_on(self, like: Likeness, run: Run[Content], now: _Seen, key: Key) -> bool:
         """Return whether the names of a kind follow each other: the next rounds reach names like the present ones, and
         the names that they leave behind have ended.
         """
         lo, hi = now.body.moving[key]
         left, last = (self.shift.key(key, now.turn + n) for n in (lo - 1, hi))
         status = now.held[last]
-        after = (self._status(now.run, self.shift.key(last, n)) for n in range(1, count + 1))
+        after = (self._status(run, self.shift.key(last, n)) for n in range(1, now.count + 1))
         goes_on = all(like.follows(status, other, n, now.flags) for n, other in enumerate(after, 1))
-        return goes_on and self._status(now.run, left).post is None
+        return goes_on and self._status(run, left).post is None
 
-    def _is_apart(self, now: _Seen, like: Likeness, count: int) -> bool:
+    def _is_apart(self, run: Run[Content], now: _Seen, like: Likeness) -> bool:
         """Return whether memory that moves belongs to moving names alone, and each sum has memory of its own."""
-        run, body = now.run, now.body
+        body = now.body
         moving = set(self._window(body, now.turn))
         for key, (lo, hi) in body.moving.items():
-            moving |= {self.shift.key(key, now.turn + n) for n in (lo - 1, *range(hi + 1, hi + count + 1))}
+            moving |= {self.shift.key(key, now.turn + n) for n in (lo - 1, *range(hi + 1, hi + now.count + 1))}
         sums = [run.values[name] for name in body.sums]
         others = [run.values[name] for name in run.values.keys() - moving - set(body.sums)]
         still = {id(memory) for content in others for memory in content.memory}
@@ -170,20 +158,20 @@ class Rounds(Interpreter[Content]):
         is_own = len(own) == len(added) and own.isdisjoint(known) and not any(True in flags_of(m) for m in added)
         return is_own and like.moved.isdisjoint(still | like.kept)
 
-    def _is_own(self, now: _Seen, group: bytes) -> bool:
+    def _is_own(self, run: Run[Content], now: _Seen, group: bytes) -> bool:
         """Return whether all devices of a group's collectives are in this cohort, and the loop waits for unfinished
         ones.
         """
-        run = now.run
         waiting = {name for name, (post, _) in run.handles.items() if post.peers.tobytes() == group}
         known = run.groups.get(group)
         return known is not None and all(end is run for end, _ in known.ends) and waiting <= now.held.keys()
 
     # What the left out rounds do.
 
-    def _leave_out(self, before: _Seen, now: _Seen, count: int, added: Added) -> None:
-        run, body = now.run, now.body
-        found = dict(self._later(now, count))
+    def leave_out(self, run: Run[Content], before: _Seen, now: _Seen) -> None:
+        """Give a cohort the state that it has after the omitted rounds."""
+        body, count = now.body, now.count
+        found = dict(self._later(run, now))
         waiting = {id(status.post): status.post for status in found.values() if status.post}
         for post in (*waiting.values(), *(post for some in run.sent.values() for post in some)):
             self.shift.post(post, count)
@@ -199,18 +187,17 @@ class Rounds(Interpreter[Content]):
             self._set(run, key, status)
         for name in body.sums:
             total, sums = run.values[name], self.masks.sums
-            each = [replace(one, addends=sums.addends_of(one)) for one in added.get((run.cohort.number, name), ())]
+            each = [replace(one, addends=sums.addends_of(one)) for one in now.added.get(name, ())]
             run.values[name] = sums.sum(total, total.box, [total, *(self.shift.repeated(one, count) for one in each)])
-        run.at += count * body.length
 
-    def _later(self, now: _Seen, count: int) -> Iterator[tuple[Key, Status]]:
-        """Yield the statuses, after `count` more rounds, of all names and tasks that these rounds touch."""
-        shift = self.shift
+    def _later(self, run: Run[Content], now: _Seen) -> Iterator[tuple[Key, Status]]:
+        """Yield the statuses, after the omitted rounds, of all names and tasks that these rounds touch."""
+        shift, count = self.shift, now.count
         for key in now.body.fixed:
             yield key, _moved(shift, now.held[key], count)
         for key, (lo, hi) in now.body.moving.items():
             last = shift.key(key, now.turn + lo - 1)
-            left = self._status(now.run, last)
+            left = self._status(run, last)
             yield from ((shift.key(last, n), _moved(shift, left, n)) for n in range(1, count + 1))
             for n in range(lo + now.turn, hi + now.turn + 1):
                 yield shift.key(key, n + count), _moved(shift, now.held[shift.key(key, n)], count)

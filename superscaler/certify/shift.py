@@ -17,7 +17,7 @@ from superscaler.certify.interpret import Post
 from superscaler.certify.passes import Tape
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
-from superscaler.ir.loops import Loop, Rolled
+from superscaler.ir.loops import Loop, Rolled, loops_of
 from superscaler.ir.program import (
     ROLES,
     VALUES,
@@ -36,6 +36,7 @@ from superscaler.ir.program import (
     Value,
     names,
 )  # fmt: skip
+from superscaler.ir.running.machine import Lap
 
 K = TypeVar("K", bound=Hashable)
 S = TypeVar("S")
@@ -64,22 +65,15 @@ class Status:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A loop of a cohort: the position of its first instruction, and all names and tasks in it.
+    """All names and tasks in a loop of a cohort.
 
     `moving`: names of microbatches, as in the first ones, with the least and the greatest number of a repetition that
     reads or makes them in repetition 0. `sums`: the names that are only added to in place. `fixed`: all others.
     """
 
-    start: int
-    length: int
-    count: int
     moving: Mapping[Key, tuple[int, int]]
     fixed: Sequence[Key]
     sums: Sequence[Value]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length * self.count
 
 
 class Shift:
@@ -232,26 +226,24 @@ class Shift:
         post.read = [None if content is None else self.content(content, count) for content in post.read]
 
 
-def bodies(cohort: Cohort, shift: Shift) -> list[Body]:
+def laps_of(cohort: Cohort, shift: Shift) -> list[Lap[Body]]:
     """Return the loops of a cohort. Raises Unsteady unless those of all its devices move alike."""
     codes = [device.instructions for device in cohort.samples]
     rolled = [code for code in codes if isinstance(code, Rolled)]
     if not rolled:
         return []
-    places = [[(n, len(run.first), run.count) for n, run in _loops(code)] for code in rolled]
+    places = [[(n, len(run.first), run.count) for n, run in loops_of(code)] for code in rolled]
     if len(rolled) < len(codes) or any(other != places[0] for other in places):
         raise Unsteady
     for device, code in zip(cohort.samples, rolled, strict=True):
-        for _, loop in _loops(code):
+        for _, loop in loops_of(code):
             shift.read(loop, device.rank)
-    return [_body(start, loop, shift.microbatches) for start, loop in _loops(rolled[0])]
+    return [
+        Lap(start, len(loop.first), loop.count, _body(loop, shift.microbatches)) for start, loop in loops_of(rolled[0])
+    ]
 
 
-def _loops(code: Rolled) -> list[tuple[int, Loop]]:
-    return [(start, run) for start, run in zip(code.starts, code.runs, strict=True) if isinstance(run, Loop)]
-
-
-def _body(start: int, loop: Loop, step: int) -> Body:
+def _body(loop: Loop, step: int) -> Body:
     """Return a loop whose names move by `step` microbatches."""
     moving, fixed, sums = dict[Key, list[int]](), dict[Key, None](), dict[Value, None]()
     for a, b in zip(loop.first, loop.second, strict=True):
@@ -269,7 +261,7 @@ def _body(start: int, loop: Loop, step: int) -> Body:
     if not fixed.keys().isdisjoint(sums) or not still.isdisjoint(moving):
         raise Unsteady
     bounds = {key: (min(found), max(found)) for key, found in moving.items()}
-    return Body(start, len(loop.first), loop.count, bounds, [*fixed], [*sums])
+    return Body(bounds, [*fixed], [*sums])
 
 
 def keys(i: Instruction) -> Iterator[Key | None]:
