@@ -16,9 +16,9 @@ from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError, brief, named
+from superscaler.frontend.base.training import Optimizers
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.frontend.checks.agreement import SKIPPED
-from superscaler.frontend.training import Optimizers
 from superscaler.ir.graph import Graph
 from superscaler.materialize.joined.join import most_works
 from superscaler.plans import resolve

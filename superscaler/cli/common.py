@@ -134,7 +134,7 @@ class ModelRequest:
             import torch
 
             import superscaler.plan  # noqa: F401
-            from superscaler.frontend.results import NoLossError
+            from superscaler.frontend.base.results import NoLossError
             from superscaler.models import build
 
         with phase("model"):
@@ -157,7 +157,7 @@ class ModelRequest:
 
     def _optimizer(self, built: BuiltModel, parameters: Sequence[Any]) -> Any:
         """Return torch's optimizer of a name over parameters, or the result of a file's function for the module."""
-        from superscaler.frontend.training import named_optimizer
+        from superscaler.frontend.base.training import named_optimizer
         from superscaler.specs.user_file import from_file
 
         name = self.optimizer or "adamw"

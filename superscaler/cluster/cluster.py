@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superscaler.cluster.devices import DeviceKind, Preset
+from superscaler.cluster.known import PRESETS
 from superscaler.cluster.links import LOCAL, Links
 from superscaler.cluster.mesh import Mesh
-from superscaler.cluster.presets import PRESETS
 from superscaler.cluster.seconds import Way, Wiring, least, lines, ways
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import Numbered, checked

@@ -6,19 +6,22 @@ weights -> drop idle detaches -> infer indices -> name factors -> Model
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
-from superscaler.frontend.autocast import Autocast, read_autocast
-from superscaler.frontend.capture_cache import Inputs, Kept, inputs_of, key_of, load, save
+from superscaler.frontend.base.autocast import Autocast, read_autocast
+from superscaler.frontend.base.captured import Call, Captured, Given
+from superscaler.frontend.base.refusals import refuse_averages, refuse_scripted, refuse_set_weights
+from superscaler.frontend.base.results import names_of
+from superscaler.frontend.base.trace import Trace, base_of, read
+from superscaler.frontend.base.training import Optimizers, Training, given_optimizers, read_optimizers
+from superscaler.frontend.capture_cache import Kept, inputs_of, key_of, load, save
 from superscaler.frontend.checks.agreement import agree
 from superscaler.frontend.checks.shorter import needs_all_rows, shorter
 from superscaler.frontend.effects.calls import refuse_shared
@@ -26,78 +29,13 @@ from superscaler.frontend.effects.untouched import untouched
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.model_builder import build
 from superscaler.frontend.precision import Narrowed, narrowed
-from superscaler.frontend.refusals import refuse_averages, refuse_scripted, refuse_set_weights
-from superscaler.frontend.results import names_of
 from superscaler.frontend.rewrites.constants import fold, part_numbers
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
 from superscaler.frontend.rewrites.several_losses import separate
-from superscaler.frontend.trace import Trace, base_of, read
-from superscaler.frontend.training import Given, Optimizers, Training, given_optimizers, read_optimizers
 from superscaler.ir.model import Model, Optimizer
 from superscaler.specs.options import WHOLE
 from superscaler.timing import timed, without_garbage_collection
-
-
-@dataclass(frozen=True)
-class Call:
-    """The captured call of a module, its autocast, the modes of its submodules, and the optimizers as the user made
-    them. For several losses, also their keys, and for each parameter the output that is its loss.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: Inputs
-    training: tuple[bool, ...]
-    autocast: Autocast | None = None
-    optimizers: tuple[Given, ...] = ()
-    losses: tuple[Any, ...] = ()
-    loss_of: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def updated(self) -> frozenset[str]:
-        """Return the names of the parameters that the optimizers have."""
-        return frozenset(name for one in self.optimizers for _, names in one.groups for name in names)
-
-    def batch(self) -> dict[str, Tensor]:
-        """Return the example inputs by their exported names, in export's order."""
-        pairs = zip(self.inputs.names, self._flat()[0], strict=True)
-        return {name: value for name, value in pairs if isinstance(value, Tensor)}
-
-    def arguments(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with a batch in the place of the example."""
-        flat, spec = self._flat()
-        pairs = zip(self.inputs.names, flat, strict=True)
-        args, kwargs = pytree.tree_unflatten([batch.get(name, value) for name, value in pairs], spec)
-        return args, kwargs
-
-    def _flat(self) -> tuple[list[Any], pytree.TreeSpec]:
-        return pytree.tree_flatten((self.args, {name: self.kwargs[name] for name in self.inputs.keywords}))
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured step: the model; its initial values and example batch by pTensor name; the captured call and exported
-    program.
-
-    `values` lacks tensors on the meta device. `fixed` has the buffers of the module's state that became constants, or
-    that nothing reads: with the model's own tensors they are that state, whole. `seconds`: of `export` (torch),
-    `capture` (the rest), `check` and `smaller` (batches). `checked`: one line about the check of the module.
-    """
-
-    model: Model
-    values: dict[str, Tensor]
-    call: Call
-    program: Callable[[], ExportedProgram]
-    seconds: dict[str, float]
-    batch: dict[str, Tensor]
-    fixed: dict[str, Tensor] = field(default_factory=dict)
-    checked: str = ""
-
-    @cached_property
-    def exported(self) -> ExportedProgram:
-        return self.program()
 
 
 def capture(

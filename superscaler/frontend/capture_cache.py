@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -23,20 +23,14 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from superscaler.bits import bytes_of
-from superscaler.frontend.oracle import pieces
+from superscaler.frontend.base.captured import Inputs
+from superscaler.frontend.base.oracle import values_of
 from superscaler.frontend.rewrites.constants import compact
 from superscaler.ir.model import Model
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.store import cache
 
 _INSTALLED = "-packages"
-
-
-class Inputs(NamedTuple):
-    """The keyword arguments in the order of export, and the exported names of the leaves of all arguments."""
-
-    keywords: list[str]
-    names: list[str]
 
 
 # A model, its values, its inputs, and the result of its check.
@@ -80,13 +74,6 @@ def _bits(x: Tensor) -> str:
 def _installed() -> list[str]:
     """Return the importable packages with their versions, read from pip's folders."""
     return sorted(f.name for home in sys.path if _INSTALLED in home for f in Path(home).glob("*-info"))
-
-
-def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
-    """Return the model's values from its module: parameters, segments of them, and buffers, if not on meta."""
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
-    found = {name: value.detach() for name, value in named.items() if not value.is_meta}
-    return {name: value.contiguous() for name, value in {**found, **pieces(model, found)}.items()}
 
 
 def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs, checked: str) -> None:

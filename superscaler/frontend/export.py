@@ -18,16 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, PlanError, a
-from superscaler.frontend import autocast as casts
-from superscaler.frontend import checkpoints
-from superscaler.frontend.autocast import Autocast
+from superscaler.frontend.base import autocast as casts
+from superscaler.frontend.base import checkpoints
+from superscaler.frontend.base.autocast import Autocast
+from superscaler.frontend.base.refusals import Lost, explain, forward_line, is_users
+from superscaler.frontend.base.results import returned
+from superscaler.frontend.base.trace import argument, source_of
 from superscaler.frontend.composites import decomposed
 from superscaler.frontend.effects.calls import StateWasSet, call, refuse_hooks
 from superscaler.frontend.effects.untouched import without_checks
-from superscaler.frontend.refusals import Lost, explain, forward_line, is_users
-from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
-from superscaler.frontend.trace import argument, source_of
 from superscaler.replaced import quiet, replaced
 
 # Synonyms of operators that have a rule, and composites that torch decomposes into such operators.

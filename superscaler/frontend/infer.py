@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import CaptureError, InputError
-from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, reads, shape_of, target_of
+from superscaler.frontend.base.trace import Trace, argument, dtype_of, outputs, reads, shape_of, target_of
 from superscaler.ir.op import Mark
 from superscaler.ops.call import Site
 from superscaler.ops.notation import Dim, Signature, frozen, misfit, resolve

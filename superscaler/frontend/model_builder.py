@@ -9,11 +9,11 @@ import torch
 from torch.fx import Node
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.base.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
+from superscaler.frontend.base.training import Training, depends, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.rewrites.packed_weights import Segments
-from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
-from superscaler.frontend.training import Training, depends, remove_idle_detaches, with_gradient
 from superscaler.groups import group_by
 from superscaler.ir.model import Factor, Model, Op, Operand, PTensor, TensorKind
 from superscaler.ir.names import common_module, unique

@@ -11,9 +11,9 @@ from itertools import takewhile
 
 from torch.fx import Node
 
+from superscaler.frontend.base.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
+from superscaler.frontend.base.training import depends
 from superscaler.frontend.infer import Inference
-from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
-from superscaler.frontend.training import depends
 from superscaler.ir.model import TensorKind
 from superscaler.ops.spans import Span
 from superscaler.ops.table import row_of

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError, brief, unknown
+from superscaler.frontend.base.training import Optimizers
 from superscaler.frontend.effects.calls import refuse_hooks
-from superscaler.frontend.training import Optimizers
 from superscaler.specs.options import HALVES
 
 

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.losses import find_loss
+from superscaler.runtime.executor import Rank
 from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, part_of, sizes
-
-if TYPE_CHECKING:
-    from superscaler.runtime.step import Step
 
 Metric = Callable[[Any, Mapping[str, Tensor]], Any]
 
 
-def shared(plan: Mapping[str, Any], step: Step) -> dict[str, Tensor]:
+class Stepped(Protocol):
+    """A step of a plan on this rank."""
+
+    plan: Mapping[str, Any]
+    rank: int
+    world: int
+    state: Rank
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Any: ...
+
+
+def shared(plan: Mapping[str, Any], step: Stepped) -> dict[str, Tensor]:
     """Return the weights on this rank that the plan of evaluation and the training plan keep in the same piece."""
     here = {_place(step.plan, entry): entry["name"] for entry in _owned(step.plan, step.rank)}
     pairs = ((entry, here.get(_place(plan, entry))) for entry in _owned(plan, step.rank) if not entry.get("host"))
@@ -40,10 +49,13 @@ def check_models(plan: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
         raise InputError(f"the plan of evaluation {what}; compile both of one module, for one cluster.")
 
 
-class Filler:
+S = TypeVar("S", bound=Stepped)
+
+
+class Filler(Generic[S]):
     """Copies of weights that evaluation keeps in other pieces than training: `fill` sets their present values."""
 
-    def __init__(self, evaluation: Step, step: Step) -> None:
+    def __init__(self, evaluation: S, step: S) -> None:
         self.evaluation, self._step = evaluation, step
         lacking = [_lacking(evaluation.plan, step.plan, rank) for rank in range(step.world)]
         needed = {located(evaluation.plan, entry)[0] for entries in lacking for entry in entries}
@@ -91,7 +103,7 @@ def _lacking(plan: Mapping[str, Any], trained: Mapping[str, Any], rank: int) -> 
 
 
 @contextmanager
-def uncounted(step: Step) -> Iterator[None]:
+def uncounted(step: Stepped) -> Iterator[None]:
     """Leave the bytes that the block sends out of the communicator's count, which is of the training plan."""
     communicator = step.state.communicator
     moved = communicator.moved
@@ -101,7 +113,9 @@ def uncounted(step: Step) -> Iterator[None]:
         communicator.moved = moved
 
 
-def mean(step: Step, batches: Iterable[Mapping[str, Tensor]], metrics: Mapping[str, Metric] | None) -> dict[str, float]:
+def mean(
+    step: Stepped, batches: Iterable[Mapping[str, Tensor]], metrics: Mapping[str, Metric] | None
+) -> dict[str, float]:
     """Return the mean over batches of each metric of the outputs and the batch."""
     found: dict[str, float] = {}
     count = 0

@@ -67,7 +67,7 @@ class Step:
         # The plan of evaluation, its code and its weights; and what fills its step, once one was evaluated.
         self.evaluation: Callable[[], tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]] | None
         self.evaluation = None
-        self._filler: evaluation.Filler | None = None
+        self._filler: evaluation.Filler[Step] | None = None
         self.trains = bool(plan["loss_dtype"])
         self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
@@ -146,7 +146,7 @@ class Step:
             self._filled_by().fill()
         return self.evaluating
 
-    def _filled_by(self) -> evaluation.Filler:
+    def _filled_by(self) -> evaluation.Filler[Step]:
         if self.evaluation is None:
             raise InputError(
                 "this plan was saved without one of evaluation; capture module.eval() with optimizer=None, compile it "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superscaler.artifact import initial_values
 from superscaler.bits import bytes_of
-from superscaler.frontend.oracle import largest, retyped
+from superscaler.frontend.base.oracle import largest, retyped
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model
 from superscaler.ir.text.model import parse_model, print_model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superscaler.artifact import slots_of
 from superscaler.compiler import Compiled
-from superscaler.frontend.oracle import Reference, dense, largest, largest_gap
+from superscaler.frontend.base.oracle import Reference, dense, largest, largest_gap
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
 from superscaler.runtime.executor import put, take

@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError, brief
-from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.checks.agreement import WithoutDropout
-from superscaler.frontend.effects.untouched import untouched
-from superscaler.frontend.oracle import (
+from superscaler.frontend.base.checkpoints import marked
+from superscaler.frontend.base.oracle import (
     DRAWN,
     Draw,
     Reference,
@@ -31,14 +29,16 @@ from superscaler.frontend.oracle import (
     pieces,
     retyped,
 )
-from superscaler.frontend.results import form_and_tensors, loss_of
+from superscaler.frontend.base.results import form_and_tensors, loss_of
+from superscaler.frontend.checks.agreement import WithoutDropout
+from superscaler.frontend.effects.untouched import untouched
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
 from superscaler.replaced import replaced
 from superscaler.specs.options import HALVES
 
 if TYPE_CHECKING:
-    from superscaler.frontend.capture import Call, Captured
+    from superscaler.frontend.base.captured import Call, Captured
 
 _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__

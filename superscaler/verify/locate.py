@@ -13,7 +13,7 @@ from superscaler.artifact import describe, slots_of
 from superscaler.comm.threads import run_ranks
 from superscaler.compiler import Compiled
 from superscaler.errors import RuntimeFailure
-from superscaler.frontend.oracle import dense, largest, largest_gap
+from superscaler.frontend.base.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Forward, Function, Program

@@ -9,7 +9,7 @@ from math import isfinite
 
 import torch
 
-from superscaler.frontend.oracle import Reference, dense
+from superscaler.frontend.base.oracle import Reference, dense
 from superscaler.replaced import replaced
 from superscaler.runtime.scaling import Scaler
 from superscaler.runtime.step import Step

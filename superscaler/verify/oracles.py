@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from superscaler.compiler import Compiled
-from superscaler.frontend.oracle import Draw, Reference, reference_step
+from superscaler.frontend.base.oracle import Draw, Reference, reference_step
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, Op
 from superscaler.ir.names import draw_number

@@ -15,7 +15,7 @@ from superscaler.artifact import initial_values, reads, write
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.frontend.oracle import default_dtype, retyped
+from superscaler.frontend.base.oracle import default_dtype, retyped
 from superscaler.interrupt import TemporaryFolder
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.model import Model

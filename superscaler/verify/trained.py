@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from superscaler.compiler import Compiled, finish
-from superscaler.frontend.oracle import Reference, largest
+from superscaler.frontend.base.oracle import Reference, largest
 from superscaler.ir.model import Model
 from superscaler.runtime.compiled.in_parts import InParts
 from superscaler.runtime.optimizer import ROUNDING

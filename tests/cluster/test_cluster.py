@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superscaler.cluster import LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links, presets
+from superscaler.cluster import LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links, known
 from superscaler.cluster.devices import Attention, Speeds
 from superscaler.errors import InputError
 
@@ -119,13 +119,13 @@ def test_a_file_replaces_speeds_of_the_preset() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of presets, with those of the library."""
-    for path in presets._FOLDER.glob("*.yaml"):
+    for path in known._FOLDER.glob("*.yaml"):
         (tmp_path / path.name).write_text(path.read_text())
-    monkeypatch.setattr(presets, "_FOLDER", tmp_path)
-    presets._names.cache_clear()
+    monkeypatch.setattr(known, "_FOLDER", tmp_path)
+    known._names.cache_clear()
     yield tmp_path
-    presets._names.cache_clear()
-    presets._read.cache_clear()
+    known._names.cache_clear()
+    known._read.cache_clear()
 
 
 SPEEDS = "{units: 4, products: {float32: 1e12}, memory: [100e9, 300e9], shares: {norm: 0.5}}"

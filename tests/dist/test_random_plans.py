@@ -20,7 +20,7 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import ScheduleError
-from superscaler.frontend.oracle import retyped
+from superscaler.frontend.base.oracle import retyped
 from superscaler.ir.communication import bytes_moved
 from superscaler.launch.launch import launch
 from superscaler.plans import resolve

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.capture import capture
 from tests.frontend.examples import gpt2, llama, tokens
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.frontend import capture as capturing
-from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.capture import capture
 from superscaler.ir.text.model import print_model
 from superscaler.models import build
 from superscaler.plan import capture_named

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.capture import Captured, capture
-from superscaler.frontend.oracle import reference_step
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.base.oracle import reference_step
+from superscaler.frontend.capture import capture
 from superscaler.ir.model import Model, Op
 from tests.frontend.examples import Block, Contractions, Function, Mlp, Regrouped, gpt2, tokens
 from tests.helpers.graphs import assert_equal, captured_with, graph_of, step_of

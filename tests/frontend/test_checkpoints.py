@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.capture import Captured
+from superscaler.frontend.base.captured import Captured
 from superscaler.frontend.capture_cache import key_of
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.report.model import describe

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import superscaler as ss
+from superscaler.frontend.base.oracle import reference_step
 from superscaler.frontend.capture import capture
-from superscaler.frontend.oracle import reference_step
 from superscaler.frontend.rewrites import constants
 from superscaler.frontend.rewrites.simplify import kind_of_mask
 from superscaler.models import build

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superscaler.frontend.capture import Captured, capture
-from superscaler.frontend.oracle import reference_step
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.base.oracle import reference_step
+from superscaler.frontend.capture import capture
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ops.call import Local
 from superscaler.ops.table import parts_of, row_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from superscaler.frontend.base.samples import is_derivative
 from superscaler.frontend.rewrites.decompositions import TABLE
-from superscaler.frontend.users.samples import is_derivative
 
 _ATEN = torch.ops.aten
 X, W = (torch.linspace(-2, 3, n, dtype=torch.float64).sin().reshape(-1, 4) for n in (24, 16))

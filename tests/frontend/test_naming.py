@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.capture import capture
 from tests.frontend.examples import Mlp
 from tests.helpers.graphs import assert_equal, step_of
 from tests.helpers.ran import Around, equal, kinds

@@ -18,7 +18,7 @@ from superscaler.artifact import slots_of
 from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
 from superscaler.errors import CaptureError, InputError
-from superscaler.frontend.oracle import reference_step
+from superscaler.frontend.base.oracle import reference_step
 from superscaler.ir.graph import Graph
 from superscaler.models import BuiltModel, build
 from superscaler.plan import Plan, capture, compile

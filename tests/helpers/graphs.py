@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import superscaler as ss
-from superscaler.frontend.training import given_optimizers, read_optimizer
+from superscaler.frontend.base.training import given_optimizers, read_optimizer
 from superscaler.models import build
 from superscaler.plan import capture_named
 from tests.helpers.ran import equal

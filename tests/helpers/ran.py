@@ -19,7 +19,7 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.compiler import Compiled, finish, transform
 from superscaler.emit.device import Emitted
-from superscaler.frontend.oracle import Reference, retyped
+from superscaler.frontend.base.oracle import Reference, retyped
 from superscaler.ir.communication import links
 from superscaler.ir.program import Collective, Instruction, Program, Send
 from superscaler.plans import resolve

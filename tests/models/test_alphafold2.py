@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.frontend.oracle import reference_step
+from superscaler.frontend.base.oracle import reference_step
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
 from superscaler.models import build

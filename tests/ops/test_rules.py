@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from superscaler.frontend.base.trace import Trace
 from superscaler.frontend.rewrites.normalize import normalize
-from superscaler.frontend.trace import Trace
 from superscaler.frontend.users.proof import Run, ops_of, prove, record
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Op, PTensor

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.frontend.training import named_optimizer
+from superscaler.frontend.base.training import named_optimizer
 from superscaler.runtime.step import Step
 from superscaler.specs.options import OPTIMIZERS
 from superscaler.train.options import RankOptions

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.frontend import training
+from superscaler.frontend.base import training
+from superscaler.frontend.base.oracle import reference_step
 from superscaler.frontend.capture import capture
-from superscaler.frontend.oracle import reference_step
 from superscaler.runtime import optimizer
 from superscaler.verify.eager import Eager, _grouped
 from tests.frontend.examples import Net, gpt2, llama, tokens

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +21,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superscaler.errors import CaptureError, brief
-from superscaler.frontend.capture_cache import values_of
-from superscaler.frontend.checkpoints import marked
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.base.checkpoints import marked
+from superscaler.frontend.base.oracle import (
+    Reference,
+    dense,
+    gaps,
+    largest,
+    largest_gap,
+    packed,
+    reference_step,
+    values_of,
+)
+from superscaler.frontend.base.refusals import forward_line
+from superscaler.frontend.base.results import form_and_tensors, loss_of
+from superscaler.frontend.base.trace import source_of
+from superscaler.frontend.base.training import Optimizers, optimizers_of
 from superscaler.frontend.effects.untouched import untouched
-from superscaler.frontend.oracle import Reference, dense, gaps, largest, largest_gap, packed, reference_step
-from superscaler.frontend.refusals import forward_line
-from superscaler.frontend.results import form_and_tensors, loss_of
-from superscaler.frontend.trace import source_of
-from superscaler.frontend.training import optimizers_of
-
-if TYPE_CHECKING:
-    from superscaler.frontend.capture import Captured
-    from superscaler.frontend.training import Optimizers
 
 STEPS = 2
 # A model above these limits is not compared: elements of its parameters, FLOPs of a step on CPU and on GPU.

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.base.oracle import call_with, largest
 from superscaler.frontend.effects.untouched import untouched, without_checks
-from superscaler.frontend.oracle import call_with, largest
 from superscaler.groups import collect
-
-if TYPE_CHECKING:
-    from superscaler.frontend.capture import Captured
-    from superscaler.ir.model import Model, Op
+from superscaler.ir.model import Model, Op
 
 _META = torch.device("meta")
 _ATEN = torch.ops.aten

@@ -11,21 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, combinations
 from math import isfinite, prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.base.oracle import call_with, dense, largest, largest_gap, retyped
+from superscaler.frontend.base.results import loss_of
 from superscaler.frontend.checks.agreement import MOST_ELEMENTS, MOST_FLOPS, WithoutDropout
 from superscaler.frontend.checks.reading import Reading, few_layers, reading
 from superscaler.frontend.effects.untouched import untouched
-from superscaler.frontend.oracle import call_with, dense, largest, largest_gap, retyped
-from superscaler.frontend.results import loss_of
+from superscaler.ir.model import Model
 from superscaler.ops.inputs import bounds, fillings, ignored, pads_rows
-
-if TYPE_CHECKING:
-    from superscaler.frontend.capture import Captured
-    from superscaler.ir.model import Model
 
 Batch = Mapping[str, Tensor]
 # Rows and elements of a sequence that are run, and how many of these elements are filled.

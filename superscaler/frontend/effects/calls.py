@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.base.refusals import SETS_DRAWS, blocked, forward_line, line_of
 from superscaler.frontend.effects.places import Lines, Places, line_of_set, recorded
 from superscaler.frontend.effects.state import Array, State, changed, of_draws, state_of
-from superscaler.frontend.refusals import SETS_DRAWS, blocked, forward_line, line_of
 
 # The seed of torch's generators during an export. No forward sets the same one.
 _SEED = 0x5CA1AB1E

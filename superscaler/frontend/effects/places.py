@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.refusals import forward_line, user_line
+from superscaler.frontend.base.refusals import forward_line, user_line
 from superscaler.replaced import replaced
 
 _MISSING = object()

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from superscaler.frontend.base.refusals import is_model
 from superscaler.frontend.effects.places import join
 from superscaler.frontend.effects.untouched import is_searched, names_in
-from superscaler.frontend.refusals import is_model
 
 _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, complex, str, bytes)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from superscaler.frontend.oracle import is_same
-from superscaler.frontend.refusals import is_model
+from superscaler.frontend.base.oracle import is_same
+from superscaler.frontend.base.refusals import is_model
 from superscaler.replaced import own_numbers, variable
 
 _MISSING = object()

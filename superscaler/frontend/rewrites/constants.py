@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from superscaler.bits import bytes_of
-from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
+from superscaler.frontend.base.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
 from superscaler.ir.names import unique
 from superscaler.ops.row import aten
 

@@ -11,9 +11,9 @@ from torch.fx import Node
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.base.trace import Trace, argument, dtype_of, outputs, place_of, reads, shape_of, target_of
 from superscaler.frontend.rewrites import decompositions
 from superscaler.frontend.rewrites.simplify import simplify
-from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, place_of, reads, shape_of, target_of
 from superscaler.ir.model import CAST
 from superscaler.ops.row import aten
 

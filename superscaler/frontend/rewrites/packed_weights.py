@@ -10,7 +10,7 @@ from math import prod
 
 from torch.fx import Node
 
-from superscaler.frontend.trace import Trace, argument, outputs, reads, shape_of, target_of
+from superscaler.frontend.base.trace import Trace, argument, outputs, reads, shape_of, target_of
 from superscaler.ir.model import CAST
 from superscaler.ir.names import unique
 

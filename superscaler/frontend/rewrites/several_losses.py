@@ -13,9 +13,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.results import RESULT
-from superscaler.frontend.trace import Trace, outputs, place_of, target_of
-from superscaler.frontend.training import with_gradient
+from superscaler.frontend.base.results import RESULT
+from superscaler.frontend.base.trace import Trace, outputs, place_of, target_of
+from superscaler.frontend.base.training import with_gradient
 from superscaler.ops.table import RANDOM, row_of
 
 

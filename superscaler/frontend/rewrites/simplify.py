@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from superscaler.frontend.base.trace import Trace, dtype_of, shape_of, target_of
 from superscaler.frontend.rewrites.constants import compact
 from superscaler.frontend.rewrites.decompositions import expanded
-from superscaler.frontend.trace import Trace, dtype_of, shape_of, target_of
 from superscaler.ops.row import aten
 
 _ATEN = torch.ops.aten

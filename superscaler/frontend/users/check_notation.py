@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import InputError, brief, named
+from superscaler.frontend.base.samples import KINDS, NORMAL, TRIED, Kind, varied
+from superscaler.frontend.base.trace import reads
 from superscaler.frontend.infer import signature
-from superscaler.frontend.trace import reads
 from superscaler.frontend.users.proof import Failure, NoGradientError, ops_of, prove, record
-from superscaler.frontend.users.samples import KINDS, NORMAL, TRIED, Kind, varied
 from superscaler.ops.notation import Dim, operand_dims, untils
 from superscaler.specs.registered import Registered
 

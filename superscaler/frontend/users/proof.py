@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.nn import Buffer
 
+from superscaler.frontend.base.samples import NORMAL, TRIED, Kind
+from superscaler.frontend.base.trace import Trace
 from superscaler.frontend.infer import infer
 from superscaler.frontend.model_builder import Builder
-from superscaler.frontend.trace import Trace
-from superscaler.frontend.users.samples import NORMAL, TRIED, Kind
 from superscaler.ir.mask import Box, Range
 from superscaler.ir.model import Op, Operand, PTensor, TensorKind
 

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.errors import CaptureError, a
-from superscaler.frontend.checkpoints import mark_of
+from superscaler.frontend.base.checkpoints import mark_of
 from superscaler.ir.model import TensorKind
 from superscaler.ir.names import unique
 from superscaler.ops.table import RANDOM, row_of

@@ -1,4 +1,4 @@
-"""What is known of the kinds of device, each in a file of this folder. Their form is that of cluster files."""
+"""What is known of the kinds of device, each in a file of `presets`. Their form is that of cluster files."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from superscaler.cluster.devices import Preset
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "presets"
 
 
 class _Presets(Mapping[str, Preset]):

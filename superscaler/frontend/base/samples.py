@@ -11,7 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from superscaler.frontend.oracle import largest
+from superscaler.frontend.base.oracle import largest
 
 # A function with more elements than this is not compared.
 _MOST_ELEMENTS = 1 << 24

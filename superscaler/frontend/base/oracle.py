@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.func import functional_call
 from torch.fx import Interpreter, Node
 
-from superscaler.frontend.results import names_of
+from superscaler.frontend.base.captured import Captured
+from superscaler.frontend.base.results import names_of
 from superscaler.groups import collect
 from superscaler.ir.model import Model
-
-if TYPE_CHECKING:
-    from superscaler.frontend.capture import Captured
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 Dtype = torch.dtype | None
@@ -282,3 +280,10 @@ class _Retyped(Interpreter):
         if isinstance(value, list | tuple):
             return type(value)(self._convert(v) for v in value)
         return value
+
+
+def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
+    """Return the model's values from its module: parameters, segments of them, and buffers, if not on meta."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
+    found = {name: value.detach() for name, value in named.items() if not value.is_meta}
+    return {name: value.contiguous() for name, value in {**found, **pieces(model, found)}.items()}

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.trace import FRAME, innermost
-from superscaler.frontend.users.samples import is_derivative
+from superscaler.frontend.base.samples import is_derivative
+from superscaler.frontend.base.trace import FRAME, innermost
 from superscaler.replaced import replaced
 from superscaler.specs.registered import REGISTERED
 

@@ -13,9 +13,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hoo
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError, unknown
-from superscaler.frontend.refusals import line_of
-from superscaler.frontend.results import RESULT
-from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
+from superscaler.frontend.base.captured import Given
+from superscaler.frontend.base.refusals import line_of
+from superscaler.frontend.base.results import RESULT
+from superscaler.frontend.base.trace import Trace, dtype_of, outputs, reads, target_of
 from superscaler.ir.model import Optimizer, TensorKind
 from superscaler.ops.table import row_of
 from superscaler.specs.options import CLASS, CONSTRUCTED, OPTIMIZERS, WHOLE, by_looks
@@ -106,27 +107,6 @@ class Training:
         groups = {piece: self.groups[whole] for piece, whole in of.items() if whole in self.groups}
         losses = {piece: self.loss_of[whole] for piece, whole in of.items() if whole in self.loss_of}
         return replace(self, groups=self.groups | groups, loss_of=self.loss_of | losses)
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """An optimizer as the user made it: its class and arguments, and the options and names of each parameter group.
-
-    It is no part of the model, so that `verify` does not depend on what capture reads of an optimizer.
-    """
-
-    kind: type[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
-    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
-
-    def over(self, slices: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer | None:
-        """Return a new optimizer of the class over slices of its parameters, by name; None if there are none."""
-        groups = [
-            {**options, "params": params}
-            for options, names in self.groups
-            if (params := [piece for name in names for piece in slices.get(name, ())])
-        ]
-        return self.kind(groups, **self.arguments) if groups else None  # type: ignore[call-arg, arg-type]
 
 
 def given_optimizers(module: nn.Module, optimizer: Optimizers | None) -> tuple[Given, ...]:
