@@ -164,9 +164,10 @@ def _show(printer: Printer, found: Mapping[str, Prediction], title: str = "") ->
     first, *others = found.values()
     printer.show(words(first))
     if len(first.devices) > 1:
-        printer.show(table(COLUMNS, device_rows(first), right=COLUMNS[1:]))
+        printer.show(table(["devices", *COLUMNS], device_rows(first), right=[*COLUMNS]))
     printer.result = first.as_json()
     if others:
         best = sorted(found, key=lambda spec: _rank(found[spec]))
-        printer.show(table(PLANS, (plan_row(spec, found[spec]) for spec in best), PLANS[1:-1], title))
+        names = ["plan", *PLANS]
+        printer.show(table(names, (plan_row(spec, found[spec]) for spec in best), names[1:-1], title))
         printer.result = {**printer.result, "plans": {spec: found[spec].as_json() for spec in best}}

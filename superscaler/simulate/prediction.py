@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -170,23 +170,35 @@ def _said(losses: Sequence[tuple[float, str]]) -> str:
     return ": " + ", ".join(some) if some else ""
 
 
+# The columns of devices after their names: the parts of their time, and their peak.
+COLUMNS: Mapping[str, Callable[[DeviceTimes], str]] = {
+    "compute": lambda d: duration(d.compute),
+    "communication": lambda d: duration(d.communication),
+    "bubble": lambda d: duration(d.bubble),
+    "optimizer": lambda d: duration(d.optimizer),
+    "other": lambda d: duration(d.launch + d.copies),
+    "peak": lambda d: size(d.peak_bytes),
+}
+# The columns of plans after their names.
+PLANS: Mapping[str, Callable[[Prediction], str]] = {
+    "peak": lambda p: size(p.fullest.peak_bytes),
+    "fits": lambda p: "yes" if p.fits else "no",
+    "step": lambda p: duration(p.step_seconds),
+    "beside the bound": lambda p: ", ".join(f"{s:.2f} {name}" for s, name in _losses(p)[:2] if s > _SMALL),
+}
+
+
 def device_rows(p: Prediction) -> Iterator[tuple[str, ...]]:
-    """Yield a row of text for each kind of equal devices: the parts of their time, and their peak."""
+    """Yield a row of text for each kind of equal devices: these, and `COLUMNS`."""
     equal: dict[tuple[str, ...], list[int]] = {}
     for d in p.devices:
-        times = (d.compute, d.communication, d.bubble, d.optimizer, d.launch + d.copies)
-        equal.setdefault((*map(duration, times), size(d.peak_bytes)), []).extend(d.devices)
+        equal.setdefault(tuple(text(d) for text in COLUMNS.values()), []).extend(d.devices)
     yield from ((devices_text(sorted(devices), p.world), *row) for row, devices in equal.items())
 
 
 def plan_row(spec: str, p: Prediction) -> tuple[str, ...]:
-    """Return a row of text for a plan among others."""
-    losses = ", ".join(f"{share:.2f} {name}" for share, name in _losses(p)[:2] if share > _SMALL)
-    return spec, size(p.fullest.peak_bytes), "yes" if p.fits else "no", duration(p.step_seconds), losses
-
-
-PLANS = ("plan", "peak", "fits", "step", "beside the bound")
-COLUMNS = ("devices", "compute", "communication", "bubble", "optimizer", "other", "peak")
+    """Return a row of text for a plan among others: its name, and `PLANS`."""
+    return (spec, *(text(p) for text in PLANS.values()))
 
 
 def devices_text(devices: Sequence[int], world: int) -> str:

@@ -151,4 +151,8 @@ def compared(subjects: Sequence[Subject]) -> Markup:
 def times(subject: Subject) -> Markup:
     """Return the seconds and the peak of each distinct program as a table."""
     rows = device_rows(subject.simulation.prediction)
-    return table(COLUMNS, rows, title="Seconds of a step by where they go, in the mean over devices of one program.")
+    return table(
+        ["devices", *COLUMNS],
+        rows,
+        title="Seconds of a step by where they go, in the mean over devices of one program.",
+    )
