@@ -9,7 +9,7 @@ from textwrap import fill
 import numpy as np
 
 from superscaler.emit.lines import WIDTH, wrapped
-from superscaler.emit.lists import Lists, Waits, family, modules_of, named_weights, paths_of
+from superscaler.emit.lists import Lists, Makers, Waits, family, modules_of, named_weights, paths_of
 from superscaler.emit.loops import Section, runs_of
 from superscaler.emit.names import Spelling
 from superscaler.emit.repeats import LAYER, Layers, Repeat, line, repeats_of, span
@@ -124,7 +124,8 @@ class _Writer(Statements):
         self.at_rest = {
             i.out: i for i in rows if isinstance(i, p.Load) and program.model.tensors[i.tensor].kind != "input"
         }
-        self.runs = [run.tidied(self.at_rest) for run in found]
+        makers: Makers = {}
+        self.runs = [run.tidied(self.at_rest, makers) for run in found]
         self.modules = modules_of([w.tensor for w in samples[0].weights])
         self.weights = named_weights(samples[0].weights, rows, self.modules)
         self.lists = Lists([i for run in self.runs for i, *_ in run.rows], self.weights)

@@ -58,8 +58,8 @@ Item = Value | Run | None
 # Looked up many times for each instruction.
 @lru_cache(1 << 16)
 def family(value: Value) -> Value:
-    """Return a value without its microbatch."""
-    return value._replace(microbatch=0)
+    """Return a value in the first microbatch; a value of all microbatches is a family of its own."""
+    return value if value.microbatch == NONE else value._replace(microbatch=0)
 
 
 def fields(i: Instruction, role: Role) -> list[tuple[str, tuple[Value | None, ...]]]:
@@ -94,12 +94,17 @@ def values_of(i: Instruction) -> list[Value]:
     return found
 
 
-def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[Row]:
+# The instruction that makes each value, by number, and the place there.
+Makers = dict[Value, tuple[int, int]]
+
+
+def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value], makers: Makers) -> list[Row]:
     """Return rows without loads and ends of weights at rest. Successive waits for one collective are one row. Values
-    that end together, or that one row waits for, are in the order of their making.
+    that end together, or that one row waits for, are in the order of their making. `makers`: of values that were made
+    before; those of the rows are added.
     """
-    found, made, makers = list[Row](), dict[Value, int](), dict[Value, int]()
-    for n, row in enumerate(rows):
+    found, made = list[Row](), dict[Value, int]()
+    for row in rows:
         i = row[0]
         if isinstance(i, p.Load) and i.out in at_rest:
             continue
@@ -112,18 +117,24 @@ def tidied(rows: Iterable[tuple[Any, ...]], at_rest: Container[Value]) -> list[R
             found += [tuple(p.Free(tuple(j.names[k] for k in kept)) for j in row)] * bool(kept)
         elif isinstance(i, p.Wait):
             one, k = tuple(Waits((j.out,), (j.work,), (j.shape,)) for j in row), len(found) - 1
-            while k >= 0 and isinstance(w := found[k][0], Waits) and makers.get(w.works[0]) != makers.get(i.work, -1):
+            while k >= 0 and isinstance(w := found[k][0], Waits) and not _is_made_with(w.works[0], i.work, makers):
                 k -= 1
             if k < 0 or not isinstance(w := found[k][0], Waits):
                 found.append(one)
             else:
-                at = bisect([made[work] for work in w.works], made[i.work])
+                at = bisect([makers[work] for work in w.works], makers[i.work])
                 found[k] = tuple(_joined(a, at, b) for a, b in zip(found[k], one, strict=True))
         else:
             found.append(row)
         made |= {v: len(made) + k for k, v in enumerate(names(i, Role.WRITE))}
-        makers |= dict.fromkeys(names(i, Role.WRITE), n)
+        number = len(makers)
+        makers |= {v: (number, k) for k, v in enumerate(names(i, Role.WRITE))}
     return found
+
+
+def _is_made_with(one: Value, other: Value, makers: Makers) -> bool:
+    """Return whether one instruction makes two values."""
+    return one in makers and other in makers and makers[one][0] == makers[other][0]
 
 
 def _joined(some: Instruction, at: int, others: Waits) -> Waits:
@@ -168,7 +179,7 @@ class Lists:
     def _add(self, own: Sequence[Value]) -> None:
         if len(own) > 1:
             left = self.taken - ({*map(_bare, own)} - self._whole)
-            name = family(_name(own, left))
+            name = _name(own, left)._replace(microbatch=family(own[0]).microbatch)
             self.taken.add(_bare(name))
             self.places |= {family(v): (name, place) for place, v in enumerate(own)}
             self.size[name] = len(own)

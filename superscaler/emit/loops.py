@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
 
-from superscaler.emit.lists import Instruction, Row, family, names, tidied, values_of
+from superscaler.emit.lists import Instruction, Makers, Row, family, names, tidied, values_of
 from superscaler.ir import program as p
 from superscaler.ir.communication import batches
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans
@@ -40,10 +40,11 @@ class Section:
         fixed = {a for a, b in self._moves if a == b}
         return steps.pop() if len(steps) == 1 and is_plain and not self.moving & fixed else 0
 
-    def tidied(self, at_rest: Container[Value]) -> "Section":
-        """Return the section with rows in the form in which they are written."""
+    def tidied(self, at_rest: Container[Value], makers: Makers) -> "Section":
+        """Return the section with rows in the form in which they are written; see `lists.tidied`."""
         both = [(*now, *later) for now, later in zip(self.rows, self.later or self.rows, strict=True)]
-        rows = tidied(both, at_rest)
+        # In a loop, values of earlier repetitions take the place of those that were made before it.
+        rows = tidied(both, at_rest, makers if self.count == 1 else {})
         cut = len(self.rows[0]) if self.rows else 0
         return Section([row[:cut] for row in rows], [row[cut:] for row in rows] if self.later else (), self.count)
 
@@ -60,16 +61,25 @@ class Section:
         """Return the moving values that are not made and freed in one repetition, for its own microbatch."""
         freed = {v for i, *_ in self.rows for v in names(i, Role.END)}
         times = Counter(map(family, self.moving))
-        own = {family(v) for v in self.made() if v in freed and times[family(v)] == 1}
+        given = self._given()
+        own = {family(v) for v in self.made() if v in freed and times[family(v)] == 1 and v not in given}
         return [v for v in self.moving if family(v) not in own]
+
+    def _given(self) -> set[Value]:
+        """Return the values that a repetition reads before it makes them, as a sum that it adds to in place."""
+        made, found = set[Value](), set[Value]()
+        for i, *_ in self.rows:
+            found.update(v for role in (Role.READ, Role.LAST) for v in names(i, role) if v not in made)
+            made.update(names(i, Role.WRITE))
+        return found
 
 
 def runs_of(codes: Sequence[Sequence[p.Instruction]]) -> list[Section]:
     """Return the code of devices that run one program, as sections. Messages that start together stay in one
     repetition.
     """
-    rolled = [code for code in codes if isinstance(code, Rolled)]
-    runs = [_unparted(code) for code in _looped(rolled)] if rolled else [[tuple(code)] for code in codes]
+    rolled = [code if isinstance(code, Rolled) else Rolled((tuple(code),)) for code in codes]
+    runs = [_unparted(code) for code in _looped(rolled)]
     found = []
     for run, *others in zip(*runs, strict=True):
         some = (run, *others)

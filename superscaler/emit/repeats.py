@@ -205,7 +205,7 @@ class Layers:
             for column in zip(*some, strict=True):
                 keys = [slot.of if isinstance(slot, Run) else slot for slot in column]
                 if column[0] != ONE:
-                    yield column[0], [key._replace(microbatch=0) for key in keys]
+                    yield column[0], [_first(key) for key in keys]
 
     def names(self, taken: set[str]) -> dict[Value, tuple[Value, int]]:
         """Return the family of each value, as a value, and the number of its layer."""
@@ -214,6 +214,11 @@ class Layers:
         left = taken - {str(v._replace(microbatch=-1)) for own in members.values() for v in own}
         named = {number: _name(own, left) for number, own in members.items()}
         return {v: (named[n], at) for v, (n, at) in self.index.items() if isinstance(v, Value)}
+
+
+def _first(key: Value | Task) -> Value | Task:
+    """Return a value or a task in the first microbatch."""
+    return family(key) if isinstance(key, Value) else key._replace(microbatch=0)
 
 
 def _rank(one: Line) -> int:

@@ -40,7 +40,7 @@ from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.dependencies import Node, Schedule
 from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Alias, Segment
-from superscaler.schedule.steady_state import SteadyState
+from superscaler.schedule.steady_state import SteadyState, microbatches_of
 from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, UPDATE, Place
 
 
@@ -53,12 +53,13 @@ def materialize(
     determine all others, Unfoldable names an axis of the fold, and Aperiodic is raised for the microbatches.
     """
     model = schedule.edges.model
-    policy, turns = schedule.edges.graph.policy, _turns(schedule.edges)
-    rounded = model.rounded if policy.gathers_halves else {}
+    graph, turns = schedule.edges.graph, _turns(schedule.edges)
+    rounded = model.rounded if graph.policy.gathers_halves else {}
+    own = steady or microbatches_of(graph)
     context = Context(
-        model.tensors, model.from_weights, costs, schedule.edges.fold, fold, policy, rounded, steady, turns
+        model.tensors, model.from_weights, costs, schedule.edges.fold, fold, graph.policy, rounded, own, turns
     )
-    code = Code(model.tensors, world, steady.inner if steady else 0)
+    code = Code(model.tensors, world, own.inner if own else 0)
     builder = _Builder(schedule, Writer(schedule.transfers, code, context))
     builder.run()
     program = builder.program()
@@ -189,17 +190,17 @@ class _Builder:
         box = alias.box(at)
         if alias.is_zero(at) or tensor in self.schedule.edges.unread:
             # Another part reads the value, or nobody needs it; this one reads zeros.
-            like = self.code.like(tensor, microbatch=key[1] if self.context.steady else -1)
+            like = self.code.like(tensor, microbatch=key[1] if self.context.microbatches else -1)
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
         return self.residents.slice(key[0], tensor, box, key[1] if self._moves(segment, number) else -1)
 
     def _moves(self, segment: Segment, number: int) -> bool:
-        """Return whether the box of an input depends on the microbatch (always False outside the steady state)."""
-        if (steady := self.context.steady) is None:
+        """Return whether the box of an input depends on the microbatch (always False in a plan of few microbatches)."""
+        if (own := self.context.microbatches) is None:
             return False
         if (segment.number, number) not in self._moving:
             alias, first = segment.aliases[number], dict[Key, int]()
-            alike = ((device, microbatch % steady.inner, part) for device, microbatch, part in segment.keys)
+            alike = ((device, microbatch % own.inner, part) for device, microbatch, part in segment.keys)
             others = [first.setdefault(key, at) for at, key in enumerate(alike)]
             self._moving[segment.number, number] = bool((alias.lo != alias.lo[others]).any())
         return self._moving[segment.number, number]
@@ -261,7 +262,7 @@ class _Builder:
         if Place(BACKWARD, segment.number, key, alias) not in self.values.pieces_of:
             return None
         tensor = self.model.origin(segment.aliases[alias].tensor)
-        return self.code.fresh(key[0], self.code.like(tensor, True, key[1] if self.context.steady else -1))
+        return self.code.fresh(key[0], self.code.like(tensor, True, key[1] if self.context.microbatches else -1))
 
     def _update(self, nodes: Sequence[Node]) -> None:
         """Update the weights of some nodes, those of one device in one instruction. Older versions of weights are set

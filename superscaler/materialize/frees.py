@@ -10,7 +10,7 @@ from superscaler.materialize.steps import Context
 def with_frees(codes: Mapping[int, Sequence[Instruction]], context: Context) -> dict[int, list[Instruction]]:
     """Return the code of devices, with a Free after the last use of each name."""
     fold, found = context.fold, {rank: _sends_first(code) for rank, code in codes.items()}
-    key = None if context.steady else str
+    key = None if context.microbatches else str
     firsts = {d: fold.samples(fold.base(d))[0] for d in fold.sampled} if fold is not None else {}
     done = {rank: _freed(code, key) for rank, code in found.items() if firsts.get(rank, rank) == rank}
     for rank, first in firsts.items():

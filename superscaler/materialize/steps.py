@@ -17,7 +17,7 @@ from superscaler.materialize.collectives import Match
 from superscaler.materialize.rvd.route import Route
 from superscaler.materialize.rvd.search import Cache
 from superscaler.materialize.rvd.transitions import Costs
-from superscaler.schedule.steady_state import SteadyState
+from superscaler.schedule.steady_state import Microbatches
 from superscaler.schedule.transfers import BACKWARD, UPDATE, Transfer
 
 
@@ -28,9 +28,9 @@ class Context:
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
     fold of the plan; transfers show its sampled places. `policy`: with `sends_halves`, gradients of halves are sent as
     halves to slices of their sums, and so are the sums to their other readers. `rounded`: for each weight that is
-    rounded before it is gathered, what it then is. `steady`: transfers show the first microbatches, and values and
-    messages are named by them. `turns`: the orders of communication that an update is in, by home number and piece.
-    `paths`: a cache of searched paths.
+    rounded before it is gathered, what it then is. `microbatches`: those by which values and messages are named.
+    `turns`: the orders of communication that an update is in, by home number and piece. `paths`: a cache of searched
+    paths.
     """
 
     tensors: Mapping[str, PTensor]
@@ -40,7 +40,7 @@ class Context:
     fold: Fold | None = None
     policy: Policy = field(default_factory=Policy)
     rounded: Mapping[str, PTensor] = field(default_factory=dict)
-    steady: SteadyState | None = None
+    microbatches: Microbatches | None = None
     turns: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
     paths: Cache = field(default_factory=dict)
 

@@ -181,7 +181,7 @@ class Writer:
         return self.code.join(rank, self._like(transfer), transfer.tensor, parts, box, dtype)
 
     def _like(self, transfer: Transfer) -> Value:
-        microbatch = self._microbatch(transfer) if self.context.steady else -1
+        microbatch = self._microbatch(transfer) if self.context.microbatches else -1
         return self.code.like(transfer.tensor, transfer.kind == BACKWARD, microbatch)
 
     def _microbatch(self, transfer: Transfer) -> int:
@@ -254,11 +254,11 @@ class Writer:
     def _message(self, transfer: Transfer, rank: int, to: int) -> tuple[int, int]:
         """Return the number of a message and that of its starting point. In a loop both depend on the microbatch."""
         self._messages += 1
-        if self.context.steady is None:
+        if self.context.microbatches is None:
             return self._messages, self._point
         pair = rank, to, self._microbatch(transfer)
         self._numbered[pair] += 1
-        message, world = self._numbered[pair] * (self.context.steady.total + 1) + pair[-1], len(self.code.of)
+        message, world = self._numbered[pair] * (self.context.microbatches.total + 1) + pair[-1], len(self.code.of)
         # The number of the first message that starts at this point.
         return message, self._points.setdefault(self._point, (message * world + rank) * world + to)
 
@@ -336,11 +336,11 @@ class Writer:
 
     def _copies(self, transfer: Transfer, devices: Sequence[int]) -> int:
         """Return the number of transfers that a compiled one stands for; 0 if another place of the fold counts it."""
-        fold, steady = self.context.fold, self.context.steady
+        fold, own = self.context.fold, self.context.microbatches
         copies = fold.copies(devices) if fold is not None else 1
-        if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:
+        if own is not None and 0 <= self._microbatch(transfer) < own.inner:
             # The first microbatch also counts for those that are not compiled.
-            copies *= 1 + (steady.total - steady.few) // steady.inner
+            copies *= 1 + (own.total - own.few) // own.inner
         return copies
 
     def _count_path(self, number: int) -> None:

@@ -31,19 +31,26 @@ LONGEST = 64
 
 
 @dataclass(frozen=True)
-class SteadyState:
-    """A plan with `few` of `total` microbatches compiled; the schedule repeats every `period`.
+class Microbatches:
+    """The `total` microbatches of a plan, and the `few` first ones that are compiled. `inner`: slices per microbatch;
+    the other numbers count slices.
+    """
 
-    `seen`: repetitions that a loop must have. `inner`: slices per microbatch. `orders`: those of all microbatches.
-    `works`: a group for each number. `rows`: per device, pairs (work in the short schedule, the work that it stands for
-    in the full one).
+    few: int
+    total: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class SteadyState(Microbatches):
+    """A plan with a few microbatches compiled; the schedule repeats every `period`.
+
+    `seen`: repetitions that a loop must have. `orders`: those of all microbatches. `works`: a group for each number.
+    `rows`: per device, pairs (work in the short schedule, the work that it stands for in the full one).
     """
 
     period: int
     seen: float
-    few: int
-    total: int
-    inner: int
     orders: Sequence[tuple[Name, Name]]
     works: Sequence[Group]
     rows: Sequence[Sequence[tuple[Name, Name]]]
@@ -92,7 +99,7 @@ def _find(graph: Graph, around: int, least: float) -> SteadyState | None:
         kept = [_kept(row, spans, few, total) for row, (spans, _) in zip(rows, found, strict=True)]
         short = [row for row in kept if row is not None]
         if len(short) == len(kept):
-            return SteadyState(period, seen, few, total, inner, *found_names, short)
+            return SteadyState(few, total, inner, period, seen, *found_names, short)
     return None
 
 
@@ -195,6 +202,14 @@ def _listed(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]]:
             rows.append([one])
         rows[-1].append(other)
     return rows
+
+
+def microbatches_of(graph: Graph) -> Microbatches | None:
+    """Return the microbatches of a plan that is compiled whole; None if they are too few for a loop, or if its ops do
+    not agree in them.
+    """
+    total, inner = _count(graph)
+    return Microbatches(total, total, inner) if total // inner >= SEEN else None
 
 
 def _count(graph: Graph) -> tuple[int, int]:

@@ -45,6 +45,9 @@ PLANS = [
     (MLP, "interleaved:microbatches=32,chunks=2", 4),
     (MLP, "zbv:microbatches=32", 2),
     (MLP, "hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
+    # Code of so few microbatches is compiled whole, and has loops, too.
+    (MLP, "pipeline_1f1b:microbatches=8", 2),
+    (MLP, "zero:stage=2,microbatches=8", 2),
     # Their warm-up and cool-down have loops, too.
     (MLP, "pipeline_1f1b:microbatches=32", 4),
     # Loops over layers.

@@ -56,6 +56,19 @@ def test_a_program_is_as_long_for_more_layers(plan: str, devices: int, most: int
     assert sorted(found)[-2] <= most
 
 
+@pytest.mark.parametrize(("plan", "devices", "few"), [("pipeline_1f1b", 2, 6), ("zb_h1", 2, 8), ("zero:stage=1", 2, 6)])
+def test_a_program_is_as_long_for_more_microbatches(plan: str, devices: int, few: int) -> None:
+    graph = graph_of("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=192", "SGD")
+
+    def lines(microbatches: int) -> list[int]:
+        spec = f"{plan}{',' if ':' in plan else ':'}microbatches={microbatches}"
+        files = ss.compile(graph, spec, ss.Cluster.local(devices)).compiled.emitted.files
+        assert all("    for m in range(" in text for name, text in files.items() if name != "segments.py")
+        return [len(text.splitlines()) for text in files.values()]
+
+    assert lines(few) == lines(32)
+
+
 def test_the_program_of_the_first_stage_is_as_long_for_more_stages() -> None:
     def lines(stages: int) -> int:
         graph = graph_of(f"mlp:layers={stages},hidden=8,inputs=4,classes=4,batch=64")
