@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superscaler.runtime.functions import attention_blocks
+from superscaler.runtime.functions import attention_blocks, grouped
 from superscaler.runtime.functions.attention_blocks import Box, Pair, Sizes, expand_heads
 from superscaler.runtime.functions.attention_blocks import attention_block as attention_block
 from superscaler.runtime.functions.attention_blocks import attention_gradient as attention_gradient
@@ -197,9 +197,13 @@ def experts(
 
     x (tokens, hidden), ids and weights (tokens, chosen), gate_up (local experts, 2 width, hidden), down (local experts,
     outputs, width); the result is (tokens, outputs), in the dtype of x. The local experts are those in `box` of
-    `extents`, by default all.
+    `extents`, by default all. In traced code each choice has a row, one of another device one of zeros: how many tokens
+    chose an expert is not known there.
     """
     count = len(gate_up)
+    if is_traced():
+        places, is_elsewhere = _find(ids, box or [(0, count)], extents or [count])
+        return grouped.experts(x, places.masked_fill(is_elsewhere, count), weights, gate_up, down, activation)
     numbers = _numbers(box or [(0, count)], extents or [count])
     # Where there are no data to look at, each expert has the same number of tokens.
     even = max(1, ids.numel() // math.prod(extents or [count]))
@@ -277,10 +281,8 @@ def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
 
 
 def _nonzero(mask: Tensor, expected: int) -> tuple[Tensor, ...]:
-    """Return the places of true elements of a mask. A fake mask has no data: it is true at `expected` places. In code
-    that is traced to be compiled their number is not known, which ends it.
-    """
-    if type(mask) is not Tensor and not is_traced():
+    """Return the places of true elements of a mask. A fake mask has no data: it is true at `expected` places."""
+    if type(mask) is not Tensor:
         return tuple(mask.new_empty(expected, dtype=torch.int64) for _ in mask.shape)
     return mask.nonzero(as_tuple=True)
 

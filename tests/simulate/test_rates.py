@@ -135,6 +135,9 @@ def test_products_in_a_kernel() -> None:
     assert [*products_of(depthwise)] == [(6, 2 * 64, 1, 9)]
     experts = Kernel("_grouped_mm", (((64, 16), "bfloat16"), ((4, 16, 32), "bfloat16")), (((64, 32), "bfloat16"),))
     assert [*products_of(experts)] == [(4, 16, 32, 16)]
+    rows, weights, made = ((64, 16), "float32"), ((4, 32, 16), "float32"), ((64, 32), "float32")
+    assert [*products_of(Kernel("grouped_linear", (rows, weights, ((4,), "int64")), (made,)))] == [(4, 16, 32, 16)]
+    assert [*products_of(Kernel("grouped_outer", (made, rows, ((4,), "int64")), (weights,)))] == [(4, 32, 16, 16)]
 
 
 # Attention.
