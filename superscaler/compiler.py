@@ -116,7 +116,7 @@ def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph
         _run(sprogram, planned, cluster)
         recompute_checkpoints(planned)
         keep_slices(planned)
-        place(planned, cluster)
+        complete_placement(planned, cluster)
     return planned, seconds
 
 
@@ -138,7 +138,7 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
         raise InputError(f"{name} is a generator or async, so none of it has run; make it a plain function.")
 
 
-def place(planned: Graph, cluster: Cluster) -> Graph:
+def complete_placement(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
     place_twins(planned)
     check_assigned(planned)

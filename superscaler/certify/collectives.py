@@ -92,7 +92,7 @@ class Collectives:
             given = [self._sum(given, how)]
         if meaning.cuts:
             sizes = way.sizes if meaning.adds else ()
-            given = [chunk_of(rows_of(content, group), way.give, count, position, sizes) for content in given]
+            given = [chunk_of(rows_of(content, group), way.scatter_slot, count, position, sizes) for content in given]
         joined = self._gathered(given, way) if meaning.joins else given[0]
         joined = joined if meaning.cuts else rows_of(joined, group)
         return self._arrived(replace(joined, dtype=how.dtype) if how.given else joined, way)
@@ -107,13 +107,13 @@ class Collectives:
 
     def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
         """Return one value, concatenated from chunks along a slot."""
-        if not 0 <= way.take < given[0].box.shape[1]:
-            raise Refusal(f"gathers slot {way.take}, but the value has {given[0].box.shape[1]}, from 0 on.")
+        if not 0 <= way.gather_slot < given[0].box.shape[1]:
+            raise Refusal(f"gathers slot {way.gather_slot}, but the value has {given[0].box.shape[1]}, from 0 on.")
         box = given[0].box
-        sizes = way.sizes or (given[0].lengths[way.take],) * len(given)
+        sizes = way.sizes or (given[0].lengths[way.gather_slot],) * len(given)
         if len(sizes) != len(given):
             raise Refusal(f"gathers {len(given)} slices as {list(sizes)}.")
-        *chunks, box = _put_together(box, way.take, tuple(sizes))
+        *chunks, box = _put_together(box, way.gather_slot, tuple(sizes))
         for k, (content, expected) in enumerate(zip(given, chunks, strict=True)):
             must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
         if all(content.addends is None for content in given):

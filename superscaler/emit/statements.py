@@ -215,7 +215,7 @@ class Statements:
             given = f"{self.tuple_of(i.sources)}, {group}{root}{along}{largest}{rounded}{wire}"
             return f"{made}rt.{i.kind}_bucket({given})"
         (work,), (way,) = i.works, i.ways
-        slots = [f", {slot}" for slot in (way.give, way.take) if slot >= 0]
+        slots = [f", {slot}" for slot in (way.scatter_slot, way.gather_slot) if slot >= 0]
         sizes = f", {way.sizes}" if way.sizes else ""
         # Those that hold nothing are told what they receive.
         received = f', {way.shape}, "{i.dtype}"' if KINDS[i.kind].held is ONE else ""
@@ -245,12 +245,12 @@ def _made(i: p.Backward) -> Iterator[tuple[Value | None, Value | None]]:
 
 def _has_slots(way: CollectiveArg) -> bool:
     """Return whether a collective gathers or scatters a slot, so that its source is given in slots."""
-    return max(way.take, way.give) >= 0
+    return way.slot >= 0
 
 
 def _ways(i: p.Collective) -> tuple[tuple[Shape, int, Shape], ...]:
     """Return, for each tensor of a collective: its shape in slots, the gathered or scattered slot, the sizes."""
-    return tuple((way.view, max(way.take, way.give), way.sizes) for way in i.ways)
+    return tuple((way.view, way.slot, way.sizes) for way in i.ways)
 
 
 def _numbered(items: Iterable[Item]) -> Iterator[tuple[int, Item]]:

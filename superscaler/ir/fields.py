@@ -55,22 +55,27 @@ def roles(kind: type) -> Mapping[str, Role | None]:
 class CollectiveArg:
     """The layout change of one tensor in a collective.
 
-    `take`: the gathered slot, `give`: the scattered slot (-1: none). The source has `view` in slots and shape `local`,
+    `gather_slot` is gathered, `scatter_slot` scattered, -1 for none. The source has `view` in slots and shape `local`,
     the result `shape`. `sizes`: those of uneven chunks of that slot in group order; all are padded to the largest.
     """
 
     view: Shape
-    take: int
-    give: int
+    gather_slot: int
+    scatter_slot: int
     local: Shape
     shape: Shape
     sizes: Shape = ()
 
     @property
+    def slot(self) -> int:
+        """Return the slot with chunks, the only one of a bucketed collective; -1 for none."""
+        return max(self.gather_slot, self.scatter_slot)
+
+    @property
     def elements(self) -> int:
         """Return the number of sent elements of its source, padding included."""
-        slot = max(self.take, self.give)
-        chunks = 1 if self.take >= 0 else len(self.sizes)
+        slot = self.slot
+        chunks = 1 if self.gather_slot >= 0 else len(self.sizes)
         return prod(self.view) // self.view[slot] * max(self.sizes) * chunks if self.sizes else prod(self.view)
 
     def leads(self, slot: int) -> bool:

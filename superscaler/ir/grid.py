@@ -70,17 +70,17 @@ class Grid:
     def signature(self) -> tuple[object, ...]:
         """Return a hashable value that is equal only for equal grids."""
         children = tuple((cell, child.signature()) for cell, child in sorted(self.children.items()))
-        return (self.axes, self.devices.strides, self.once.tobytes(), children)
+        return (self.axes, self.devices.strides, self.unbroadcast.tobytes(), children)
 
     @property
-    def once(self) -> Ints:
+    def unbroadcast(self) -> Ints:
         """Return the devices, with length 1 along axes of stride 0."""
         return self.devices[tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)]
 
     @property
-    def slim(self) -> Ints:
+    def distinct(self) -> Ints:
         """Return the devices, with length 1 along axes on which all devices are equal."""
-        devices = self.once
+        devices = self.unbroadcast
         for axis in range(devices.ndim):
             first = devices.take([0], axis)
             devices = first if (devices == first).all() else devices
@@ -126,19 +126,21 @@ class Grid:
     def on_hosts(self) -> Grid:
         """Return the same parts, each on the host of its device."""
         children = {cell: child.on_hosts() for cell, child in self.children.items()}
-        return Grid(self.axes, np.broadcast_to(self.once | HOSTS, self.devices.shape), children, self.replaced_at)
+        return Grid(
+            self.axes, np.broadcast_to(self.unbroadcast | HOSTS, self.devices.shape), children, self.replaced_at
+        )
 
     def ends(self) -> tuple[int, int]:
         """Return the least and the largest number of a part's device."""
         if not self.children:
-            return int(self.once.min()), int(self.once.max())
+            return int(self.unbroadcast.min()), int(self.unbroadcast.max())
         used = self.used()
         return min(used), max(used)
 
     def used(self) -> set[int]:
         """Return the devices of all parts, UNASSIGNED among them if some have none."""
         if not self.children:
-            return set(np.unique(self.once).tolist())
+            return set(np.unique(self.unbroadcast).tolist())
         own = np.delete(self.devices.reshape(-1), list(self.children))
         return set(own.tolist()).union(*(child.used() for child in self.children.values()))
 

@@ -71,7 +71,7 @@ def layout_of(grid: Grid, operand: Operand, output: bool, is_gradient: bool = Fa
     """
     if grid.children:
         return None
-    devices = grid.slim
+    devices = grid.distinct
     places: list[list[int]] = [[] for _ in range(2 + len(operand.slots))]
     for at, axis in enumerate(grid.axes):
         if axis.is_microbatch:

@@ -5,7 +5,7 @@ not urgent. Rows of `KINDS` say which kinds the runtime can join.
 from collections.abc import Hashable, Iterator, Set
 from dataclasses import dataclass, field
 
-from superscaler.materialize.steps import Collective
+from superscaler.materialize.steps import CollectiveStep
 from superscaler.schedule.segments import SEGMENT_BYTES
 from superscaler.schedule.transfers import Transfer
 
@@ -18,7 +18,7 @@ class Entry:
     """A collective of a transfer. `bytes`: of each source; `weight`: the same in the dtype of the trained model."""
 
     number: int
-    step: Collective
+    step: CollectiveStep
     bytes: int
     weight: int
 

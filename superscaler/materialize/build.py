@@ -32,7 +32,7 @@ from superscaler.materialize.functions import Functions
 from superscaler.materialize.local_tensors import Code, Residents, task
 from superscaler.materialize.offload import with_offload
 from superscaler.materialize.rvd.transitions import Costs
-from superscaler.materialize.steps import Context
+from superscaler.materialize.steps import LoweringOptions
 from superscaler.materialize.values import Values
 from superscaler.materialize.writer import Writer
 from superscaler.schedule.antidependencies import updates_of
@@ -56,11 +56,11 @@ def materialize(
     graph, turns = schedule.edges.graph, _turns(schedule.edges)
     rounded = model.rounded if graph.policy.gathers_halves else {}
     own = steady or microbatches_of(graph)
-    context = Context(
+    options = LoweringOptions(
         model.tensors, model.from_weights, costs, schedule.edges.fold, fold, graph.policy, rounded, own, turns
     )
     code = Code(model.tensors, world, own.inner if own else 0)
-    builder = _Builder(schedule, Writer(schedule.transfers, code, context))
+    builder = _Builder(schedule, Writer(schedule.transfers, code, options))
     builder.run()
     program = builder.program()
     return program if steady is None else rolled(program, schedule, steady)
@@ -71,7 +71,7 @@ class _Builder:
 
     def __init__(self, schedule: Schedule, writer: Writer) -> None:
         self.schedule, self.model = schedule, schedule.edges.model
-        self.writer, self.code, self.context = writer, writer.code, writer.context
+        self.writer, self.code, self.options = writer, writer.code, writer.options
         self.losses, self.nexts = self.model.losses, self.model.nexts
         self.values = Values(writer)
         self.residents = Residents(schedule.edges, self.code)
@@ -99,7 +99,7 @@ class _Builder:
             else:
                 self.writer.turn(devices, run[0].key[1])
             self.writer.finish_before(work for node in run for work in self._awaited(node))
-            emitted = [node for node in run if self.context.is_emitted(node.device)]
+            emitted = [node for node in run if self.options.is_emitted(node.device)]
             if kind == "U":
                 self._update(emitted)
                 continue
@@ -118,7 +118,7 @@ class _Builder:
         return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
 
     def program(self) -> Program:
-        fold, world = self.context.fold, len(self.code.of)
+        fold, world = self.options.fold, len(self.code.of)
         # A fold needs its sampled devices, and one without any part.
         idle = () if fold is None else [rank for rank in range(world) if rank not in fold.places][:1]
         ranks = range(world) if fold is None else sorted((*fold.sampled, *idle))
@@ -136,7 +136,7 @@ class _Builder:
             code.append(Loss(tuple(name for name, *_ in parts), tuple(counted for _, counted, _ in parts), turns))
         made = {
             rank: Device(rank, tuple(self.residents.weights[rank].values()), tuple(self._offloaded(rank, code)))
-            for rank, code in with_frees({rank: self.code.of[rank] for rank in ranks}, self.context).items()
+            for rank, code in with_frees({rank: self.code.of[rank] for rank in ranks}, self.options).items()
         }
         devices = tuple(made.values()) if fold is None else fold_devices(made, fold, world)
         mesh = self.schedule.edges.graph.mesh
@@ -153,7 +153,7 @@ class _Builder:
         kind, number, key, _ = node
         if kind in (UPDATE, FORWARD):
             yield kind, number, key
-        elif kind == self.schedule.segments[number].taking:
+        elif kind == self.schedule.segments[number].first_backward:
             yield from ((BACKWARD, number, key), (REGATHER, number, key))
 
     def _pieces(self, node: Node) -> int:
@@ -190,13 +190,13 @@ class _Builder:
         box = alias.box(at)
         if alias.is_zero(at) or tensor in self.schedule.edges.unread:
             # Another part reads the value, or nobody needs it; this one reads zeros.
-            like = self.code.like(tensor, microbatch=key[1] if self.context.microbatches else -1)
+            like = self.code.like(tensor, microbatch=key[1] if self.options.microbatches else -1)
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
         return self.residents.slice(key[0], tensor, box, key[1] if self._moves(segment, number) else -1)
 
     def _moves(self, segment: Segment, number: int) -> bool:
         """Return whether the box of an input depends on the microbatch (always False in a plan of few microbatches)."""
-        if (own := self.context.microbatches) is None:
+        if (own := self.options.microbatches) is None:
             return False
         if (segment.number, number) not in self._moving:
             alias, first = segment.aliases[number], dict[Key, int]()
@@ -208,7 +208,7 @@ class _Builder:
     def _backward(self, segment: Segment, node: Node) -> None:
         """Write a backward, or half of one. If one half makes all gradients, it is written whole."""
         kind, key = node.kind, node.key
-        own, halves = segment.given, self._halves(segment, key)
+        own, halves = segment.gradient_kinds, self._halves(segment, key)
         if kind not in halves:
             return
         taking = min(halves)
@@ -230,7 +230,7 @@ class _Builder:
 
     def _halves(self, segment: Segment, key: Key) -> set[str]:
         """Return the kinds of work that make a segment's gradients; the first half only where a reader needs one."""
-        first, own = segment.taking, segment.given
+        first, own = segment.first_backward, segment.gradient_kinds
         places = (Place(BACKWARD, segment.number, key, n) for n, half in own.items() if half == first)
         others = {half for half in own.values() if half != first}
         return {first, *others} if not others or any(place in self.values.pieces_of for place in places) else others
@@ -262,7 +262,7 @@ class _Builder:
         if Place(BACKWARD, segment.number, key, alias) not in self.values.pieces_of:
             return None
         tensor = self.model.origin(segment.aliases[alias].tensor)
-        return self.code.fresh(key[0], self.code.like(tensor, True, key[1] if self.context.microbatches else -1))
+        return self.code.fresh(key[0], self.code.like(tensor, True, key[1] if self.options.microbatches else -1))
 
     def _update(self, nodes: Sequence[Node]) -> None:
         """Update the weights of some nodes, those of one device in one instruction. Older versions of weights are set

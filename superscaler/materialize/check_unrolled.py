@@ -307,7 +307,7 @@ def _ends(made: Uses, segments: Sequence[Segment], total: int) -> Ends:
     rows = np.stack([made.family, made.microbatch, made.time])[:, own]
     for number, work in works.items():
         halves = {"input": "I", "weight": "W"}
-        whole = "F" if work.kind is Forward else next(iter(segments[work.segment].given.values()), "B")
+        whole = "F" if work.kind is Forward else next(iter(segments[work.segment].gradient_kinds.values()), "B")
         kind = halves.get(work.half, whole), work.segment
         first, last = found.setdefault(kind, (np.full(total, never), np.full(total, -1)))
         _, at, time = rows[:, rows[0] == number]

@@ -14,14 +14,14 @@ from superscaler.schedule.transfers import Transfer
 class Match:
     """A collective over `group`, in chunk order.
 
-    `take`: the gathered slot; `give`: the scattered slot; `sizes`: elements of uneven chunks; `root`: position in the
-    group of the only receiver.
+    `gather_slot` is gathered and `scatter_slot` scattered, -1 for none. `sizes`: elements of uneven chunks. `root`: the
+    position in the group of the only receiver.
     """
 
     kind: str
     group: tuple[int, ...]
-    take: int = -1
-    give: int = -1
+    gather_slot: int = -1
+    scatter_slot: int = -1
     sizes: tuple[int, ...] = ()
     root: int = -1
 

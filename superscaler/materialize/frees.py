@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from superscaler.ir.communication import batches
 from superscaler.ir.program import ONE, Free, Instruction, Recv, Value, ended, reads, writes
-from superscaler.materialize.steps import Context
+from superscaler.materialize.steps import LoweringOptions
 
 
-def with_frees(codes: Mapping[int, Sequence[Instruction]], context: Context) -> dict[int, list[Instruction]]:
+def with_frees(codes: Mapping[int, Sequence[Instruction]], options: LoweringOptions) -> dict[int, list[Instruction]]:
     """Return the code of devices, with a Free after the last use of each name."""
-    fold, found = context.fold, {rank: _sends_first(code) for rank, code in codes.items()}
-    key = None if context.microbatches else str
+    fold, found = options.fold, {rank: _sends_first(code) for rank, code in codes.items()}
+    key = None if options.microbatches else str
     firsts = {d: fold.samples(fold.base(d))[0] for d in fold.sampled} if fold is not None else {}
     done = {rank: _freed(code, key) for rank, code in found.items() if firsts.get(rank, rank) == rank}
     for rank, first in firsts.items():

@@ -37,7 +37,7 @@ class Functions:
             input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
-            grads = tuple(segment.given)
+            grads = tuple(segment.gradient_kinds)
             is_wide = partial(self.edges.model.is_widened, rounds=self.edges.graph.policy.gathers_halves)
             wide = tuple(n for n in grads if is_wide(names[n]))
             saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)

@@ -16,7 +16,18 @@ from superscaler.materialize.collectives import Match, match, refusal
 from superscaler.materialize.rvd.route import Route, priced, route
 from superscaler.materialize.rvd.transitions import COLLECTIVES
 from superscaler.materialize.rvd.transitions import Step as PathStep
-from superscaler.materialize.steps import Collective, Context, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
+from superscaler.materialize.steps import (
+    CollectiveStep,
+    Cut,
+    Join,
+    Lowered,
+    LoweringOptions,
+    Message,
+    Slot,
+    Step,
+    common,
+    slots_of,
+)  # fmt: skip
 from superscaler.materialize.sums import by_server, finer, in_halves, reduction
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
@@ -25,37 +36,37 @@ NEARLY = 1.01
 Groups = dict[tuple[int, ...], int]
 
 
-def cheapest(forms: Sequence[Lowered], context: Context, itemsize: int) -> Lowered:
+def cheapest(forms: Sequence[Lowered], options: LoweringOptions, itemsize: int) -> Lowered:
     """Return the cheapest form of a transfer; among forms within NEARLY of it, the last one."""
-    prices = [seconds(form, context, itemsize) for form in forms] if len(forms) > 1 else [0.0]
+    prices = [seconds(form, options, itemsize) for form in forms] if len(forms) > 1 else [0.0]
     return [form for form, price in zip(forms, prices, strict=True) if price <= min(prices) * NEARLY][-1]
 
 
-def seconds(lowered: Lowered, context: Context, itemsize: int) -> float:
+def seconds(lowered: Lowered, options: LoweringOptions, itemsize: int) -> float:
     """Return the seconds of all rounds in turn. Steps of one kind in a round run simultaneously. Latencies that buckets
     share are left out.
     """
-    costs, total = priced(context.costs), 0.0
+    costs, total = priced(options.costs), 0.0
     everything = [step for steps in lowered.rounds for step in steps if not isinstance(step, Cut | Join)]
-    is_shared = all(isinstance(step, Collective) and KINDS[step.how.kind].is_bucketed for step in everything)
+    is_shared = all(isinstance(step, CollectiveStep) and KINDS[step.how.kind].is_bucketed for step in everything)
     for steps in lowered.rounds:
-        for kind, groups in _started(steps, context).items():
+        for kind, groups in _started(steps, options).items():
             each = partial(costs.seconds, kind, list(groups))
             total += each(max(groups.values()) * itemsize) - (each(0) if is_shared else 0.0)
     return total
 
 
-def _started(steps: tuple[Step, ...], context: Context) -> dict[str, Groups]:
+def _started(steps: tuple[Step, ...], options: LoweringOptions) -> dict[str, Groups]:
     """Return, for each kind, its groups on all devices of a fold, each with the elements of its largest source."""
     found: dict[str, Groups] = {}
     for step in steps:
-        if isinstance(step, Collective):
+        if isinstance(step, CollectiveStep):
             kind, group, boxes = step.how.kind, step.how.group, [source.box for source in step.sources]
         elif isinstance(step, Message):
             kind, group, boxes = "messages", (step.source.device, step.out.device), [step.out.box]
         else:
             continue
-        everywhere = [group] if context.fold is None else context.fold.everywhere(group)
+        everywhere = [group] if options.fold is None else options.fold.everywhere(group)
         found.setdefault(kind, {}).update(dict.fromkeys(everywhere, max(prod(extents(box)) for box in boxes)))
     return found
 
@@ -76,8 +87,8 @@ def made_here(transfer: Transfer) -> Provenance:
 class Lowering:
     """The lowering of the transfers of a plan; those of equal layers and microbatches are lowered once."""
 
-    def __init__(self, transfers: Sequence[Transfer], context: Context) -> None:
-        self.transfers, self.context = transfers, context
+    def __init__(self, transfers: Sequence[Transfer], options: LoweringOptions) -> None:
+        self.transfers, self.options = transfers, options
         self._by_number: dict[int, Lowered] = {}
         # Those of the layers of a model are often equal.
         self._by_form: dict[Hashable, Lowered] = {}
@@ -87,9 +98,9 @@ class Lowering:
     def lowered(self, number: int) -> Lowered:
         """Return the steps of a transfer."""
         if number not in self._by_number:
-            transfer, context = self.transfers[number], self.context
-            wire = context.wire(transfer, "reduce_scatter", trained=True)
-            of = context.dtype(transfer, trained=True), wire, context.tensors[transfer.tensor].largest
+            transfer, options = self.transfers[number], self.options
+            wire = options.wire(transfer, "reduce_scatter", trained=True)
+            of = options.dtype(transfer, trained=True), wire, options.tensors[transfer.tensor].largest
             alike = id(transfer.like), *of
             if alike not in self._by_form:
                 self._by_form[alike] = self._moved(transfer, of)
@@ -99,43 +110,43 @@ class Lowering:
     def _moved(self, transfer: Transfer, of: Hashable) -> Lowered:
         """Return the steps of a transfer; those of an earlier one with equal ends elsewhere in its tensor are moved."""
         if transfer.is_local:
-            return lower(transfer, self.context)
+            return lower(transfer, self.options)
         sides = transfer.pieces, transfer.readers
         corner = tuple(map(min, zip(*(end.box for some in sides for end in some), strict=True)))
         ends = (tuple((end.device, inside(end.box, corner)) for end in some) for some in sides)
         classes = tuple(map(transfer.classes.index, transfer.classes))
         key = (*ends, transfer.links, classes, transfer.is_to_updates, of)
         if key not in self._by_ends:
-            self._by_ends[key] = lower(transfer, self.context), corner
+            self._by_ends[key] = lower(transfer, self.options), corner
         found, at = self._by_ends[key]
         return found.moved([lo - start for (lo, _), (start, _) in zip(corner, at, strict=True)])
 
 
-def lower(transfer: Transfer, context: Context) -> Lowered:
+def lower(transfer: Transfer, options: LoweringOptions) -> Lowered:
     """Return the steps of a transfer, on the sampled devices."""
     if transfer.is_local:
         return Lowered((), _linked(transfer))
     if transfer.has_host:
-        return _over_owners(transfer, context)
+        return _over_owners(transfer, options)
     outer = _outer(transfer)
     if len(set(outer)) < len(outer):
-        return _cut_out(transfer, outer, context)
-    found, largest = match(transfer, context.fold), context.tensors[transfer.tensor].largest
+        return _cut_out(transfer, outer, options)
+    found, largest = match(transfer, options.fold), options.tensors[transfer.tensor].largest
     # The largest of parts is not made along a path, and not by all collectives that sum.
     if found is not None and not (largest and KINDS[found.kind].sums and not KINDS[found.kind].takes_largest):
-        if not largest and (narrow := in_halves(transfer, found, context)):
+        if not largest and (narrow := in_halves(transfer, found, options)):
             return narrow
-        nested = None if largest else by_server(transfer, found, context)
-        forms = [form for form in (nested, _collective(transfer, found, context)) if form is not None]
-        return cheapest(forms, context, width(context.dtype(transfer, trained=True)))
-    dtype = context.dtype(transfer, trained=True)
-    closed = (form(transfer, context) for form in (finer, reduction)) if transfer.is_to_updates else ()
+        nested = None if largest else by_server(transfer, found, options)
+        forms = [form for form in (nested, _collective(transfer, found, options)) if form is not None]
+        return cheapest(forms, options, width(options.dtype(transfer, trained=True)))
+    dtype = options.dtype(transfer, trained=True)
+    closed = (form(transfer, options) for form in (finer, reduction)) if transfer.is_to_updates else ()
     if forms := [form for form in closed if form is not None]:
-        return cheapest(forms, context, width(dtype))
+        return cheapest(forms, options, width(dtype))
     # A path depends on the numbers of devices, so corresponding devices might take different paths.
     can_sum = dtype != "bool" and not largest
-    path = route(transfer, context.fold, context.costs, width(dtype), context.paths) if can_sum else None
-    return _messages(transfer, context) if path is None else _Path(transfer, path, context).lowered()
+    path = route(transfer, options.fold, options.costs, width(dtype), options.paths) if can_sum else None
+    return _messages(transfer, options) if path is None else _Path(transfer, path, options).lowered()
 
 
 def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:
@@ -164,13 +175,13 @@ def _outer(transfer: Transfer) -> list[int]:
     return [found[r] for r in range(len(transfer.readers))]
 
 
-def _cut_out(transfer: Transfer, outer: Sequence[int], context: Context) -> Lowered:
+def _cut_out(transfer: Transfer, outer: Sequence[int], options: LoweringOptions) -> Lowered:
     """Return the steps for devices that read a box and also boxes inside it: the inner ones are cut out on the
     device.
     """
     kept = sorted(set(outer))
     links = tuple((p, n) for p in range(len(transfer.pieces)) for n in range(len(kept)))
-    inner = lower(replace(transfer, readers=tuple(transfer.readers[r] for r in kept), links=links), context)
+    inner = lower(replace(transfer, readers=tuple(transfer.readers[r] for r in kept), links=links), options)
     ends = (inner.ends[kept.index(r)] for r in outer)
     meets = [
         tuple(slot for slot in slots if intersect(slot.box, reader.box) is not None)
@@ -179,7 +190,7 @@ def _cut_out(transfer: Transfer, outer: Sequence[int], context: Context) -> Lowe
     return Lowered(inner.rounds, tuple(meets), inner.route)
 
 
-def _over_owners(transfer: Transfer, context: Context) -> Lowered:
+def _over_owners(transfer: Transfer, options: LoweringOptions) -> Lowered:
     """Return the steps of a transfer with hosts: copies between a device and its host, before or after steps between
     devices.
     """
@@ -196,7 +207,7 @@ def _over_owners(transfer: Transfer, context: Context) -> Lowered:
     first = [of.index(n) for n in range(len(number))]
     readers = tuple(replace(transfer.readers[r], device=transfer.readers[r].device % HOSTS) for r in first)
     links = tuple((p, n) for n, r in enumerate(first) for p in sources[r])
-    inner = lower(replace(transfer, pieces=pieces, readers=readers, links=links), context)
+    inner = lower(replace(transfer, pieces=pieces, readers=readers, links=links), options)
     ends, items = [list(inner.ends[n]) for n in of], count(len(pieces))
     given = [Message(slot, slot._replace(device=slot.device % HOSTS), HOST) for slot in slots_of(transfer)]
     taken = list[Step]()
@@ -209,25 +220,25 @@ def _over_owners(transfer: Transfer, context: Context) -> Lowered:
     return Lowered(tuple(filter(None, rounds)), tuple(map(tuple, ends)), inner.route)
 
 
-def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:
+def _collective(transfer: Transfer, how: Match, options: LoweringOptions) -> Lowered:
     held = {slot.device: slot for slot in slots_of(transfer)}
     item, box = len(held), transfer.pieces[0].box
     outs = {} if how.root >= 0 else {device: Slot(device, item, box) for device in held}
     outs |= {reader.device: Slot(reader.device, item, reader.box) for reader in transfer.readers}
-    emitted = [device for device in how.group if device in {**held, **outs} and context.is_emitted(device)]
+    emitted = [device for device in how.group if device in {**held, **outs} and options.is_emitted(device)]
     slots = tuple((held.get(device), outs.get(device)) for device in emitted)
     # The source of a broadcast already has its value.
     kept = held if KINDS[how.kind].held is ONE else {}
     ends = tuple((kept.get(reader.device, outs[reader.device]),) for reader in transfer.readers)
-    return Lowered(((Collective(how, slots, KINDS[how.kind].why),) if slots else (),), ends)
+    return Lowered(((CollectiveStep(how, slots, KINDS[how.kind].why),) if slots else (),), ends)
 
 
-def _messages(transfer: Transfer, context: Context) -> Lowered:
+def _messages(transfer: Transfer, options: LoweringOptions) -> Lowered:
     pieces, ends, why = slots_of(transfer), [list(slots) for slots in _linked(transfer)], refusal(transfer)
     steps: list[Step] = []
     for link, (p, r) in enumerate(transfer.links):
         reader = transfer.readers[r]
-        if pieces[p].device != reader.device and context.is_emitted(pieces[p].device, reader.device):
+        if pieces[p].device != reader.device and options.is_emitted(pieces[p].device, reader.device):
             out = Slot(reader.device, len(pieces) + link, common(pieces[p].box, reader.box))
             steps.append(Message(pieces[p], out, why))
             ends[r].append(out)
@@ -237,8 +248,8 @@ def _messages(transfer: Transfer, context: Context) -> Lowered:
 class _Path:
     """The steps of a searched path; each starts after the one before has arrived. `slots`: the slot of each device."""
 
-    def __init__(self, transfer: Transfer, found: Route, context: Context) -> None:
-        self.transfer, self.route, self.context = transfer, found, context
+    def __init__(self, transfer: Transfer, found: Route, options: LoweringOptions) -> None:
+        self.transfer, self.route, self.options = transfer, found, options
         self.slots = {slot.device: slot for slot in slots_of(transfer)}
         self.items = count(len(self.slots))
         self.rounds: list[list[Step]] = [[]]
@@ -254,7 +265,7 @@ class _Path:
         last = len(self.route.path.steps) - 1
         after = self.route.boxes(self.route.path.steps[n].layout)
         parts = self._parts(self.route.path.steps[n], after, f"step {n + 1} of {last + 1} of " if last else "")
-        if any(isinstance(step, Collective | Message) for step in self.rounds[-1]):
+        if any(isinstance(step, CollectiveStep | Message) for step in self.rounds[-1]):
             self.rounds.append([])
         self.slots = {}
         for device, some in parts.items():
@@ -266,13 +277,14 @@ class _Path:
 
     def _parts(self, step: PathStep, after: Mapping[int, Box], many: str) -> dict[int, list[Slot]]:
         """Start a step; return the parts of each device's box after it, the kept ones first."""
-        why, is_emitted = f"{many}{PATH}", self.context.is_emitted
+        why, is_emitted = f"{many}{PATH}", self.options.is_emitted
         sent: list[Slot] = []
         kept = list(step.kept)
         for group in step.groups:
             if step.kind in COLLECTIVES:
                 some = tuple((self.slots[d], self._new(d, after[d])) for d in group if is_emitted(d))
-                self.rounds[-1] += [Collective(Match(step.kind, group, step.take, step.give), some, why)] * bool(some)
+                how = Match(step.kind, group, step.gather_slot, step.scatter_slot)
+                self.rounds[-1] += [CollectiveStep(how, some, why)] * bool(some)
                 sent += [out for _, out in some]
             elif step.kind in LOCAL_KINDS:
                 # When a value is cut into addends, the first device keeps the whole, and the others get zeros.

@@ -1,4 +1,4 @@
-"""The steps of a lowered transfer (collectives, messages, cuts, joins), and the context of a lowering."""
+"""The steps of a lowered transfer (collectives, messages, cuts, joins), and the options of a lowering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from superscaler.schedule.transfers import BACKWARD, UPDATE, Transfer
 
 
 @dataclass(frozen=True)
-class Context:
+class LoweringOptions:
     """Tensors, costs and folds that a lowering depends on.
 
     `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
@@ -64,17 +64,17 @@ class Context:
         tensor = self.rounded.get(transfer.tensor, self.tensors[transfer.tensor])
         return (tensor.trained if trained else tensor).dtype
 
-    def sent(self, transfer: Transfer, form: Lowered, step: Collective, *, trained: bool = False) -> str:
+    def wire_dtype(self, transfer: Transfer, form: Lowered, step: CollectiveStep, *, trained: bool = False) -> str:
         """Return the dtype in which a step of a transfer sends its tensor."""
-        is_rounded = self.rounds(transfer, form, step)
+        is_rounded = self.casts(transfer, form, step)
         return self._rounded(transfer, trained) if is_rounded else self.wire(transfer, step.how.kind, trained=trained)
 
-    def rounds(self, transfer: Transfer, form: Lowered, step: Collective) -> bool:
+    def casts(self, transfer: Transfer, form: Lowered, step: CollectiveStep) -> bool:
         """Return whether a step gathers a weight for readers that only round it, and nothing comes after it."""
         if transfer.tensor not in self.rounded or transfer.kind == BACKWARD or step not in form.rounds[-1]:
             return False
         is_read = all(place.kind != UPDATE for reader in transfer.readers for place in reader.places)
-        gathers = [one for one in form.rounds[-1] if isinstance(one, Collective) and KINDS[one.how.kind].rounds]
+        gathers = [one for one in form.rounds[-1] if isinstance(one, CollectiveStep) and KINDS[one.how.kind].rounds]
         made = {out for one in gathers for out in one.outs}
         pairs = zip(transfer.readers, form.ends, strict=True)
         ends = [slots for reader, slots in pairs if self.is_emitted(reader.device)]
@@ -115,7 +115,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveStep:
     """A collective with the source of each device (None for a broadcast's receivers) and its result (None for devices
     without one).
     """
@@ -132,12 +132,12 @@ class Collective:
     def outs(self) -> list[Slot]:
         return [out for _, out in self.slots if out is not None]
 
-    def changed(self, change: Callable[[Slot], Slot]) -> Collective:
+    def changed(self, change: Callable[[Slot], Slot]) -> CollectiveStep:
         slots = tuple((source and change(source), out and change(out)) for source, out in self.slots)
-        return Collective(self.how, slots, self.why)
+        return CollectiveStep(self.how, slots, self.why)
 
     def __str__(self) -> str:
-        kind, group, take, give = self.how.kind, self.how.group, self.how.take, self.how.give
+        kind, group, take, give = self.how.kind, self.how.group, self.how.gather_slot, self.how.scatter_slot
         along = (f" along {take}" if take >= 0 else "") + (f" to {give}" if give >= 0 else "")
         return f"{kind}{along} over {', '.join(map(str, group))}: {_sum(self.sources)} -> {_sum(self.outs)}"
 
@@ -148,7 +148,7 @@ class Collective:
         given, got = source or self.sources[0], out or self.outs[0]
         view, how = extents(given.box), self.how
         local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
-        return CollectiveArg(view, how.take, how.give, local, shape, how.sizes)
+        return CollectiveArg(view, how.gather_slot, how.scatter_slot, local, shape, how.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Join:
         return f"join {_sum(self.sources)} -> {self.out}"
 
 
-Step = Collective | Message | Cut | Join
+Step = CollectiveStep | Message | Cut | Join
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,28 @@ from typing import TypeVar
 from superscaler.collectives import KINDS
 from superscaler.ir.mask import Box
 from superscaler.materialize.collectives import Match, match_boxes, refusal
-from superscaler.materialize.steps import Collective, Context, Cut, Lowered, Message, Slot, Step, common, slots_of
+from superscaler.materialize.steps import (
+    CollectiveStep,
+    Cut,
+    Lowered,
+    LoweringOptions,
+    Message,
+    Slot,
+    Step,
+    common,
+    slots_of,
+)  # fmt: skip
 from superscaler.schedule.transfers import End, Transfer
 
 T = TypeVar("T")
 
 
-def reduction(transfer: Transfer, context: Context) -> Lowered | None:
+def reduction(transfer: Transfer, options: LoweringOptions) -> Lowered | None:
     """Return the collectives that reduce gradients for their updates, None if these would not help."""
     readers_of: dict[int, list[int]] = {}
     for p, r in transfer.links:
         readers_of.setdefault(p, []).append(r)
-    steps = _Steps(transfer, context)
+    steps = _Steps(transfer, options)
     classes: dict[tuple[Box, tuple[int, ...]], dict[int, Slot]] = {}
     for slot in slots_of(transfer):
         holders = classes.setdefault((slot.box, tuple(readers_of[slot.item])), {})
@@ -52,11 +62,11 @@ def reduction(transfer: Transfer, context: Context) -> Lowered | None:
     return steps.lowered([sorted(items_of[r]) for r in items_of])
 
 
-def finer(transfer: Transfer, context: Context) -> Lowered | None:
+def finer(transfer: Transfer, options: LoweringOptions) -> Lowered | None:
     """Return a reduce_scatter into finer slices, one a device, followed by gathers, for slices that several devices
     read; None if there are none.
     """
-    steps, slots = _Steps(transfer, context), {slot.device: slot for slot in slots_of(transfer)}
+    steps, slots = _Steps(transfer, options), {slot.device: slot for slot in slots_of(transfer)}
     read = {reader.device: reader.box for reader in transfer.readers}
     ends = (*transfer.pieces, *transfer.readers)
     if not transfer.is_joint or slots.keys() != read.keys() or len(ends) != 2 * len(read):
@@ -69,7 +79,7 @@ def finer(transfer: Transfer, context: Context) -> Lowered | None:
     own = {
         device: part
         for box in firsts
-        for device, part in _cut(box, cut.give, sorted(d for d in wanted if wanted[d] == box))
+        for device, part in _cut(box, cut.scatter_slot, sorted(d for d in wanted if wanted[d] == box))
     }
     how = match_boxes(held, own)
     if how is None or how.kind != "reduce_scatter":
@@ -84,27 +94,27 @@ def finer(transfer: Transfer, context: Context) -> Lowered | None:
     return steps.lowered(found) if len(found) == len(read) else None
 
 
-def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | None:
+def by_server(transfer: Transfer, found: Match, options: LoweringOptions) -> Lowered | None:
     """Return a hierarchical sum over several servers: reduce_scatter inside each, all_reduce of equal slices between
     them, all_gather inside. None unless all servers have equally many devices, at least two.
     """
-    per_server, rows = getattr(context.costs, "devices_per_server", len(found.group)), dict[int, list[int]]()
+    per_server, rows = getattr(options.costs, "devices_per_server", len(found.group)), dict[int, list[int]]()
     for device in found.group:
         rows.setdefault(device // per_server, []).append(device)
     first, *others = rows.values()
     is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
-    return _in_slices(transfer, list(rows.values()), context) if found.kind == "all_reduce" and is_nested else None
+    return _in_slices(transfer, list(rows.values()), options) if found.kind == "all_reduce" and is_nested else None
 
 
-def in_halves(transfer: Transfer, found: Match, context: Context) -> Lowered | None:
+def in_halves(transfer: Transfer, found: Match, options: LoweringOptions) -> Lowered | None:
     """Return the sum of a gradient that is sent in its own dtype and added in float32: a reduce_scatter, and an
     all_gather of the rounded sums. None for other transfers, and if no slot has a slice for each device.
     """
-    is_narrow = context.wire(transfer, "reduce_scatter", trained=True) != context.dtype(transfer, trained=True)
-    return _in_slices(transfer, [list(found.group)], context) if found.kind == "all_reduce" and is_narrow else None
+    is_narrow = options.wire(transfer, "reduce_scatter", trained=True) != options.dtype(transfer, trained=True)
+    return _in_slices(transfer, [list(found.group)], options) if found.kind == "all_reduce" and is_narrow else None
 
 
-def _in_slices(transfer: Transfer, rows: Sequence[Sequence[int]], context: Context) -> Lowered | None:
+def _in_slices(transfer: Transfer, rows: Sequence[Sequence[int]], options: LoweringOptions) -> Lowered | None:
     """Return a sum in slices inside each row of devices, then between the rows, gathered inside each row."""
     box, first = transfer.pieces[0].box, rows[0]
     # The outermost slot, whose slices are contiguous in memory.
@@ -113,7 +123,7 @@ def _in_slices(transfer: Transfer, rows: Sequence[Sequence[int]], context: Conte
         return None
     own = {device: part for row in rows for device, part in _cut(box, slot, row)}
     how = [match_boxes(dict.fromkeys(row, box), {d: own[d] for d in row}) for row in rows]
-    steps, held = _Steps(transfer, context), {slot.device: slot for slot in slots_of(transfer)}
+    steps, held = _Steps(transfer, options), {slot.device: slot for slot in slots_of(transfer)}
     parts = dict.fromkeys(own[d] for d in held)
     made = {part: steps.item(part, {d: held[d] for d in held if own[d] == part}) for part in parts}
     outs = {d: steps.slots[made[own[d]]][d] for d in held}
@@ -135,18 +145,18 @@ class _Steps:
     devices. Each is made in the round after its sources.
     """
 
-    def __init__(self, transfer: Transfer, context: Context) -> None:
-        self.transfer, self.context = transfer, context
+    def __init__(self, transfer: Transfer, options: LoweringOptions) -> None:
+        self.transfer, self.options = transfer, options
         self.boxes = [piece.box for piece in transfer.pieces]
         self.slots = [{slot.device: slot} for slot in slots_of(transfer)]
         self.round_of = [-1] * len(self.boxes)
         self.rounds: list[list[Step]] = []
 
     def _near(self, a: int, b: int) -> int:
-        return self.context.full_fold.closeness(a, b) if self.context.full_fold else 0
+        return self.options.full_fold.closeness(a, b) if self.options.full_fold else 0
 
     def extended(self, boxes: dict[int, Box]) -> dict[int, Box]:
-        return self.context.fold.extend(boxes) if self.context.fold else boxes
+        return self.options.fold.extend(boxes) if self.options.fold else boxes
 
     def _add(self, box: Box, sources: Mapping[int, Slot], how: Sequence[Match] = ()) -> int:
         """Add the item of a box on some devices: a device takes it from its source, by a collective or in a message."""
@@ -156,7 +166,7 @@ class _Steps:
         outs, steps = self.slots[n], self.rounds[self.round_of[n]]
         steps += self.collectives(how, sources, outs)
         for device, source in sources.items() if not how else ():
-            if self.context.is_emitted(source.device, device):
+            if self.options.is_emitted(source.device, device):
                 steps.append(Message(source, outs[device], refusal(self.transfer)))
         return n
 
@@ -171,11 +181,11 @@ class _Steps:
 
     def collectives(
         self, how: Sequence[Match], sources: Mapping[int, Slot], outs: Mapping[int, Slot]
-    ) -> Iterator[Collective]:
+    ) -> Iterator[CollectiveStep]:
         for one in how:
-            emitted = [d for d in one.group if d in sources and self.context.is_emitted(d)]
+            emitted = [d for d in one.group if d in sources and self.options.is_emitted(d)]
             if emitted:
-                yield Collective(one, tuple((sources[d], outs.get(d)) for d in emitted), KINDS[one.kind].why)
+                yield CollectiveStep(one, tuple((sources[d], outs.get(d)) for d in emitted), KINDS[one.kind].why)
 
     def holds(self, numbers: Sequence[int], device: int) -> bool:
         return any(device in self.slots[n] for n in numbers)
@@ -271,7 +281,7 @@ class _Steps:
         for reader, items in zip(readers, items_of, strict=True):
             slots = []
             for source in (self._source(n, devices, reader.device) for n in items):
-                if self.context.is_emitted(source.device, reader.device):
+                if self.options.is_emitted(source.device, reader.device):
                     out, item = Slot(reader.device, item, common(source.box, reader.box)), item + 1
                     is_here = source.device == reader.device
                     last.append(Cut(source, out) if is_here else Message(source, out, refusal(self.transfer)))

@@ -78,7 +78,7 @@ class Values:
         like, parts = self.code.like(transfer.tensor, transfer.kind == BACKWARD), [(name, reader.box) for name in names]
         if self.code.inner:
             like = like._replace(microbatch=self.code.common(name.microbatch for name in names))
-        dtype = self.writer.context.dtype(transfer)
+        dtype = self.writer.options.dtype(transfer)
         self._totals[owners] = self.code.join(reader.device, like, transfer.tensor, parts, reader.box, dtype)
         return self._totals[owners]
 
@@ -89,7 +89,7 @@ class Values:
         if len(parts) < 2:
             return parts[0][0] if parts else None
         transfer = self.transfers[self.readers_of[places[0]][0][0]]
-        like, dtype = self.code.like(transfer.tensor, is_gradient=True), self.writer.context.dtype(transfer)
+        like, dtype = self.code.like(transfer.tensor, is_gradient=True), self.writer.options.dtype(transfer)
         return self.code.join(place.key[0], like, transfer.tensor, parts, box, dtype)
 
     def _end(self, place: Place) -> End:

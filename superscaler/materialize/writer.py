@@ -14,7 +14,7 @@ from superscaler.materialize import steps
 from superscaler.materialize.buckets import Buckets, Entry
 from superscaler.materialize.local_tensors import Code
 from superscaler.materialize.lowering import PATH, Lowering, made_here
-from superscaler.materialize.steps import Context, Cut, Join, Message, Slot, Step
+from superscaler.materialize.steps import Cut, Join, LoweringOptions, Message, Slot, Step
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
@@ -29,12 +29,12 @@ class Writer:
     Values are addressed by the number of their transfer and their slot: by name after they arrived, by handle before.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], code: Code, context: Context) -> None:
-        self.transfers, self.code, self.context = transfers, code, context
-        self.buckets = Buckets(context.policy.overlaps)
+    def __init__(self, transfers: Sequence[Transfer], code: Code, options: LoweringOptions) -> None:
+        self.transfers, self.code, self.options = transfers, code, options
+        self.buckets = Buckets(options.policy.overlaps)
         self.names: dict[tuple[int, int, int], Value] = {}
         self.works: dict[tuple[int, int, int], Value] = {}
-        self.lowered = Lowering(transfers, context).lowered
+        self.lowered = Lowering(transfers, options).lowered
         # Reduce-scatters in flight, by group. Inputs stay alive until the wait; then `on_arrival(number)` is called.
         self.on_arrival: Callable[[int], None] = lambda number: None
         self._in_flight: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
@@ -81,10 +81,10 @@ class Writer:
         transfer = self.transfers[number]
         is_joined = number not in self._left or self._is_joined(number)
         for step in some:
-            if is_joined and isinstance(step, steps.Collective) and KINDS[step.how.kind].is_bucketed:
+            if is_joined and isinstance(step, steps.CollectiveStep) and KINDS[step.how.kind].is_bucketed:
                 # What is rounded has sources of another dtype than what is a half.
-                dtype = self._sent(number, step, trained=True) + "." * self._rounds(number, step)
-                turn = self.context.turn(transfer)
+                dtype = self._wire_dtype(number, step, trained=True) + "." * self._casts(number, step)
+                turn = self.options.turn(transfer)
                 self.buckets.add(self._entry(number, step), transfer, dtype, self._tensor(number).largest, turn, is_due)
             else:
                 self._write(number, step)
@@ -177,11 +177,11 @@ class Writer:
         return self._join(transfer, rank, sorted(parts, key=lambda part: (part[1], part[0])), reader.box)
 
     def _join(self, transfer: Transfer, rank: int, parts: Sequence[tuple[Value, Box]], box: Box) -> Value:
-        dtype = self.context.dtype(transfer)
+        dtype = self.options.dtype(transfer)
         return self.code.join(rank, self._like(transfer), transfer.tensor, parts, box, dtype)
 
     def _like(self, transfer: Transfer) -> Value:
-        microbatch = self._microbatch(transfer) if self.context.microbatches else -1
+        microbatch = self._microbatch(transfer) if self.options.microbatches else -1
         return self.code.like(transfer.tensor, transfer.kind == BACKWARD, microbatch)
 
     def _microbatch(self, transfer: Transfer) -> int:
@@ -207,13 +207,13 @@ class Writer:
         """
         self.finish([number])
         for step in self.lowered(number).rounds[0]:
-            if not isinstance(step, steps.Collective) or KINDS[step.how.kind].held is not ONE:
+            if not isinstance(step, steps.CollectiveStep) or KINDS[step.how.kind].held is not ONE:
                 self._receive(number, step, owner)
 
     def _receive(self, number: int, step: Step, owner: int | None = None) -> None:
         """Wait for the result of a step, on one device or on all."""
         tensor = self.transfers[number].tensor
-        outs = step.outs if isinstance(step, steps.Collective) else [step.out]
+        outs = step.outs if isinstance(step, steps.CollectiveStep) else [step.out]
         for out in outs:
             key = number, out.device, out.item
             is_here = owner in (None, out.device % HOSTS)
@@ -222,7 +222,7 @@ class Writer:
 
     def _write(self, number: int, step: Step) -> None:
         transfer = self.transfers[number]
-        if isinstance(step, steps.Collective):
+        if isinstance(step, steps.CollectiveStep):
             self._collective([self._entry(number, step)])
             return
         rank = step.out.device
@@ -240,7 +240,7 @@ class Writer:
     def _send(self, number: int, step: Message, name: Value) -> None:
         transfer, rank, to = self.transfers[number], step.source.device, step.out.device
         shape = self._tensor(number).local_shape(extents(step.out.box))
-        dtype = self.context.dtype(transfer)
+        dtype = self.options.dtype(transfer)
         weight = prod(extents(step.out.box)) * width(dtype)
         self._started += 1
         notes, work = (self._note(transfer, step.why),), self._handle(number, step.out)
@@ -254,11 +254,11 @@ class Writer:
     def _message(self, transfer: Transfer, rank: int, to: int) -> tuple[int, int]:
         """Return the number of a message and that of its starting point. In a loop both depend on the microbatch."""
         self._messages += 1
-        if self.context.microbatches is None:
+        if self.options.microbatches is None:
             return self._messages, self._point
         pair = rank, to, self._microbatch(transfer)
         self._numbered[pair] += 1
-        message, world = self._numbered[pair] * (self.context.microbatches.total + 1) + pair[-1], len(self.code.of)
+        message, world = self._numbered[pair] * (self.options.microbatches.total + 1) + pair[-1], len(self.code.of)
         # The number of the first message that starts at this point.
         return message, self._points.setdefault(self._point, (message * world + rank) * world + to)
 
@@ -267,9 +267,9 @@ class Writer:
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
         kind = KINDS[how.kind]
         first = self.transfers[bucket[0].number]
-        wide, dtype = self.context.dtype(first), self._sent(bucket[0].number, bucket[0].step)
-        is_rounded = self._rounds(bucket[0].number, bucket[0].step)
-        options = how.root, wide * (wide != dtype and not is_rounded), wide * (wide != dtype and is_rounded)
+        wide, dtype = self.options.dtype(first), self._wire_dtype(bucket[0].number, bucket[0].step)
+        is_rounded = self._casts(bucket[0].number, bucket[0].step)
+        more = how.root, wide * (wide != dtype and not is_rounded), wide * (wide != dtype and is_rounded)
         largest = kind.takes_largest and self._tensor(bucket[0].number).largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
@@ -281,7 +281,7 @@ class Writer:
                 ways.append(entry.step.way(self._tensor(entry.number), source, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             rank = next(slot.device for slot in pairs[0] if slot is not None)
-            self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, *options))
+            self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, *more))
         if kind.ends == (PART, TILE) and self.transfers[bucket[0].number].is_to_updates:
             flying = self._in_flight.setdefault(how.group, [])
             flying.append(bucket)
@@ -313,30 +313,30 @@ class Writer:
     def _can_go_on(self, number: int) -> bool:
         """Return whether the second round of a transfer can start: all devices have started the first one."""
         first = self.lowered(number).rounds[0]
-        outs = (out for step in first if isinstance(step, steps.Collective) for out in step.outs)
+        outs = (out for step in first if isinstance(step, steps.CollectiveStep) for out in step.outs)
         is_started = all((number, out.device, out.item) in self.works for out in outs)
         return number in self._left and not self._done[number] and self._is_joined(number) and is_started
 
-    def _entry(self, number: int, step: steps.Collective) -> Entry:
+    def _entry(self, number: int, step: steps.CollectiveStep) -> Entry:
         elements = step.way(self._tensor(number), *step.slots[0]).elements
-        dtypes = (self._sent(number, step, trained=trained) for trained in (False, True))
+        dtypes = (self._wire_dtype(number, step, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
     def _tensor(self, number: int) -> PTensor:
         return self.code.tensors[self.transfers[number].tensor]
 
-    def _sent(self, number: int, step: steps.Collective, *, trained: bool = False) -> str:
-        return self.context.sent(self.transfers[number], self.lowered(number), step, trained=trained)
+    def _wire_dtype(self, number: int, step: steps.CollectiveStep, *, trained: bool = False) -> str:
+        return self.options.wire_dtype(self.transfers[number], self.lowered(number), step, trained=trained)
 
-    def _rounds(self, number: int, step: steps.Collective) -> bool:
-        return self.context.rounds(self.transfers[number], self.lowered(number), step)
+    def _casts(self, number: int, step: steps.CollectiveStep) -> bool:
+        return self.options.casts(self.transfers[number], self.lowered(number), step)
 
     def _note(self, transfer: Transfer, why: str) -> Provenance:
         return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
     def _copies(self, transfer: Transfer, devices: Sequence[int]) -> int:
         """Return the number of transfers that a compiled one stands for; 0 if another place of the fold counts it."""
-        fold, own = self.context.fold, self.context.microbatches
+        fold, own = self.options.fold, self.options.microbatches
         copies = fold.copies(devices) if fold is not None else 1
         if own is not None and 0 <= self._microbatch(transfer) < own.inner:
             # The first microbatch also counts for those that are not compiled.
@@ -348,5 +348,5 @@ class Writer:
         if found is not None and len(found.path.steps) > 1:
             devices = {*found.boxes(found.path.source), *found.boxes(found.path.goal)}
             if copies := self._copies(transfer, sorted(devices)):
-                path = found.described(self.context.dtype(transfer), transfer.kind == BACKWARD)
+                path = found.described(self.options.dtype(transfer), transfer.kind == BACKWARD)
                 self.notes[Provenance(transfer.tensor, path.is_backward, PATH, path)] += copies

@@ -188,7 +188,7 @@ class _Blocks:
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
         self.moves: dict[str, list[TransferRow]] = group_by(compiled.moves, lambda move: self.home[move.tensor])
         split = (s for s in compiled.schedule.segments if s.backwards == "IW")
-        self.halves = {op.name: len(set(s.given.values())) for s in split for op in s.ops if op.has_mirror}
+        self.halves = {op.name: len(set(s.gradient_kinds.values())) for s in split for op in s.ops if op.has_mirror}
         self.journal = group_by(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()
@@ -326,8 +326,8 @@ def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
     for level, axis in enumerate(grid.axes):
         if len(axis.sizes) == 1:
             continue
-        places = range(grid.once.shape[level])
-        groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
+        places = range(grid.unbroadcast.shape[level])
+        groups = [sorted(set(grid.unbroadcast.take(k, axis=level).reshape(-1).tolist())) for k in places]
         factor = "" if axis.index is None else _short(block, op.indices[axis.index].factor)
         sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
         devices = Groups.of(groups) if len(set(map(tuple, groups))) > 1 else NO_GROUPS

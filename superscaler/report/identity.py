@@ -82,4 +82,4 @@ def _plan_text(graph: Graph) -> str:
 
 def _grid_text(grid: Grid) -> str:
     children = {cell: _grid_text(child) for cell, child in sorted(grid.children.items())}
-    return f"{grid.axes} {grid.slim.tolist()} {children}"
+    return f"{grid.axes} {grid.distinct.tolist()} {children}"

@@ -33,7 +33,7 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
                 known[ends] = _meetings(edges, (op, 0), (reader, k))
             segment = segment_of[reader.name]
             for home, key in known[ends]:
-                yield (segment.last, segment.number, key), (UPDATE, number, home), "read before update"
+                yield (segment.last_kind, segment.number, key), (UPDATE, number, home), "read before update"
                 if older is not None:
                     yield (UPDATE, older, home), ("F", segment.number, key), "read after update"
 
@@ -49,7 +49,7 @@ def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> It
 
 def last_of(segments: Sequence[Segment], place: Place) -> Work:
     """Return the last work that uses the value read at a place: a forward keeps it for the backward."""
-    return (place.kind if place.kind == UPDATE else segments[place.segment].last, *place[1:3])
+    return (place.kind if place.kind == UPDATE else segments[place.segment].last_kind, *place[1:3])
 
 
 def _meetings(edges: Dataflow, one: Port, other: Port) -> list[tuple[Key, Key]]:

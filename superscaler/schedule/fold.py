@@ -68,7 +68,7 @@ def leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
 
 def _by_mesh(grid: Grid, mesh: Sequence[str]) -> Ints:
     """Return the devices of a grid, without axes on which all are equal, in the order of a mesh with its axes."""
-    slim = grid.slim
+    slim = grid.distinct
     kept = [at for at, width in enumerate(slim.shape) if width > 1]
     if all(grid.axes[at].name in mesh for at in kept):
         kept.sort(key=lambda at: mesh.index(grid.axes[at].name))
@@ -105,7 +105,7 @@ class _Line:
 
     def along(self, grid: Grid) -> int | None:
         """Return the axis of a grid that follows the line, None if no axis does."""
-        devices = grid.once
+        devices = grid.unbroadcast
         label, home = self.label[devices], self.home[devices]
         for at, axis in enumerate(grid.axes):
             first = tuple(slice(None) if a == at else slice(0, 1) for a in range(devices.ndim))

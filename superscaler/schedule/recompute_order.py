@@ -22,13 +22,13 @@ RUNS = "FBIW"
 
 def maker_of(segments: Sequence[Segment], place: Place) -> Work:
     """Return the work that makes the value at a place."""
-    kind = segments[place.segment].given[place.number] if place.kind == BACKWARD else place.kind
+    kind = segments[place.segment].gradient_kinds[place.number] if place.kind == BACKWARD else place.kind
     return kind, place.segment, place.key
 
 
 def reader_of(segments: Sequence[Segment], place: Place) -> Work:
     """Return the work that reads the value at a place."""
-    kind = segments[place.segment].taking if place.kind in (BACKWARD, REGATHER) else place.kind
+    kind = segments[place.segment].first_backward if place.kind in (BACKWARD, REGATHER) else place.kind
     return kind, place.segment, place.key
 
 
@@ -70,7 +70,7 @@ class RecomputeOrder:
         found: dict[Work, list[RegionRun]] = {}
         for region, segment in self.last.items():
             for key in segment.keys:
-                work = segment.taking, segment.number, key
+                work = segment.first_backward, segment.number, key
                 found.setdefault(work, []).append((region, key[0], key[1]))
         return found
 

@@ -109,7 +109,7 @@ class Segment:
         return "" if not self.has_mirror else "IW" if self.ops[0].split else "B"
 
     @cached_property
-    def given(self) -> Mapping[int, str]:
+    def gradient_kinds(self) -> Mapping[int, str]:
         """Return, for each alias with a gradient, the kind of work that makes it; in a split backward W for weights,
         else I.
         """
@@ -117,14 +117,14 @@ class Segment:
         return {n: halves[a.is_weight] for n, a in enumerate(self.aliases) if a.labels is not None}
 
     @cached_property
-    def taking(self) -> str:
+    def first_backward(self) -> str:
         """Return the kind of work that takes the gradients of outputs; in a split backward, the first half that makes
         one.
         """
-        return min(self.given.values(), default="")
+        return min(self.gradient_kinds.values(), default="")
 
     @property
-    def last(self) -> str:
+    def last_kind(self) -> str:
         """Return the last kind of its work; its inputs are held until then."""
         return (self.backwards or "F")[-1]
 

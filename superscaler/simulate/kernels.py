@@ -196,7 +196,7 @@ def _moved(i: p.Collective, found: Buffers) -> tuple[Kernels, list[Kernels]]:
     # A bucket is a copy of its tensors; so are chunks that do not lie one after the other.
     is_read = KINDS[i.kind].gathers and not found.shared
     first = i.ways[0]
-    is_plain = len(i.ways) == 1 and first.leads(first.take if first.give < 0 else first.give)
+    is_plain = len(i.ways) == 1 and first.leads(first.gather_slot if first.scatter_slot < 0 else first.scatter_slot)
     copied = [_copied(((way.elements,), i.dtype), ((way.elements,), i.given or i.dtype)) for way in i.ways]
     into = () if is_read or (is_plain and not i.given) else tuple(k for some in copied for k in some)
     after = [_copied((way.shape, i.dtype)) if found.made else () for way in i.ways]

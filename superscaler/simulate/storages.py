@@ -188,14 +188,14 @@ def buffers(i: Collective, place: int) -> Buffers:
             return _scattered(i, is_one, ascending, given, flat, block(flat // p))
         case _:
             # Chunks that lie one after the other, in the order of the ranks, are sent as they are.
-            leads = way.leads(way.give)
+            leads = way.leads(way.scatter_slot)
             is_read = leads and ascending
             return Buffers(0 if leads else flat, shared=flat * (2 - is_read), made=results, sources=is_read)
 
 
 def _scattered(i: Collective, is_one: bool, ascending: bool, given: Sequence[int], flat: int, result: int) -> Buffers:
     # Chunks that do not lie one after the other are copied; those in another order than the ranks are stacked.
-    copied = sum(size for size, way in zip(given, i.ways, strict=True) if not way.leads(way.give) or way.sizes)
+    copied = sum(size for size, way in zip(given, i.ways, strict=True) if not way.leads(way.scatter_slot) or way.sizes)
     if not is_one:
         # The copies are joined, and freed before the result is made.
         return Buffers(max(copied - result, 0 if ascending else flat), shared=flat, result=result)
@@ -209,10 +209,10 @@ def _gathered(i: Collective, p: int, is_one: bool, ascending: bool, flat: int, r
         return Buffers(shared=flat, last=p * flat, made=results)
     if way.sizes:
         return Buffers(shared=flat if _is_padded(way) else 0, last=p * flat, made=results, sources=True)
-    if way.leads(way.take) and ascending:
+    if way.leads(way.gather_slot) and ascending:
         return Buffers(result=p * flat, sources=True)
     return Buffers(last=p * flat, made=results, sources=True)
 
 
 def _is_padded(way: CollectiveArg) -> bool:
-    return max(way.take, way.give) >= 0 and way.view[max(way.take, way.give)] != max(way.sizes)
+    return way.slot >= 0 and way.view[way.slot] != max(way.sizes)

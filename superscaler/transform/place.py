@@ -100,8 +100,8 @@ def check_cut_first(graph: Graph) -> None:
         named = [(axis.name, at) for at, axis in enumerate(grid.axes) if axis.name and len(axis.sizes) > 1]
         if len({name for name, _ in named}) == len(named):
             continue
-        placed = {name for name, at in named if grid.slim.shape[at] > 1}
-        late = (name for name, at in named if name in placed and grid.slim.shape[at] == 1 and not grid.axes[at].at)
+        placed = {name for name, at in named if grid.distinct.shape[at] > 1}
+        late = (name for name, at in named if name in placed and grid.distinct.shape[at] == 1 and not grid.axes[at].at)
         for name in late:
             raise InputError(
                 f"{op.name} is cut along {name} at {grid.replaced_at}, but it was placed before, so that the parts of "

@@ -25,15 +25,15 @@ def has_slots(way: CollectiveArg) -> bool:
 
 
 def _slot(way: CollectiveArg) -> int:
-    return way.take if way.take >= 0 else way.give
+    return way.gather_slot if way.gather_slot >= 0 else way.scatter_slot
 
 
 # The value that a parameter must have; others must have their defaults.
 _MEANINGS: Mapping[str, Callable[[p.Collective, CollectiveArg], Any]] = {
     "root": lambda i, way: i.root,
     "dim": lambda i, way: _slot(way),
-    "split_dim": lambda i, way: way.give,
-    "concat_dim": lambda i, way: way.take,
+    "split_dim": lambda i, way: way.scatter_slot,
+    "concat_dim": lambda i, way: way.gather_slot,
     "sizes": lambda i, way: way.sizes,
     "shape": lambda i, way: way.shape,
     "dtype": lambda i, way: i.dtype,

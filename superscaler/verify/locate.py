@@ -138,7 +138,7 @@ class _Search:
         for node in self.exact.whole_schedule.order:
             segment = self.exact.whole_schedule.segments[node.number] if node.is_run else None
             # The step on one device has only the first iteration.
-            if segment is None or node.kind not in ("F", segment.taking) or segment.ops[0].iteration:
+            if segment is None or node.kind not in ("F", segment.first_backward) or segment.ops[0].iteration:
                 continue
             is_forward = node.kind == "F"
             event = self.events.get((node.key[0], str(task(node.number, node.key)), "F" if is_forward else "B"))

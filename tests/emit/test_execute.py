@@ -173,16 +173,16 @@ class Execution:
         given = [x if x is None or is_flat else x.reshape(way.view) for x, way in pairs]
         call = getattr(self.rank, i.kind + "_bucket" * (len(given) > 1))
         if len(given) > 1:
-            dims, sizes = [max(way.take, way.give) for way in i.ways], [way.sizes for way in i.ways]
+            dims, sizes = [max(way.gather_slot, way.scatter_slot) for way in i.ways], [way.sizes for way in i.ways]
             other = {"dims": dims, "sizes": sizes if any(sizes) else ()}
             options = {"all_reduce": {"largest": i.largest}, "reduce": {"root": i.root}}.get(i.kind, other)
             works = call(given, group, **options)
         else:
             (way,) = i.ways
             options = {
-                "all_reduce": (), "reduce": (i.root,), "rd_gather": (i.root, way.take),
-                "all_gather": (way.take, way.sizes), "reduce_scatter": (way.give, way.sizes),
-                "all_to_all": (way.give, way.take), "broadcast": (way.shape, i.dtype),
+                "all_reduce": (), "reduce": (i.root,), "rd_gather": (i.root, way.gather_slot),
+                "all_gather": (way.gather_slot, way.sizes), "reduce_scatter": (way.scatter_slot, way.sizes),
+                "all_to_all": (way.scatter_slot, way.gather_slot), "broadcast": (way.shape, i.dtype),
             }  # fmt: skip
             largest = {"largest": i.largest} if i.kind == "all_reduce" else {}
             works = (call(given[0], group, *options[i.kind], **largest),)

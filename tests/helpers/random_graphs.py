@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from superscaler.cluster import Cluster
-from superscaler.compiler import Compiled, finish, place
+from superscaler.compiler import Compiled, complete_placement, finish
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid
@@ -189,7 +189,7 @@ def random_plan(model: Model, seed: int, devices: int, irregular: bool = True) -
         depth = draw.choice([0, 1, 2, 3] if irregular else [0, 1, 1])
         grid = random_grid(op, draw, devices, depth, [i.size for i in op.indices])
         graph.grids[op.name] = grid
-    return finish(place(graph, Cluster.local(devices)), Cluster.local(devices))
+    return finish(complete_placement(graph, Cluster.local(devices)), Cluster.local(devices))
 
 
 def whole_step(model: Model, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

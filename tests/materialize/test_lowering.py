@@ -12,7 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.ir.mask import Box
 from superscaler.ir.model import PTensor
 from superscaler.materialize.lowering import lower
-from superscaler.materialize.steps import Collective, Context, Join, Message, slots_of
+from superscaler.materialize.steps import CollectiveStep, Join, LoweringOptions, Message, slots_of
 from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, End, Place, Transfer
 from tests.helpers.sweeps import slow
 
@@ -21,9 +21,9 @@ SERVERS = Cluster.parse("v100:2x4")
 Boxes = dict[int, Box]
 
 
-def context(size: int) -> Context:
+def context(size: int) -> LoweringOptions:
     tensor = PTensor("x", (size, size), "float32", "activation", ((0,), (1,)), (size, size))
-    return Context({"x": tensor}, frozenset(), SERVERS)
+    return LoweringOptions({"x": tensor}, frozenset(), SERVERS)
 
 
 def transfer(
@@ -113,17 +113,17 @@ def test_every_reader_gets_the_whole_value_of_its_box(name: str, size: int) -> N
     for steps in found.rounds:
         started = {}
         for step in steps:
-            if isinstance(step, Collective):
+            if isinstance(step, CollectiveStep):
                 sources, outs = step.sources, step.outs
             else:
                 sources, outs = list(step.sources) if isinstance(step, Join) else [step.source], [step.out]
             made = matrix * 0
             for source in sources:
-                assert isinstance(step, Collective | Message) or source.device == outs[0].device
+                assert isinstance(step, CollectiveStep | Message) or source.device == outs[0].device
                 made[index(source.box)] += there[source[:2]]
             arrived = {out[:2]: made[index(out.box)] for out in outs}
             assert there.keys().isdisjoint(arrived)
-            (started if isinstance(step, Collective | Message) else there).update(arrived)
+            (started if isinstance(step, CollectiveStep | Message) else there).update(arrived)
         there |= started
     for r, (reader, slots) in enumerate(zip(case.readers, found.ends, strict=True)):
         mine, wanted = matrix * 0, matrix * 0

@@ -13,7 +13,7 @@ from superscaler.cluster import Cluster
 from superscaler.ir import program
 from superscaler.ir.model import PTensor
 from superscaler.materialize.lowering import lower, seconds
-from superscaler.materialize.steps import Collective, Context, Lowered
+from superscaler.materialize.steps import CollectiveStep, Lowered, LoweringOptions
 from superscaler.materialize.sums import reduction
 from superscaler.schedule.transfers import BACKWARD, UPDATE, End, Place, Transfer
 from tests.helpers.ran import Around, captured, equal
@@ -21,9 +21,9 @@ from tests.helpers.ran import Around, captured, equal
 SIZE = 4096
 
 
-def context(cluster: str) -> Context:
+def context(cluster: str) -> LoweringOptions:
     tensor = PTensor("x", (SIZE, SIZE), "float32", "parameter", ((0,), (1,)), (SIZE, SIZE))
-    return Context({"x": tensor}, frozenset(), Cluster.parse(cluster))
+    return LoweringOptions({"x": tensor}, frozenset(), Cluster.parse(cluster))
 
 
 def gradient(groups: Sequence[Sequence[int]]) -> Transfer:
@@ -40,7 +40,7 @@ def gradient(groups: Sequence[Sequence[int]]) -> Transfer:
 
 
 def shown(lowered: Lowered) -> list[tuple[str, tuple[int, ...]]]:
-    return [(s.how.kind, s.how.group) for some in lowered.rounds for s in some if isinstance(s, Collective)]
+    return [(s.how.kind, s.how.group) for some in lowered.rounds for s in some if isinstance(s, CollectiveStep)]
 
 
 def test_slices_inside_servers_are_summed_there_and_then_between_them() -> None:

@@ -348,6 +348,6 @@ def test_ops_of_a_segment_that_list_its_parts_in_other_orders_read_their_own() -
         for algorithm in [*rows, ss.Replicate(2)] if cut_first else [ss.Replicate(2), *rows]:
             made = ss.op_trans(graph, made, algorithm)
         ss.op_assign(graph, made, devices.T if cut_first else devices)
-    compiled = compiler.finish(compiler.place(graph, ss.Cluster.local(6)), ss.Cluster.local(6))
+    compiled = compiler.finish(compiler.complete_placement(graph, ss.Cluster.local(6)), ss.Cluster.local(6))
     check_checks(compiled)
     assert largest_error(compiled, b.values)[0] < 1e-9

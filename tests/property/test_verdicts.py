@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superscaler.certify.certificate import check_program
 from superscaler.cluster import Cluster
-from superscaler.compiler import finish, place
+from superscaler.compiler import complete_placement, finish
 from superscaler.errors import ScheduleError
 from superscaler.ir.communication import starts
 from superscaler.ir.graph import Graph
@@ -325,7 +325,7 @@ def girth(needs: Needs, counts: Callable[[frozenset[frozenset[Work]]], bool]) ->
 
 def verdict(graph: Graph) -> tuple[Schedule | None, str]:
     try:
-        return complete(place(graph, Cluster.local(4))), ""
+        return complete(complete_placement(graph, Cluster.local(4))), ""
     except ScheduleError as error:
         return None, str(error)
 
@@ -376,7 +376,7 @@ def test_plans_that_need_another_replica_than_the_nearest_equal_the_unsplit_grap
 ) -> None:
     graph, values = random_placed(seed)
     cluster = Cluster.local(4)
-    error, where = largest_error(finish(place(graph.copy(), cluster), cluster), values)  # type: ignore[arg-type]
+    error, where = largest_error(finish(complete_placement(graph.copy(), cluster), cluster), values)  # type: ignore[arg-type]
     assert error < 1e-9, where
     monkeypatch.setattr("superscaler.schedule.order.find_turns", lambda edges: {})
     assert "cycle" in verdict(graph)[1]

@@ -34,7 +34,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Places(Steps):
+class ServerCosts(Steps):
     """Costs that depend on the server of a device only: its servers have one NIC, or one for each device."""
 
     devices_per_server: int
@@ -46,7 +46,7 @@ class Places(Steps):
 def priced(costs: Costs) -> Steps:
     """Return the costs of paths."""
     if isinstance(costs, Cluster) and costs.links.nics in (None, 1, costs.devices_per_server):
-        return Places(costs, costs.devices_per_server)
+        return ServerCosts(costs, costs.devices_per_server)
     return Steps(costs)
 
 

@@ -191,9 +191,9 @@ class _Side:
         found: list[Step] = []
         while (move := self.came.get(state)) is not None:
             (groups, seconds), after = self._priced(move), self.frame.layout(move.after)
-            size, (take, give) = self.case.size // move.parts, (max(axis - D, -1) for axis in (move.take, move.give))
+            slots, size = (max(move.take - D, -1), max(move.give - D, -1)), self.case.size // move.parts
             moved = len(groups) * links(move.kind, len(groups[0])) if move.kind in table.COLLECTIVES else 0
-            found.append(Step(move.kind, groups, take, give, after, size * self.case.itemsize, size * moved, seconds))
+            found.append(Step(move.kind, groups, *slots, after, size * self.case.itemsize, size * moved, seconds))
             state = move.after if self.is_back else move.before
         return found if self.is_back else found[::-1]
 

@@ -80,8 +80,8 @@ class Symmetric(Costs, Protocol):
 class Step:
     """One primitive of a path.
 
-    `groups`: device ids in chunk order; (sender, receiver) pairs in messages. `take` and `give`: the gathered and the
-    scattered slot of the tensor, -1 for none. `size`: the bytes of each device's source; of the largest message in
+    `groups`: device ids in chunk order; (sender, receiver) pairs in messages. `gather_slot` of the tensor is gathered
+    and `scatter_slot` scattered, -1 for none. `size`: the bytes of each device's source; of the largest message in
     messages. `moved`: the elements on links. `kept`: in messages, the devices that also use their own elements. A
     message is the intersection of its sender's box in the layout before and its receiver's box in `layout`, the one
     after. Messages on the same elements are summed, and elements without one are zero.
@@ -89,8 +89,8 @@ class Step:
 
     kind: str
     groups: Groups
-    take: int
-    give: int
+    gather_slot: int
+    scatter_slot: int
     layout: Layout
     size: int
     moved: int

@@ -31,7 +31,7 @@ class AlongAxis(Protocol):
     """A plan along one axis: with a cluster it is a whole plan, with a `MeshAxis` a factor of a product."""
 
     cut: SProgram
-    turn: tuple[int, bool]
+    priority: tuple[int, bool]
     recomputes: bool
 
     def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
@@ -78,8 +78,8 @@ def along_axis(
 
         graph, _, _, *rest = inspect.signature(cut).parameters.values()
         signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
-        turn = 2 * last + recomputes - first, not batches
-        vars(run).update(__signature__=signature, cut=cut, turn=turn, recomputes=recomputes)
+        priority = 2 * last + recomputes - first, not batches
+        vars(run).update(__signature__=signature, cut=cut, priority=priority, recomputes=recomputes)
         return cast(AlongAxis, sprogram(run))
 
     return decorate
@@ -135,7 +135,7 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
 
 
 def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
-    for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "turn")):
+    for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "priority")):
         plan(graph, MeshAxis(name, mesh.by_server(name)))
     # Copies that none cuts are where they are read; on the hosts of their devices, if a plan says so.
     hosted = [op for op in graph.ops if op.name in graph.policy.hosted]

@@ -116,10 +116,12 @@ def holds(data: dict[int, Array], of: Layout, full: Array) -> bool:
 
 COLLECTIVES = {
     "all_reduce": lambda held, step: [sum(held)] * len(held),
-    "all_gather": lambda held, step: [np.concatenate(held, axis=step.take)] * len(held),
-    "reduce_scatter": lambda held, step: np.split(sum(held), len(held), axis=step.give),
-    "all_to_all": lambda held, step: np.split(np.concatenate(held, axis=step.take), len(held), axis=step.give),
-    "chunk": lambda held, step: [np.split(x, len(held), axis=step.give)[k] for k, x in enumerate(held)],
+    "all_gather": lambda held, step: [np.concatenate(held, axis=step.gather_slot)] * len(held),
+    "reduce_scatter": lambda held, step: np.split(sum(held), len(held), axis=step.scatter_slot),
+    "all_to_all": lambda held, step: np.split(
+        np.concatenate(held, axis=step.gather_slot), len(held), axis=step.scatter_slot
+    ),
+    "chunk": lambda held, step: [np.split(x, len(held), axis=step.scatter_slot)[k] for k, x in enumerate(held)],
     "value_chunk": lambda held, step: [x if k == 0 else 0 * x for k, x in enumerate(held)],
 }
 
