@@ -20,7 +20,7 @@ from superscaler.ir.model import Op
 from superscaler.ir.program import Backward, Collective, Forward, Loss, Update
 from superscaler.models import build
 from superscaler.report.picture import draw_paths
-from superscaler.report.raster import picture
+from superscaler.report.pixels import picture
 
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442")
 ALGORITHMS = (ss.Split("batch", 2), ss.Split("hidden@summed", 2), ss.Replicate(2))

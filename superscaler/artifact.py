@@ -22,7 +22,7 @@ from superscaler.ir.text.program import print_program
 from superscaler.ir.variants import once, without_sources
 from superscaler.ops.inputs import bounds, fillings, ignored, limits, pads_rows
 from superscaler.report import journal
-from superscaler.report.facts import account
+from superscaler.report.block_summary import account
 from superscaler.report.identity import kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
 from superscaler.store import plan as disk

@@ -23,7 +23,7 @@ from superscaler.ir.graph import Graph
 from superscaler.materialize.joined.join import most_works
 from superscaler.plans import resolve
 from superscaler.report import words as explain
-from superscaler.report.facts import account, summary
+from superscaler.report.block_summary import account, summary
 from superscaler.report.identity import manifest
 from superscaler.report.journal import rows
 from superscaler.report.page.write import save as save_pages

@@ -34,7 +34,7 @@ def explain(
         printer.show(words(found), "", f"devices by time: superscaler explain {plan} --timeline")
         return
     from superscaler.report.picture import save
-    from superscaler.report.raster import drawing
+    from superscaler.report.pixels import drawing
     from superscaler.verify.plan_dir import subject_of
 
     subject = subject_of(plan)

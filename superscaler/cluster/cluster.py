@@ -13,7 +13,7 @@ from superscaler.cluster.devices import DeviceKind, Preset
 from superscaler.cluster.known import PRESETS
 from superscaler.cluster.links import LOCAL, Links
 from superscaler.cluster.mesh import Mesh
-from superscaler.cluster.seconds import Way, Wiring, least, lines, ways
+from superscaler.cluster.seconds import Topology, Way, least, lines, ways
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import Numbered, checked
 from superscaler.specs.file_errors import reading
@@ -183,14 +183,14 @@ class Cluster:
         >>> round(Cluster.preset("v100", 1, 8).seconds("all_reduce", [range(8)], 120e6), 6)
         0.001777
         """
-        ways = lines(self._wiring, kind, tuple(map(tuple, groups)))
+        ways = lines(self._topology, kind, tuple(map(tuple, groups)))
         return min(max((latency + slope * size for latency, slope in way), default=0.0) for way in ways)
 
     def way(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> Way:
         """Return the way of `seconds`, with the ports that each group uses, scaled by the measured curve of the
         collective. A group has two devices or more, or is the pair of a device and its host.
         """
-        found = ways(self._wiring, kind, tuple(map(tuple, groups)))
+        found = ways(self._topology, kind, tuple(map(tuple, groups)))
         best = min(found, key=lambda way: max(latency + slope * size for latency, slope in way.lines))
         return best.times(self.links.curve(kind, size))
 
@@ -200,12 +200,12 @@ class Cluster:
         >>> round(Cluster.preset("v100", 1, 8).bound("all_reduce", [range(8)], 120e6), 6)
         0.00175
         """
-        return least(self._wiring, kind, tuple(map(tuple, groups))) * size
+        return least(self._topology, kind, tuple(map(tuple, groups))) * size
 
     @property
-    def _wiring(self) -> Wiring:
+    def _topology(self) -> Topology:
         # gloo has no hierarchical collectives.
-        return Wiring(self.links, self.devices_per_server, len(self.devices), rings=self.kind == LOCAL)
+        return Topology(self.links, self.devices_per_server, len(self.devices), rings=self.kind == LOCAL)
 
     def __str__(self) -> str:
         is_preset = Preset(self.links, self.device_kind) == PRESETS[self.kind]

@@ -24,7 +24,7 @@ Port = tuple[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class Topology:
     """The facts that determine the time of a collective, beside groups and size. `rings`: only rings are possible."""
 
     links: Links
@@ -54,7 +54,7 @@ LOCAL_KINDS = ("chunk", "value_chunk")
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _LinkTime:
     """The needs of a group: seconds of latency, bytes inside by each device, and bytes out of and into each server.
 
     Bytes are per byte of the source. Rings use both classes of link together, hierarchies one after the other.
@@ -93,75 +93,75 @@ class Way:
 
 
 @lru_cache(maxsize=1 << 16)
-def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], ...]:
+def lines(topology: Topology, kind: str, groups: Groups) -> tuple[tuple[Line, ...], ...]:
     """Return, for each way, (latency, seconds per byte) of the groups: the slowest group counts, the best way is taken.
 
     Raises InputError for an unknown kind or device.
     """
-    busy = _busy(wiring, kind, groups)
+    busy = _busy(topology, kind, groups)
     if not busy:
         return ((),)
     if kind in MESSAGES:
-        return ((_messages(wiring, kind, busy),),)
-    spread = [_by_server(wiring, group) for group in busy]
-    shares = [_shares(wiring, members) for members in spread]
-    return tuple({_highest(_timed(wiring, shares, uses).lines): None for uses in _uses(wiring, kind, spread)})
+        return ((_messages(topology, kind, busy),),)
+    spread = [_by_server(topology, group) for group in busy]
+    shares = [_shares(topology, members) for members in spread]
+    return tuple({_highest(_timed(topology, shares, uses).lines): None for uses in _uses(topology, kind, spread)})
 
 
-def ways(wiring: Wiring, kind: str, groups: Groups) -> list[Way]:
+def ways(topology: Topology, kind: str, groups: Groups) -> list[Way]:
     """Return the ways that NCCL, or gloo, has to run a collective in groups of several devices, with their ports."""
     if kind in MESSAGES:
-        return [_posted(wiring, kind, groups)]
-    spread = [_by_server(wiring, group) for group in _busy(wiring, kind, groups)]
-    shares = [_shares(wiring, members) for members in spread]
+        return [_posted(topology, kind, groups)]
+    spread = [_by_server(topology, group) for group in _busy(topology, kind, groups)]
+    shares = [_shares(topology, members) for members in spread]
     if not _is_all_reduce(kind) or max(map(len, spread)) > _TREE:
-        wiring = replace(wiring, rings=True)
-    return [_inside(wiring, spread, uses, _timed(wiring, shares, uses)) for uses in _uses(wiring, kind, spread)]
+        topology = replace(topology, rings=True)
+    return [_inside(topology, spread, uses, _timed(topology, shares, uses)) for uses in _uses(topology, kind, spread)]
 
 
-def _uses(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> list[list[_Use]]:
-    """Return the needs of the groups in each way."""
+def _uses(topology: Topology, kind: str, spread: list[dict[int, list[int]]]) -> list[list[_LinkTime]]:
+    """Return, for each algorithm (an exchange; a ring, a hierarchy), how long each group uses each link."""
     found = [_exchange if _is_exchange(kind) else _ring]
-    found += [_hierarchy] if not wiring.rings and any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
-    return [[way(wiring, kind, members) for members in spread] for way in found]
+    found += [_hierarchy] if not topology.rings and any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
+    return [[way(topology, kind, members) for members in spread] for way in found]
 
 
 @lru_cache(maxsize=1 << 16)
-def least(wiring: Wiring, kind: str, groups: Groups) -> float:
+def least(topology: Topology, kind: str, groups: Groups) -> float:
     """Return a lower bound on the seconds per byte of the source over all ways."""
-    busy = _busy(wiring, kind, groups)
+    busy = _busy(topology, kind, groups)
     if not busy:
         return 0.0
     if kind in MESSAGES:
-        return _messages(wiring, kind, busy)[1]
-    spread = [_by_server(wiring, group) for group in busy]
-    return max(_needs(wiring, kind, some) for some in [spread, *([members] for members in spread)])
+        return _messages(topology, kind, busy)[1]
+    spread = [_by_server(topology, group) for group in busy]
+    return max(_needs(topology, kind, some) for some in [spread, *([members] for members in spread)])
 
 
-def _needs(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> float:
+def _needs(topology: Topology, kind: str, spread: list[dict[int, list[int]]]) -> float:
     """Return the least seconds per byte that the devices of these groups, and their servers, send or receive."""
     nics: dict[int, dict[int, float]] = defaultdict(dict)
     loads: dict[tuple[str, int], float] = defaultdict(float)
     found = []
     for members in spread:
-        found.append(COLLECTIVES[kind].sent(sum(map(len, members.values()))) / _fastest(wiring, members))
+        found.append(COLLECTIVES[kind].sent(sum(map(len, members.values()))) / _fastest(topology, members))
         for way, servers in zip(("out", "into"), _needed(kind, members), strict=True):
             for server, amount in servers.items():
                 loads[way, server] += amount
         for server, devices in members.items():
             for place in (server, _ALL):
-                nics[place].update(wiring.links.nic(d, wiring.per_server) for d in devices)
+                nics[place].update(topology.links.nic(d, topology.per_server) for d in devices)
     return max([*found, *(amount / sum(nics[server].values()) for (_, server), amount in loads.items())])
 
 
-def _busy(wiring: Wiring, kind: str, groups: Groups) -> Groups:
+def _busy(topology: Topology, kind: str, groups: Groups) -> Groups:
     """Return the groups that use links. Raises InputError for an unknown kind or device."""
     if kind not in COLLECTIVES and kind not in MESSAGES and kind not in LOCAL_KINDS:
         raise InputError(unknown("collective", kind, [*COLLECTIVES, *MESSAGES, *LOCAL_KINDS]))
     for group in groups:
-        strange = [d for d in group if not 0 <= d < wiring.count]
+        strange = [d for d in group if not 0 <= d < topology.count]
         if strange:
-            raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
+            raise InputError(f"{kind}: there is no device {strange[0]} among the {topology.count} of the cluster.")
         if kind in _PAIRS and len(group) != 2:
             raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
     # What goes to one is a reversed broadcast.
@@ -182,8 +182,8 @@ def _is_chain(kind: str) -> bool:
     return ONE in KINDS[kind].ends
 
 
-def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
-    return group_by(group, lambda device: device // wiring.per_server)
+def _by_server(topology: Topology, group: Iterable[int]) -> dict[int, list[int]]:
+    return group_by(group, lambda device: device // topology.per_server)
 
 
 def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, float], dict[int, float]]:
@@ -196,45 +196,45 @@ def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, flo
     return dict.fromkeys(out, amount), dict.fromkeys(into, amount)
 
 
-def _ring(wiring: Wiring, kind: str, members: _Members) -> _Use:
+def _ring(topology: Topology, kind: str, members: _Members) -> _LinkTime:
     """One ring through all devices, server by server."""
-    n, row, links = sum(map(len, members.values())), COLLECTIVES[kind], wiring.links
+    n, row, links = sum(map(len, members.values())), COLLECTIVES[kind], topology.links
     far = len(members) - 1
     latency = row.laps * ((n - 1 - far) * links.intra.alpha + far * links.network.alpha)
     inside = row.sent(n) if n > len(members) else 0.0
-    return _Use(latency, inside, *_between(kind, members, row.sent(n)), at_once=True)
+    return _LinkTime(latency, inside, *_between(kind, members, row.sent(n)), at_once=True)
 
 
-def _exchange(wiring: Wiring, kind: str, members: _Members) -> _Use:
+def _exchange(topology: Topology, kind: str, members: _Members) -> _LinkTime:
     """Each device sends to each other one, one after the other."""
     sizes = {server: len(devices) for server, devices in members.items()}
-    n, links = sum(sizes.values()), wiring.links
+    n, links = sum(sizes.values()), topology.links
     latency = max((g - 1) * links.intra.alpha + (n - g) * links.network.alpha for g in sizes.values())
     across = {server: g * (n - g) / n for server, g in sizes.items()} if len(sizes) > 1 else {}
-    return _Use(latency, (max(sizes.values()) - 1) / n, across, across, at_once=False)
+    return _LinkTime(latency, (max(sizes.values()) - 1) / n, across, across, at_once=False)
 
 
-def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
+def _hierarchy(topology: Topology, kind: str, members: _Members) -> _LinkTime:
     """Inside the servers, and between devices of equal place in them; an exchange or a ring for uneven servers."""
-    sizes, row, links = {len(devices) for devices in members.values()}, COLLECTIVES[kind], wiring.links
+    sizes, row, links = {len(devices) for devices in members.values()}, COLLECTIVES[kind], topology.links
     g, servers = max(sizes), len(members)
     if g == 1 or servers == 1 or (len(sizes) > 1 and not _is_chain(kind)):
-        return (_exchange if _is_exchange(kind) else _ring)(wiring, kind, members)
+        return (_exchange if _is_exchange(kind) else _ring)(topology, kind, members)
     latency = row.laps * ((g - 1) * links.intra.alpha + (servers - 1) * links.network.alpha)
-    return _Use(latency, row.inside(g, servers), *_between(kind, members, row.across(g, servers)), at_once=False)
+    return _LinkTime(latency, row.inside(g, servers), *_between(kind, members, row.across(g, servers)), at_once=False)
 
 
-def _shares(wiring: Wiring, members: _Members) -> dict[int, dict[int, float]]:
+def _shares(topology: Topology, members: _Members) -> dict[int, dict[int, float]]:
     """Return, per server, the seconds on each NIC for a byte that leaves evenly by the NICs of the members there."""
     found: dict[int, dict[int, float]] = {}
     for server, devices in members.items() if len(members) > 1 else ():
         mine = found[server] = defaultdict(float)
-        for number, speed in (wiring.links.nic(d, wiring.per_server) for d in devices):
+        for number, speed in (topology.links.nic(d, topology.per_server) for d in devices):
             mine[number] += 1 / len(devices) / speed
     return found
 
 
-def _timed(wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]) -> Way:
+def _timed(topology: Topology, shares: list[dict[int, dict[int, float]]], uses: list[_LinkTime]) -> Way:
     """Return the lines, ports and loads of groups, given their needs. A NIC serves all groups."""
     loads: dict[Port, float] = defaultdict(float)
     touched: list[list[Port]] = []
@@ -246,21 +246,21 @@ def _timed(wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list
                     loads[way, number] += amount * per_byte
                     mine.append((way, number))
         touched.append(mine)
-    found, speed = list[Line](), wiring.links.intra.bandwidth
+    found, speed = list[Line](), topology.links.intra.bandwidth
     for use, mine in zip(uses, touched, strict=True):
         inside, across = use.inside / speed, max((loads[nic] for nic in mine), default=0.0)
         found.append((use.latency, max(inside, across) if use.at_once else inside + across))
     return Way(tuple(found), tuple(map(tuple, touched)), loads, {})
 
 
-def _inside(wiring: Wiring, spread: list[dict[int, list[int]]], uses: list[_Use], way: Way) -> Way:
+def _inside(topology: Topology, spread: list[dict[int, list[int]]], uses: list[_LinkTime], way: Way) -> Way:
     """Return a way with the ports inside the servers too, which no two of its groups share, and its bytes."""
     loads, ports, moved = dict(way.loads), list(way.ports), dict.fromkeys(("server", "network"), 0.0)
     for n, (members, use) in enumerate(zip(spread, uses, strict=True)):
         devices = [device for some in members.values() for device in some] if use.inside else []
         mine = [(side, device) for device in devices for side in ("out of", "into")]
         ports[n] += tuple(mine)
-        loads |= dict.fromkeys(mine, use.inside / wiring.links.intra.bandwidth)
+        loads |= dict.fromkeys(mine, use.inside / topology.links.intra.bandwidth)
         # Of a ring, one device of each server sends to another server.
         moved["server"] += use.inside * max(len(devices) - len(members) * (use.at_once and len(members) > 1), 0)
         moved["network"] += sum(use.out.values())
@@ -273,13 +273,13 @@ def _highest(found: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(a for a in some if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in some))
 
 
-def _messages(wiring: Wiring, kind: str, groups: Groups) -> Line:
+def _messages(topology: Topology, kind: str, groups: Groups) -> Line:
     """Return the latency and the slope of messages that start together."""
-    found = _posted(wiring, kind, groups).lines
+    found = _posted(topology, kind, groups).lines
     return max(latency for latency, _ in found), max(slope for _, slope in found)
 
 
-def _posted(wiring: Wiring, kind: str, groups: Groups) -> Way:
+def _posted(topology: Topology, kind: str, groups: Groups) -> Way:
     """Return the one way of messages. A device posts its messages one after the other; messages on one link share its
     speed.
     """
@@ -288,7 +288,7 @@ def _posted(wiring: Wiring, kind: str, groups: Groups) -> Way:
     moved: dict[str, float] = defaultdict(float)
     ends, ports = ([set[Port]() for _ in groups] for _ in range(2))
     for at, (sender, receiver, share) in ((n, m) for n, group in enumerate(groups) for m in MESSAGES[kind](group)):
-        link, where, used = _path(wiring, kind, sender, receiver)
+        link, where, used = _path(topology, kind, sender, receiver)
         for port, speed in used:
             loads[port] += share / speed
             ports[at].add(port)
@@ -300,9 +300,9 @@ def _posted(wiring: Wiring, kind: str, groups: Groups) -> Way:
     return Way(tuple(found), tuple(map(tuple, ports)), loads, moved)
 
 
-def _path(wiring: Wiring, kind: str, sender: int, receiver: int) -> tuple[Link, str, list[tuple[Port, float]]]:
+def _path(topology: Topology, kind: str, sender: int, receiver: int) -> tuple[Link, str, list[tuple[Port, float]]]:
     """Return the link of a message, its class, and the bytes per second of each port."""
-    links, per_server = wiring.links, wiring.per_server
+    links, per_server = topology.links, topology.per_server
     if sender == receiver:
         link, name = (links.host, kind) if kind in COPIES else (links.device, "copy")
         return link, "host" if kind in COPIES else "device", [((name, sender), link.bandwidth)]
@@ -314,11 +314,11 @@ def _path(wiring: Wiring, kind: str, sender: int, receiver: int) -> tuple[Link, 
     return links.network, "network", [((way, number), speed) for way, number, speed in ends]
 
 
-def _fastest(wiring: Wiring, members: _Members) -> float:
+def _fastest(topology: Topology, members: _Members) -> float:
     """Return the bytes per second of the fastest link by which a device of the group can send to another of it."""
-    found = [wiring.links.intra.bandwidth] if any(len(devices) > 1 for devices in members.values()) else []
+    found = [topology.links.intra.bandwidth] if any(len(devices) > 1 for devices in members.values()) else []
     if len(members) > 1:
-        found += [wiring.links.nic(d, wiring.per_server)[1] for devices in members.values() for d in devices]
+        found += [topology.links.nic(d, topology.per_server)[1] for devices in members.values() for d in devices]
     return max(found)
 
 

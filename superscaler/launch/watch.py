@@ -205,7 +205,7 @@ def _patience() -> float | None:
     with suppress(ValueError):
         if not text or float(text) > 0:
             return float(text) if text else None
-    raise InputError(f"{PATIENCE} is '{text}', but it is a number of seconds above 0, as 300.")
+    raise InputError(f"{PATIENCE} is '{text}', but it must be a number of seconds above 0, for example 300.")
 
 
 def _runs(pid: int) -> bool:

@@ -16,7 +16,7 @@ from superscaler.errors import InputError
 from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.running.meetings import meetings
-from superscaler.report.details import Details
+from superscaler.report.event_notes import Details
 from superscaler.report.kinds import Kind
 from superscaler.report.timeline import Timeline, timeline
 from superscaler.runtime.profile import VERSION

@@ -13,7 +13,7 @@ import numpy as np
 
 from superscaler.errors import some
 from superscaler.ir.layout import Layout
-from superscaler.report.raster import picture, svg_text
+from superscaler.report.pixels import picture, svg_text
 from superscaler.report.subject import Subject
 from superscaler.specs.file_errors import replace_own
 from superscaler.specs.sizes import duration, size

@@ -10,7 +10,7 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.ir.program import Program
-from superscaler.report.details import Details
+from superscaler.report.event_notes import Details
 from superscaler.report.journal import Row
 from superscaler.report.measured import Difference, differences, measured, ran_compiled
 from superscaler.report.timeline import Timeline, predicted

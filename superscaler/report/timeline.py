@@ -12,7 +12,7 @@ from superscaler.groups import group_by
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Copy, Fetch, Loss, Offload, Program, Recv, Send
 from superscaler.ir.running.meetings import Message, message
-from superscaler.report.details import Details
+from superscaler.report.event_notes import Details
 from superscaler.report.kinds import Kind
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import COMPUTE, Events, Link, Timetable

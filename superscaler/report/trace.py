@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from superscaler.ir.grid import Ints
-from superscaler.report.details import Detail
+from superscaler.report.event_notes import Detail
 from superscaler.report.kinds import KINDS
 from superscaler.report.places import devices_text
 from superscaler.report.subject import Subject

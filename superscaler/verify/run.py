@@ -127,7 +127,7 @@ def _is_large(compiled: Compiled) -> bool:
     return len(compiled.cluster.devices) > MOST_RANKS or elements > MOST_ELEMENTS or flops > MOST_FLOPS
 
 
-def certify(
+def compare_with_eager(
     exact: Compiled,
     backend: str = "threads",
     batch: Values | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superscaler.artifact import initial_values
-from superscaler.verify import certify
+from superscaler.verify import compare_with_eager
 from superscaler.verify.locate import first_difference
 from tests.helpers.mutations import DP, GRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 from tests.helpers.sweeps import slow
@@ -25,7 +25,7 @@ def test_no_instruction_can_be_left_out(spec: str) -> None:
         for n, gone in enumerate(device.instructions):
             code = [list(d.instructions) for d in exact.program.devices]
             del code[device.rank][n]
-            result = certify(with_code(exact, code), timeout=TIMEOUT)
+            result = compare_with_eager(with_code(exact, code), timeout=TIMEOUT)
             assert not result["equal"], gone
             assert result["first_difference"], gone
 
@@ -37,7 +37,7 @@ PLANS += slow(*(("gpt2:size=tiny", spec) for spec in (DP, TP, PIPE, GRID)))
 @pytest.mark.parametrize(("model", "spec"), [*PLANS, ("noise", DP)])
 def test_an_intact_plan_has_no_difference(model: str, spec: str) -> None:
     exact = intact(model, spec)
-    assert certify(exact)["equal"]
+    assert compare_with_eager(exact)["equal"]
     captured = exact.graph.captured
     double = {k: v.double() if v.is_floating_point() else v for k, v in captured.batch.items()}
     values = initial_values(exact.graph.model, captured.values)

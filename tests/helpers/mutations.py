@@ -14,7 +14,7 @@ from superscaler.compiler import Compiled, finish
 from superscaler.ir import program as p
 from superscaler.models import build
 from superscaler.plan import capture, compile
-from superscaler.verify import certify
+from superscaler.verify import compare_with_eager
 from superscaler.verify.oracles import retype
 from tests.helpers.ran import rewritten
 from tests.helpers.small_plans import Noise
@@ -89,7 +89,7 @@ def mutate(mutation: Mutation) -> Compiled:
 
 def report(mutation: Mutation) -> tuple[str, str]:
     """Return what caught a mutation, and what was said; nothing caught it where the first is empty."""
-    result = certify(mutate(mutation), timeout=TIMEOUT)
+    result = compare_with_eager(mutate(mutation), timeout=TIMEOUT)
     checks = [name for name in CHECKS if not result[name]]
     return "" if result["equal"] else (checks or ["numbers"])[0], result["first_difference"]
 

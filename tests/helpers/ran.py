@@ -24,7 +24,7 @@ from superscaler.ir.communication import links
 from superscaler.ir.program import Collective, Instruction, Program, Send
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step
-from superscaler.verify import certify
+from superscaler.verify import compare_with_eager
 from superscaler.verify.locate import Values, on_threads
 from superscaler.verify.oracles import Oracle, oracles_of, retype
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Ran(NamedTuple):
-    """A plan in float64, and the results of `certify`."""
+    """A plan in float64, and the results of `compare_with_eager`."""
 
     compiled: Compiled
     found: dict[str, Any]
@@ -68,7 +68,7 @@ def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:
     """Return a plan once it is certified, equal to the module in float64, and sends as many bytes as it says."""
     compiled = exact(graph, plan, cluster)
     with patch("superscaler.verify.run.oracles_of", _oracles):
-        found = certify(compiled)
+        found = compare_with_eager(compiled)
     assert found["equal"], found
     assert found["bytes_moved"] == found["bytes_planned"]
     return Ran(compiled, found)

@@ -14,7 +14,7 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import InputError, ScheduleError, TransformError
 from superscaler.plans import resolve
-from superscaler.report.facts import summary
+from superscaler.report.block_summary import summary
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import SProgram, equal, trained
 from tests.helpers.rewrites import on_top

@@ -14,7 +14,7 @@ from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.program import ONE, Backward
 from superscaler.plans.lib.schedules import schedule_1f1b
 from superscaler.plans.lib.stages import stages
-from superscaler.report.facts import account, summary
+from superscaler.report.block_summary import account, summary
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import Around, captured, equal, exact, trained
 from tests.helpers.rewrites import halved, on_top

@@ -14,7 +14,7 @@ from torch import Tensor
 import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.errors import TransformError
-from superscaler.report.facts import summary
+from superscaler.report.block_summary import summary
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import equal, trained
 from tests.helpers.rewrites import stale

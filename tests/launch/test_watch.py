@@ -209,7 +209,7 @@ def test_a_rank_elsewhere_may_hold_the_lock_as_long_as_the_user_says(
     monkeypatch.setenv("SUPERSCALER_SILENCE", "70")
     assert silent(watch.Watch(watching._store, 0, 2, "", lambda: (0, 0)))[0] == 71
     monkeypatch.setenv("SUPERSCALER_SILENCE", "-1")
-    with pytest.raises(InputError, match="SUPERSCALER_SILENCE is '-1', but it is a number of seconds above 0"):
+    with pytest.raises(InputError, match="SUPERSCALER_SILENCE is '-1', but it must be a number of seconds above 0"):
         watch.Watch(watching._store, 0, 2, "", lambda: (0, 0))
 
 

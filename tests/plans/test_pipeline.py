@@ -16,7 +16,7 @@ import superscaler as ss
 from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.orders import print_schedule
 from superscaler.plans.lib import schedules
-from superscaler.report.facts import summary
+from superscaler.report.block_summary import summary
 from superscaler.simulate.memory import memories
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import Around, captured, equal, exact

@@ -23,7 +23,7 @@ from superscaler.compiler import finish
 from superscaler.ir.grid import HOSTS
 from superscaler.plan import Plan, compile
 from superscaler.report import journal
-from superscaler.report.facts import account
+from superscaler.report.block_summary import account
 from superscaler.report.identity import manifest
 from superscaler.report.places import Groups, Places, ranges
 from superscaler.report.words import read

@@ -21,7 +21,7 @@ from superscaler.report.kinds import Kind
 from superscaler.report.page import write as page
 from superscaler.report.page.matrix import bytes_between
 from superscaler.report.page.memory_curve import curves
-from superscaler.report.raster import WIDTH, drawing
+from superscaler.report.pixels import WIDTH, drawing
 from superscaler.report.subject import Subject
 from superscaler.report.timeline import Lane, Timeline
 from tests.helpers.commands import run

@@ -22,7 +22,7 @@ from superscaler.ir.model import Op, Operand, width
 from superscaler.ir.orders import Action
 from superscaler.ir.program import Backward, Collective, Copy, Fetch, Forward, Instruction, Offload, Program, Send
 from superscaler.ir.variants import without_twins
-from superscaler.report.details import OUTSIDE, home_of
+from superscaler.report.event_notes import OUTSIDE, home_of
 from superscaler.report.model import collapse, describe, span
 from superscaler.report.places import MOST, NO_GROUPS, Groups, Places
 from superscaler.report.schema import VERSION, Axis, Block, Order, Sent, Split, Weights, plain
@@ -232,7 +232,7 @@ class _Blocks:
             grid = self.graph.grids[op.name]
             return _axes(op, grid, name), Places.of(grid.used())
 
-        # Most recomputed ops have the parts of their originals.
+        # Recomputed ops that are split as their originals are skipped; most are.
         grids = self.graph.grids
         shown = (op for op in self.ops[name] if not op.origin or grids[op.name] is not grids[op.origin])
         for (axes, devices), some in group_by(shown, key).items():

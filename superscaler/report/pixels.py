@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from superscaler.report.details import Details
+from superscaler.report.event_notes import Details
 from superscaler.report.kinds import KINDS, Kind
 from superscaler.report.places import devices_text
 from superscaler.report.timeline import Lane, Timeline

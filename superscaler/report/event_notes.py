@@ -153,14 +153,14 @@ class Details:
         return self._home.get(tensor, OUTSIDE)
 
     def _why(self, home: str, kind: str, is_gradient: bool) -> str:
-        """Return the reason that the account of a plan has for such a transfer."""
+        """Return why the plan moves this tensor, "" if its account does not say."""
         direction = "backward" if is_gradient else "forward"
         rows = [row for row in self._blocks.get(home, {}).get("moves", ()) if row.get("kind") == kind]
         rows.sort(key=lambda row: row["direction"] != direction)
         return rows[0]["reason"] if rows else ""
 
     def _asked(self, ops: Iterable[Op]) -> tuple[str, ...]:
-        """Return the effects of the plan on some ops, each with these ops and the place of its line."""
+        """Return the plan lines that changed these ops: `split of op1 (plan.py:12)`; no ops: all."""
         every = dict.fromkeys(op.name if op.name in self._lines else op.origin for op in ops)
         found = group_by(((line, name) for name in every for line in self._lines.get(name, ())), lambda pair: pair[0])
         return tuple(
