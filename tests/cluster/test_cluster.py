@@ -34,8 +34,8 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
     assert kind is not None
     assert kind.name == name
     assert 16 * 10**9 <= kind.memory < 10**12
-    # Half precision runs on matrix units, which are several times faster.
-    assert 10**13 < kind.flops["float32"] * 4 < kind.flops["float16"] < 10**16
+    # Half precision runs on matrix units, which are some times faster: 3.9 on an L40S.
+    assert 10**13 < kind.flops["float32"] * 2 < kind.flops["float16"] < 10**16
 
 
 positive = st.floats(1e-30, 1e30)
