@@ -13,10 +13,12 @@ from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.program import Backward, Forward, Program
 from superscaler.materialize.joined import join
 from superscaler.materialize.joined.join import joined
+from superscaler.plan import Plan
 from superscaler.simulate.predict import simulate
 from superscaler.translation.check import check_translation
 from superscaler.verify.plan_dir import validate_directory
 from superscaler.verify.run import certify as run_exactly
+from tests.helpers.counted import counted
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import exact
 from tests.helpers.random_graphs import largest_error, random_model, random_plan
@@ -78,6 +80,13 @@ def test_what_is_recomputed_is_not_joined_with_its_original() -> None:
         assert not any(op.origin in names for op in function.ops)
         # No tape holds what is recomputed: its originals run without one.
         assert not function.grads or not any(op.region and not op.origin for op in function.ops)
+
+
+@pytest.mark.parametrize("plan", ["recompute", pytest.param("co_shard:parts=4", marks=pytest.mark.slow)])
+def test_joined_steps_take_the_memory_that_the_plan_takes(plan: str) -> None:
+    """A count of storages under autograd, as a segment runs that Inductor refuses."""
+    found = ss.compile(graph_of(GPT2), plan, "local:1")
+    assert counted(Plan(found.compiled.joined), 0) == counted(found, 0)
 
 
 def test_a_loop_over_microbatches_stays_one() -> None:
