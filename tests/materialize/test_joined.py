@@ -120,18 +120,18 @@ def test_no_device_waits_for_a_scalar_too_early(monkeypatch: pytest.MonkeyPatch)
     assert joined(program) is program
 
 
-@pytest.mark.parametrize("seed", range(6))
+SEEDS = (0, 1, 2, 3, 5, 11)
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(n, marks=pytest.mark.slow) for n in range(56) if n not in SEEDS)]
+)
 def test_random_plans_are_joined_and_equal(seed: int) -> None:
+    """In 11 a gradient from outside of two neighbours is made of a gradient that one of them makes."""
     model, values = random_model(seed, 6)
-    compiled = random_plan(model, seed + 1, 1 + seed % 4, seed % 2 == 1)
+    compiled = random_plan(model, seed + 1, 1 + seed % 4, seed % 4 == 1)
     holds(compiled.program)
     assert largest_error(compiled.joined, values)[0] < 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 56))
-def test_more_random_plans_are_joined_and_equal(seed: int) -> None:
-    test_random_plans_are_joined_and_equal(seed)
 
 
 def test_a_plan_directory_has_the_code_of_compiled_steps(tmp_path: Path) -> None:
