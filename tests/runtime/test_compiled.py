@@ -208,23 +208,55 @@ def test_other_models_train_as_before(model: str, plan: str, plain: Plain) -> No
     assert plain.graphs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [{}, {"precision": "bf16"}, {"autocast": "bf16"}], ids=str)
-@pytest.mark.parametrize("plan", ["single", "recompute", "gradient_accumulation:microbatches=2"])
-def test_inductor_trains_in_the_trained_dtypes_as_before(plan: str, way: dict[str, str]) -> None:
-    """Nothing says that it runs uncompiled. Losses differ by the rounding of a step."""
-    built = build("gpt2:size=tiny,layers=2,batch=4,dropout=0.1")
+def losses(plan: str, devices: int, way: dict[str, str]) -> tuple[list[float], list[float]]:
+    """Return five losses of GPT-2, compiled and uncompiled, in the dtypes that are trained."""
+    built = build("gpt2:size=tiny,layers=4,batch=16,dropout=0.1")
     adam = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
     graph = ss.capture(built.module, built.args, built.kwargs, adam, check=False, **way)
-    compiled = ss.compile(graph, plan, "local:1")
+    compiled = ss.compile(graph, plan, f"local:{devices}")
 
     def work(step: Step, is_compiled: bool) -> list[float]:
         step.state.compiled = CompiledSegments() if is_compiled else None
         return [float(step(graph.captured.batch)) for _ in range(5)]
 
     found, expected = (on_ranks(compiled, partial(work, is_compiled=k))[0] for k in (True, False))
+    return found, expected
+
+
+WAYS = ({}, {"precision": "bf16"}, {"autocast": "bf16"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("plan", ["single", "recompute", "gradient_accumulation:microbatches=2"])
+def test_inductor_trains_in_the_trained_dtypes_as_before(plan: str, way: dict[str, str]) -> None:
+    """Nothing says that it runs uncompiled. Losses differ by the rounding of a step."""
+    found, expected = losses(plan, 1, way)
     assert found == pytest.approx(expected, rel=1e-3 if way else 2e-6)
     assert found != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("plan", [*PLANS, "chunked_loss:parts=4", "swap:what=both", "zero:stage=2,microbatches=2"])
+def test_graphs_train_in_the_trained_dtypes_as_before(plan: str, way: dict[str, str], plain: Plain) -> None:
+    found, expected = losses(plan, {**PLANS, **OTHERS}[plan], way)
+    assert found == pytest.approx(expected, rel=1e-3 if way else 2e-6)
+    assert plain.graphs
+
+
+@pytest.mark.parametrize("plan", ["zero:stage=3", "zb_h1:2,microbatches=2"])
+def test_frozen_weights_and_two_optimizers_train_as_before(plan: str, plain: Plain) -> None:
+    module = Layers()
+    module.layers[1].requires_grad_(False)
+    matrices = [x for x in module.parameters() if x.dim() > 1 and x.requires_grad]
+    others = [x for x in module.parameters() if x.dim() < 2 and x.requires_grad]
+    pair = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
+    graph = ss.capture(module, (torch.rand(8, 4),), optimizer=pair, check=False)
+    expected = trained(graph, plan, 2, is_compiled=False, steps=5)
+    found = trained(graph, plan, 2, is_compiled=True, steps=5)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert plain.graphs
 
 
 @pytest.mark.slow
