@@ -196,9 +196,9 @@ def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
     code[1].insert(received[0] + 1, code[1].pop(received[1]))
 
 
-@mutation(PIPE, "recv of linear", "Recv of d_linear_work")
+@mutation(PIPE, "recv of linear", "Recv of d_linear_m2_work")
 def send_dropped(exact: Compiled, code: list[Code]) -> None:
-    del code[0][at(code[0], p.Send, message=2)]
+    del code[0][[n for n, i in enumerate(code[0]) if isinstance(i, p.Send)][2]]
 
 
 # What runs, and when.
@@ -318,7 +318,7 @@ def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Com
 
 @mutation(PIPE, "labels[4:8] on device 1, microbatch 1", "labels is read as [4:8]")
 def labels_of_another_microbatch(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], p.Load, {"tensor": "labels", "out": "labels_s1"}, box=((0, 4),))
+    change(code[1], p.Load, {"tensor": "labels", "out": "labels_m1"}, box=((0, 4),))
 
 
 @mutation(DP, "the gradient of layers.0.weight", "the gradient of layers.1.weight")
