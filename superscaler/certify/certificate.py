@@ -56,14 +56,14 @@ def _check_twins(model: Model) -> None:
         if not (is_recomputed or tensor.name in versions):
             raise ScheduleError(f"{tensor.name} has the original {tensor.origin}, but no op recomputes or copies that.")
     for op in (op for op in model.ops if op.origin):
-        found = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs), region="")
+        found = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs)).asking(region="")
         found = replace(found, name=op.origin, origin="", has_mirror=False)
         first = ops.get(op.origin)
         if first and op.target == "ss.attention_gradient" and _is_gradient(model, op):
             kept = len(first.inputs), len(first.args)
             found = replace(found, target=first.target, args=found.args[: kept[1]], inputs=found.inputs[: kept[0]])
             found = replace(found, outputs=plain(first.outputs))
-        plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs), region="")
+        plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs)).asking(region="")
         if found != plainly or (op.has_mirror and op.origin in seen):
             raise ScheduleError(
                 f"{op.name} does not recompute {op.origin}, or another op that recomputes it has a backward too."

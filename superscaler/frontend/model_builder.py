@@ -17,7 +17,7 @@ from superscaler.frontend.rewrites.packed_weights import Segments
 from superscaler.groups import group_by
 from superscaler.ir.model import Factor, Model, Op, Operand, PTensor, TensorKind
 from superscaler.ir.names import common_module, unique
-from superscaler.ir.op import Index, Mark, Ref
+from superscaler.ir.op import Asked, Index, Mark, Ref
 from superscaler.ops.table import row_of, with_linearity
 from superscaler.specs.options import WHOLE
 
@@ -103,7 +103,7 @@ class Builder:
             source=call.meta["source"],
             from_data=self.from_weights.isdisjoint(made),
             from_weights=self.from_inputs.isdisjoint(made),
-            checkpoint=self.checkpoints.get(call.meta.get("region"), ""),
+            asked=Asked(checkpoint=self.checkpoints.get(call.meta.get("region"), "")),
         )
         return replace(op, flops=row_of(op.target).flops(op, [*map(shape_of, read)], [*map(shape_of, made)]))
 

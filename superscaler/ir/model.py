@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
@@ -245,6 +245,11 @@ class Model:
     def weights(self) -> set[str]:
         """Return the names of parameters, of their older versions, and of their values in later iterations."""
         return {t.name for t in self.parameters()} | self.versions.keys() | self.nexts.keys()
+
+    def with_ops(self, ops: Iterable[Op], tensors: Iterable[PTensor] = ()) -> Model:
+        """Return the model with other ops, and with more tensors."""
+        more = {tensor.name: tensor for tensor in tensors}
+        return replace(self, ops=tuple(ops), tensors={**self.tensors, **more} if more else self.tensors)
 
     def mirror(self, op: Op) -> Op:
         """Return the backward op of a forward one.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -51,6 +51,26 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for an op beside its parts; new ops in its place inherit it.
+
+    `region`: the ops recomputed together; of nested regions, an op has the innermost, a recomputed op the one with
+    which it runs. `checkpoint`: the region of the model's own `torch.utils.checkpoint`. `split`: mirrors of ops with
+    the same split run in two halves, gradients of activations first, then those of weights. `regather`: ops with the
+    same one keep no weights for their mirrors.
+    """
+
+    region: str = ""
+    checkpoint: str = ""
+    split: str = ""
+    regather: str = ""
+
+    def renamed(self, name: Callable[[str], str]) -> Asked:
+        """Return it with other names of the ops that name regions; what is not asked stays so."""
+        return Asked(*(own and name(own) for own in (self.region, self.checkpoint, self.split, self.regather)))
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """An operator. `args` and `kwargs` are those of `target` (an ATen overload or one of ours), tensors as `Ref`.
 
@@ -62,11 +82,7 @@ class Op:
     for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the factor splits that
     value.
 
-    `origin`: for a recomputed op, the original. `region`: the ops recomputed together; of nested regions, an op has the
-    innermost, a recomputed op the one with which it runs. `checkpoint`: the region of the model's own
-    `torch.utils.checkpoint`. `split`: mirrors of ops with the same split run in two halves, gradients of activations
-    first, then those of weights. `regather`: ops with the same one keep no weights for their mirrors. `iteration`: the
-    iteration of the step (`Graph.unroll`).
+    `origin`: for a recomputed op, the original. `iteration`: the iteration of the step (`Graph.unroll`).
     """
 
     name: str
@@ -88,11 +104,33 @@ class Op:
     passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     of: str = ""
     origin: str = ""
-    region: str = ""
-    checkpoint: str = ""
-    split: str = ""
-    regather: str = ""
+    asked: Asked = Asked()
     iteration: int = 0
+
+    def asking(self, **changes: str) -> Op:
+        """Return the op with other fields of `asked`.
+
+        >>> op = Op("y", "aten.relu.default", (), (), (), (), ())
+        >>> op.asking(split="y").asking(checkpoint="h.0").asked
+        Asked(region='', checkpoint='h.0', split='y', regather='')
+        """
+        return replace(self, asked=replace(self.asked, **changes))
+
+    @property
+    def region(self) -> str:
+        return self.asked.region
+
+    @property
+    def checkpoint(self) -> str:
+        return self.asked.checkpoint
+
+    @property
+    def split(self) -> str:
+        return self.asked.split
+
+    @property
+    def regather(self) -> str:
+        return self.asked.regather
 
     @property
     def is_write(self) -> bool:

@@ -1,17 +1,15 @@
 """Models made of a model: several iterations of it, and the model without what a plan added."""
 
 from dataclasses import replace
-from typing import Any
 
 from superscaler.errors import TransformError
 from superscaler.ir.model import Model, Op, Operand, PTensor
 from superscaler.ir.names import first, later
-from superscaler.ir.op import Index, Ref
+from superscaler.ir.op import Asked, Index, Ref
 
 # The most copies of the model in one step.
 MOST = 1024
 # The fields of an op with names of ops of its iteration.
-_NAMES = ("name", "origin", "region", "checkpoint", "split", "regather")
 
 
 def unrolled(model: Model, count: int) -> Model:
@@ -36,9 +34,10 @@ def unrolled(model: Model, count: int) -> Model:
         return tuple(replace(o, tensor=name(o.tensor, k)) for o in operands)
 
     def op_of(op: Op, k: int) -> Op:
-        made = side(op.outputs, k if op.is_forward else (k + 1) % count)
-        renamed: dict[str, Any] = {field: later(own, k) for field in _NAMES if (own := getattr(op, field))}
-        return replace(op, inputs=side(op.inputs, k), outputs=made, iteration=k, **renamed)
+        read, made = side(op.inputs, k), side(op.outputs, k if op.is_forward else (k + 1) % count)
+        origin, asked = op.origin and later(op.origin, k), op.asked.renamed(lambda own: later(own, k))
+        op = replace(op, name=later(op.name, k), origin=origin, asked=asked, iteration=k)
+        return replace(op, inputs=read, outputs=made)
 
     def tensor_of(tensor: PTensor, k: int) -> PTensor:
         kind = "next" if k and tensor.name in changed else tensor.kind
@@ -81,7 +80,7 @@ def with_rest(model: Model, weight: str) -> Model:
     indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True))
     own, module = (Operand(weight, tuple(range(len(indices)))),), weight.rpartition(".")[0]
     op = Op(f"rest.{weight}", "ss.rest", (Ref(0),), (), own, own, indices, "optimizer", module=module)
-    return replace(model, ops=(*model.ops, op))
+    return model.with_ops((*model.ops, op))
 
 
 def unread_twins(model: Model) -> frozenset[str]:
@@ -108,7 +107,7 @@ def without_twins(model: Model) -> Model:
         if any(model.tensors[o.tensor].origin for o in inputs):
             inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
         has_mirror = op.name in mirrored
-        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=has_mirror, inputs=inputs)
+        return replace(op, asked=Asked(), has_mirror=has_mirror, inputs=inputs)
 
     kept = (op for op in model.ops if not (op.origin or op.is_copy or op.is_rest))
     kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
@@ -130,7 +129,7 @@ def once(model: Model) -> Model:
 
 def without_sources(model: Model) -> Model:
     """Return the model without source lines of its operators."""
-    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
+    return model.with_ops(replace(op, source="") for op in model.ops)
 
 
 def renamed(model: Model, old: str, new: str) -> Model:

@@ -51,7 +51,7 @@ class AttentionBlocks:
             new = _Blocks(model, op, self.parts)
             made = tuple(new.ops())
             changed = (other for each in model.ops for other in (made if each.name == op.name else (each,)))
-            model = replace(model, tensors={**model.tensors, **new.tensors}, ops=tuple(changed))
+            model = model.with_ops(changed, new.tensors.values())
             model = _with_gradients(model, new, made, self.again) if op.has_mirror else model
         return model
 
@@ -68,7 +68,7 @@ def _with_gradients(model: Model, blocks: _Blocks, made: tuple[Op, ...], again: 
 
     def changed(op: Op) -> Op:
         if op.target != BLOCK or op.name in before:
-            return replace(op, region=region) if op.name in names else op
+            return op.asking(region=region) if op.name in names else op
         (out, total), whole = op.outputs, blocks.op.outputs[0].tensor
         tensors[out.tensor] = replace(tensors[whole], name=out.tensor, origin=model.origin(whole))
         del tensors[total.tensor]

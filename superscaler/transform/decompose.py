@@ -8,7 +8,7 @@ from superscaler.ir.model import Model, Op, Operand, PTensor
 from superscaler.ir.op import Mark, Ref
 
 # The fields that the steps take from their op.
-_COPIED = ("module", "source", "from_data", "from_weights", "checkpoint", "split", "regather", "iteration")
+_COPIED = ("module", "source", "from_data", "from_weights", "iteration")
 
 
 class Slot(NamedTuple):
@@ -72,13 +72,14 @@ class Steps:
 
         indices = tuple(replace(self.indices[i], mark=mark(i)) for i in number)
         args, copied = tuple(map(Ref, range(len(inputs)))), {name: getattr(self.op, name) for name in _COPIED}
+        asked = replace(self.op.asked, region="")
         name, kwargs = f"{self.op.name}.{target.partition('.')[2]}", tuple(options.items())
-        self.ops.append(Op(name, target, args, kwargs, given, made, indices, has_mirror=mirrored, **copied))
+        op = Op(name, target, args, kwargs, given, made, indices, has_mirror=mirrored, asked=asked, **copied)
+        self.ops.append(op)
 
 
 def in_place(model: Model, steps: Iterable[Steps]) -> Model:
     """Return the model with each op replaced by its steps."""
     found = {some.op.name: some for some in steps}
-    tensors = {t.name: t for some in found.values() for t in some.tensors}
     changed = (new for op in model.ops for new in (found[op.name].ops if op.name in found else [op]))
-    return replace(model, ops=tuple(changed), tensors={**model.tensors, **tensors})
+    return model.with_ops(changed, (t for some in found.values() for t in some.tensors))

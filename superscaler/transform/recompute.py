@@ -56,8 +56,8 @@ class Save:
         if not any(op.checkpoint for op in ops):
             raise NoneOfThese("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
         names = {op.name for op in ops}
-        kept = (replace(op, checkpoint="") if op.name in names else op for op in model.ops)
-        return replace(model, ops=tuple(kept))
+        kept = (op.asking(checkpoint="") if op.name in names else op for op in model.ops)
+        return model.with_ops(kept)
 
 
 def recompute_checkpoints(graph: Graph) -> None:
@@ -90,7 +90,7 @@ def keep_slices(graph: Graph) -> None:
         return replace(op, inputs=tuple(kept(op, o) for o in op.inputs)) if op.origin else op
 
     if first:
-        graph.rewrite(replace(model, ops=tuple(map(changed, model.ops))))
+        graph.rewrite(model.with_ops(map(changed, model.ops)))
 
 
 def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
@@ -124,21 +124,21 @@ def with_twins(model: Model, ops: Sequence[Op]) -> Model:
 
     def twin(op: Op) -> Op:
         name = unique(f"{op.name}.r", taken_by_ops)
-        op = replace(op, name=name, origin=bases[op.name].name, region=region)
+        op = replace(op.asking(region=region), name=name, origin=bases[op.name].name)
         return replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs))
 
     def changed(op: Op) -> Op:
         if op.origin and op.region in inside:
             return replace(op, inputs=renamed(op.inputs))
         is_innermost = op.name in names and not any(t.region in inside for t in model.twins.get(op.name, ()))
-        op = replace(op, region=region) if is_innermost else op
+        op = op.asking(region=region) if is_innermost else op
         return replace(op, has_mirror=False) if op.name in bases else op
 
     forward, updates = model.forward_ops, (op for op in model.ops if not op.is_forward)
     at = next((n for n, op in enumerate(forward) if op.origin and op.region in inside), len(forward))
     recomputed = [twin(op) for op in forward if op.name in bases]
     everything = (*map(changed, forward[:at]), *recomputed, *map(changed, forward[at:]), *updates)
-    return replace(model, tensors={**model.tensors, **{t.name: t for t in tensors.values()}}, ops=everything)
+    return model.with_ops(everything, tensors.values())
 
 
 def _neighbours(model: Model, names: Set[str]) -> tuple[set[str], set[str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import NoneOfThese, TransformError, some
@@ -66,8 +67,7 @@ class Stale:
             return replace(op, inputs=inputs) if op.is_forward else op
 
         writes = (write_op(updates[n], n, age) for n, age in ages)
-        tensors = {**model.tensors, **{t.name: t for t in older}}
-        return replace(model, tensors=tensors, ops=(*map(stale, model.ops), *writes))
+        return model.with_ops((*map(stale, model.ops), *writes), older)
 
 
 def version(weight: str, age: int) -> str:
@@ -174,10 +174,8 @@ class Insert:
             inputs = (replace(o, tensor=copies[o.tensor].name) if o.tensor in copies else o for o in op.inputs)
             return replace(op, inputs=tuple(inputs)) if op.name in readers else op
 
-        changed = tuple(
-            other for op in model.ops for other in (*before.get(op.name, ()), reading(op), *after.get(op.name, ()))
-        )
-        return replace(model, tensors={**model.tensors, **{t.name: t for t in copies.values()}}, ops=changed)
+        own = ((*before.get(op.name, ()), reading(op), *after.get(op.name, ())) for op in model.ops)
+        return model.with_ops(chain.from_iterable(own), copies.values())
 
 
 def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
@@ -192,8 +190,8 @@ def _marked(model: Model, chosen: Sequence[Op], algorithm: str, field: str) -> M
     """Return the model with the name of the first op in a field of all chosen ones."""
     if not any(op.has_mirror for op in chosen):
         raise NoneOfThese(f"{algorithm} needs ops that have a backward; none of these do.")
-    marked = {op.name: replace(op, **{field: chosen[0].name}) for op in chosen}  # type: ignore[arg-type]
-    return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
+    marked = {op.name: op.asking(**{field: chosen[0].name}) for op in chosen}
+    return model.with_ops(marked.get(op.name, op) for op in model.ops)
 
 
 def check_once(algorithm: str, taken: Sequence[Op]) -> None:

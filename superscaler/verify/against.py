@@ -114,7 +114,7 @@ def _of_numbers(mine: Model, theirs: Model, values: Values) -> Iterator[str]:
     known = {name: retyped(x, torch.float64) for name, x in values.items()}
     order = [*known, *(o.tensor for op in theirs.forward_ops for o in op.outputs)]
     # Module paths are only comments in emitted code.
-    bare = (replace(model, ops=tuple(replace(op, module="") for op in model.ops)) for model in (theirs, mine))
+    bare = (model.with_ops(replace(op, module="") for op in model.ops) for model in (theirs, mine))
     steps = (model_step(retype_model(model, "float64"), known) for model in bare)
     for what, have, want in zip(("", "the gradient of "), *steps, strict=True):
         floor = FLOOR * max((largest(x) for x in want.values() if x.is_floating_point()), default=1.0)

@@ -8,11 +8,17 @@ from typing import Any
 
 from superscaler.errors import InputError
 from superscaler.ir.model import Factor, Model, Op, Operand, Optimizer, PTensor
-from superscaler.ir.op import MARKS, Index, Ref
+from superscaler.ir.op import MARKS, Asked, Index, Ref
 
 _MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
-# The fields of an op that are printed where they are not as by default.
-_DEFAULTS = {f.name: f.default for f in fields(Op) if f.default is not MISSING and f.name != "of"}
+_ASKED = tuple(f.name for f in fields(Asked))
+# The fields of an op that are printed where they are not as by default, those of `asked` in its place.
+_DEFAULTS = {
+    f.name: f.default
+    for own in fields(Op)
+    for f in (fields(Asked) if own.name == "asked" else (own,))
+    if f.default is not MISSING and f.name != "of"
+}
 
 
 def print_model(model: Model) -> str:
@@ -135,7 +141,8 @@ def parse_op(line: str) -> Op:
         made.append(Index(int(size), factor.rstrip("+^"), _MARK_OF.get(factor[-1], "spatial"), first))
     sides = [tuple(_parse_operand(o) for o in side.split(", ") if o) for side in (inputs, outputs)]
     options = {key: _frozen(value) for key, value in json.loads(rest).items()}
-    return Op(name, target, args, kwargs, sides[0], sides[1], tuple(made), **options)
+    asked = Asked(**{key: options.pop(key) for key in _ASKED if key in options})
+    return Op(name, target, args, kwargs, sides[0], sides[1], tuple(made), asked=asked, **options)
 
 
 def _frozen(value: Any) -> Any:
