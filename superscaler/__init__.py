@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from superscaler.plan import capture as capture
     from superscaler.plan import compile as compile
     from superscaler.plan import load as load
+    from superscaler.planner.search import search as search
     from superscaler.plans.lib.products import along_axis as along_axis
     from superscaler.plans.lib.schedules import schedule_1f1b as schedule_1f1b
     from superscaler.plans.lib.shared import decompose_losses as decompose_losses
@@ -71,6 +72,7 @@ _HOMES = {
     "batches": "superscaler.train.feed",
     "along_axis": "superscaler.plans.lib.products",
     "load_weights": "superscaler.store.tensors",
+    "search": "superscaler.planner.search",
     "register": "superscaler.frontend.users.register",
     "schedule_1f1b": "superscaler.plans.lib.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),

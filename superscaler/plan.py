@@ -21,7 +21,7 @@ from superscaler.frontend.capture import capture as capture_model
 from superscaler.frontend.checks.agreement import SKIPPED
 from superscaler.ir.graph import Graph
 from superscaler.materialize.joined.join import most_works
-from superscaler.plans import resolve
+from superscaler.planner.auto import plan_of
 from superscaler.report import words as explain
 from superscaler.report.block_summary import account, summary
 from superscaler.report.identity import manifest
@@ -311,11 +311,11 @@ def _check_kinds(*given: tuple[Any, type, str]) -> None:
 def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
     """Return the plan of a copy of the graph under an sProgram.
 
-    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" and "local:4". Raises TransformError for a
-    cut that cannot be made, ScheduleError for an order in which devices wait for each other, InputError for an unknown
-    plan, option or cluster: each a PlanError.
+    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" or "auto", and "local:4". Raises
+    TransformError for a cut that cannot be made, ScheduleError for an order in which devices wait for each other,
+    InputError for an unknown plan, option or cluster: each a PlanError.
     """
-    program = resolve(sprogram) if isinstance(sprogram, str) else sprogram
+    program = plan_of(sprogram) if isinstance(sprogram, str) else sprogram
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(graph, Graph):
         raise InputError(f"compile needs the graph that ss.capture returns, not {type(graph).__name__}; capture it.")

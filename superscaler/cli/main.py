@@ -20,7 +20,7 @@ from superscaler.cli.doctor import doctor, torch_in_range
 from superscaler.cli.explain import diff, explain
 from superscaler.cli.library import examples, models, plans
 from superscaler.cli.report import report
-from superscaler.cli.simulate import simulate
+from superscaler.cli.simulate import search, simulate
 from superscaler.cli.train import train
 from superscaler.cli.validate import validate
 from superscaler.cli.verify import verify
@@ -33,7 +33,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-for verb in (capture, compile, validate, verify, simulate, train, explain, report, diff, plans, models, examples):
+for verb in (
+    capture,
+    compile,
+    validate,
+    verify,
+    simulate,
+    search,
+    train,
+    explain,
+    report,
+    diff,
+    plans,
+    models,
+    examples,
+):
     app.command(verb.__name__)(verb)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")

@@ -1,37 +1,26 @@
-"""`superscaler simulate`: seconds and bytes of a plan on a cluster, before anything runs."""
+"""`superscaler simulate` and `search`: seconds and bytes of a plan on a cluster, and the best plan, unrun."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
-from math import inf
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from superscaler.cli.common import command, option, warn_of_servers
+from superscaler.cli.common import ModelRequest, command, option, warn_of_servers
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.cluster.links import LOCAL
-from superscaler.errors import InputError, PlanError
-from superscaler.specs.neighbours import neighbours
+from superscaler.errors import InputError
 from superscaler.specs.options import HALVES
-from superscaler.specs.sizes import read_bytes
+from superscaler.specs.sizes import duration, read_bytes
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.simulate.prediction import Prediction
-
-# The number of plans that are advised.
-_BEST = 3
-# The step of a clearly faster plan, in that of the given one.
-_CLEARLY = 0.99
-# The seconds that they may take without --advise: beside a plan that fits, and beside one that does not.
-_SOON, _PATIENT = 3.0, 60.0
 
 
 @command
@@ -44,15 +33,6 @@ def simulate(
     compare: Annotated[
         list[str] | None, typer.Option("--compare", metavar="PLAN", help="Another plan; may be repeated.")
     ] = None,
-    advise: Annotated[
-        bool | None,
-        typer.Option(
-            "--advise/--no-advise",
-            help="Try plans that differ in one decision, and --torch-compile, and show the best of them. Default: "
-            "those that are tried in 3 seconds; in 60 where the plan does not fit; none with --compare or --json.",
-            show_default=False,
-        ),
-    ] = None,
     torch_compile: Annotated[
         bool, typer.Option("--torch-compile", help="Of a step whose segments Inductor compiles, as of train.")
     ] = False,
@@ -64,7 +44,7 @@ def simulate(
     """
     way = read_bytes("--memory", memory) if memory else None, torch_compile
     if os.path.isdir(request.model) and not request.plan:
-        if compare or advise or request.directory:
+        if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
         from superscaler.verify.plan_dir import simulate_directory
 
@@ -74,11 +54,13 @@ def simulate(
         return only.fits
     request.check_plan()
     _, cluster = request.read()
-    _check_speeds(cluster)
+    from superscaler.simulate.predict import check_speeds
+
+    check_speeds(cluster)
     specs = list(dict.fromkeys([request.plan, *(compare or ())]))
     for spec in specs:
         replace(request, plan=spec).read()
-    model, precision = _without_memory(request.model), _precision(request, cluster)
+    model, precision = without_memory(request.model), precision_on(request, cluster)
     shapes = replace(request, model=model, precision=precision, no_check=True)
     graph, _ = shapes.capture()
     from superscaler.plan import compile as compile_graph
@@ -86,32 +68,105 @@ def simulate(
     def predicted(spec: str) -> Prediction:
         return compile_graph(graph, spec, cluster).simulate(*way)
 
-    start = time.monotonic()
-    plan = compile_graph(graph, request.plan, cluster)
-    found = {request.plan: plan.simulate(*way)} | {spec: predicted(spec) for spec in specs[1:]}
-    limit = _patience(advise, bool(compare) or printer.as_json, found[request.plan].fits)
-    ways = {spec: partial(predicted, spec) for spec in neighbours(request.plan) if spec not in found}
-    if cluster.kind != LOCAL and not torch_compile:
-        ways = {f"{request.plan} --torch-compile": partial(plan.simulate, way[0], torch_compile=True)} | ways
-    tried = _tried(ways, limit, time.monotonic() - start)
-    others = {spec: p for spec, p in tried if advise or _is_better(p, found[request.plan])}
-    found |= {spec: others[spec] for spec in sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]}
-    _show(printer, found, "What would help" if others else "")
+    found = {spec: predicted(spec) for spec in specs}
+    _show(printer, found)
+    if not any(p.fits for p in found.values()):
+        printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")
     warn_of_servers(printer, request.plan, cluster)
     return any(found[spec].fits for spec in specs)
 
 
-def _check_speeds(cluster: Cluster) -> None:
-    """Raise InputError, before the model is built, for devices of unknown speed."""
-    if cluster.device_kind is None or cluster.device_kind.speeds is None:
-        raise InputError(
-            f"--cluster {cluster}: nothing is known about the speed of {cluster}; measure this machine with "
-            "superscaler doctor --measure --out machine.yaml and give --cluster machine.yaml, or name a preset, as "
-            "a100:1x8."
-        )
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest(ModelRequest):
+    """A model and the cluster to find a plan for."""
+
+    cluster: Annotated[str, option("--cluster", "a100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
 
 
-def _without_memory(model: str) -> str:
+@command
+def search(
+    printer: Printer,
+    request: SearchRequest,
+    memory: Annotated[
+        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
+    ] = "",
+    where: Annotated[
+        str,
+        option(
+            "--where",
+            "Constraints, as 'tp <= 8, no recompute, schedule = zb_h1': of dp, tp, pp, microbatches, rows (of one on a "
+            "device), chunks, zero, recompute, schedule.",
+            "TEXT",
+        ),
+    ] = "",
+    top: Annotated[int, option("--top", "The number of plans to show.")] = 5,
+    seconds: Annotated[
+        float | None, option("--seconds", "Begin no further whole plan after so many seconds; default: no limit.")
+    ] = None,
+    why_not: Annotated[
+        list[str] | None, typer.Option("--why-not", metavar="PLAN", help="Say what speaks against it; repeatable.")
+    ] = None,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Of steps whose segments Inductor compiles, as of train.")
+    ] = False,
+) -> bool:
+    """Find the plan with the shortest step that fits, and say how far it can be from the best of the space.
+
+    The space: pipelines (1F1B, interleaved, zero bubble) of stages with own numbers of blocks, tensor and data
+    parallelism, ZeRO and FSDP, recomputation, microbatches. Blocks are compiled and simulated; then the best plans are,
+    whole. Exit code 1 when none fits.
+    """
+    if top < 1:
+        raise InputError(f"--top {top}: give 1 or more.")
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"--seconds {seconds}: give a number above 0.")
+    from superscaler.cluster import Cluster
+    from superscaler.planner import constraints
+
+    request.check()
+    cluster, _ = Cluster.parse(request.cluster), constraints.read(where)
+    capacity = read_bytes("--memory", memory) if memory else None
+    from superscaler.simulate.predict import check_speeds
+
+    check_speeds(cluster)
+    shapes = replace(
+        request, model=without_memory(request.model), precision=precision_on(request, cluster), no_check=True
+    )
+    graph, _ = shapes.capture()
+    from superscaler.planner.search import reasons, why
+    from superscaler.planner.search import search as find
+
+    limit = float("inf") if seconds is None else seconds
+    answer = find(graph, cluster, capacity, where, torch_compile, limit, printer.progress.say)
+    best = answer.best.prediction
+    within = best.step_seconds / answer.bound - 1
+    lines = [
+        answer.best.spec,
+        f"  step {duration(best.step_seconds)}; nothing in this space is below {duration(answer.bound)} ({within:.0%} "
+        "less at most)"
+        if best.fits
+        else "  no plan of the space fits; this one needs the least memory",
+        *(f"  {line}" for line in reasons(answer)),
+    ]
+    printer.show("\n".join(lines))
+    from superscaler.simulate.prediction import PLANS, plan_row
+
+    names = ["plan", *PLANS]
+    rows = [plan_row(found.spec, found.prediction) for found in answer.plans[:top]]
+    printer.show(table(names, rows, names[1:-1], "The best plans"))
+    against = {spec: why(spec, graph, cluster, answer, capacity, torch_compile) for spec in why_not or ()}
+    for spec, text in against.items():
+        printer.show(f"{spec}: {text}")
+    printer.result = {
+        "plan": answer.best.spec,
+        "bound": answer.bound,
+        "plans": {found.spec: found.prediction.as_json() for found in answer.plans[:top]},
+        "why_not": against,
+    }
+    return best.fits
+
+
+def without_memory(model: str) -> str:
     """Return the spec of a model of the library with its weights on the meta device."""
     name, _, keys = model.partition(":")
     if name.endswith(".py") or "device=" in keys:
@@ -119,46 +174,19 @@ def _without_memory(model: str) -> str:
     return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
 
 
-def _precision(request: Request, cluster: Cluster) -> str | None:
+def precision_on(request: ModelRequest, cluster: Cluster) -> str | None:
     """Return the requested precision. The default on a GPU is that of its fastest products."""
     if request.precision or request.autocast or cluster.kind == LOCAL or cluster.device_kind is None:
         return request.precision
     return next((name for name, dtype in HALVES.items() if dtype in cluster.device_kind.flops), None)
 
 
-def _patience(advise: bool | None, is_asked: bool, fits: bool) -> float:
-    """Return the seconds within which other plans may be tried."""
-    if advise is not None:
-        return inf if advise else 0.0
-    return 0.0 if is_asked else _SOON if fits else _PATIENT
-
-
-def _tried(ways: Mapping[str, Callable[[], Prediction]], limit: float, each: float) -> Iterable[tuple[str, Prediction]]:
-    """Yield the ways that hold, each with its prediction, while `each` more seconds still end before the limit."""
-    end = time.monotonic() + limit - each
-    for name, predict in ways.items():
-        if limit == 0 or time.monotonic() > end:
-            return
-        try:
-            yield name, predict()
-        except PlanError:
-            # A neighbour that the model or the cluster does not allow.
-            continue
-
-
 def _rank(p: Prediction) -> tuple[bool, float]:
     return not p.fits, p.step_seconds if p.fits else p.fullest.peak_bytes
 
 
-def _is_better(p: Prediction, than: Prediction) -> bool:
-    """Return whether a plan is worth to be shown unasked: it fits, needs less memory, or is clearly faster."""
-    if p.fits and than.fits:
-        return p.step_seconds < _CLEARLY * than.step_seconds
-    return _rank(p) < _rank(than)
-
-
-def _show(printer: Printer, found: Mapping[str, Prediction], title: str = "") -> None:
-    """Print the first prediction, and all in a table under a title, the best first."""
+def _show(printer: Printer, found: Mapping[str, Prediction]) -> None:
+    """Print the first prediction, and all in a table, the best first."""
     from superscaler.simulate.prediction import COLUMNS, PLANS, device_rows, plan_row, words
 
     first, *others = found.values()
@@ -169,5 +197,5 @@ def _show(printer: Printer, found: Mapping[str, Prediction], title: str = "") ->
     if others:
         best = sorted(found, key=lambda spec: _rank(found[spec]))
         names = ["plan", *PLANS]
-        printer.show(table(names, (plan_row(spec, found[spec]) for spec in best), names[1:-1], title))
+        printer.show(table(names, (plan_row(spec, found[spec]) for spec in best), names[1:-1]))
         printer.result = {**printer.result, "plans": {spec: found[spec].as_json() for spec in best}}

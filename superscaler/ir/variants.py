@@ -1,5 +1,6 @@
 """Models made of a model: several iterations of it, and the model without what a plan added."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from superscaler.errors import TransformError
@@ -72,6 +73,19 @@ def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
             "iteration needs them; leave one of the two out.",
         ),
     ]
+
+
+def resized(model: Model, sizes: Mapping[str, int]) -> Model:
+    """Return the model with other sizes of factors."""
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        extents = tuple(sizes.get(f, e) for f, e in zip(tensor.factors, tensor.extents, strict=True))
+        tensors[name] = replace(tensor, extents=extents, shape=tensor.local_shape(extents))
+    ops = tuple(
+        replace(op, indices=tuple(replace(i, size=sizes.get(i.factor, i.size)) for i in op.indices)) for op in model.ops
+    )
+    renewed = {name: replace(f, size=sizes.get(name, f.size)) for name, f in model.factors.items()}
+    return replace(model, tensors=tensors, ops=ops, factors=renewed)
 
 
 def with_rest(model: Model, weight: str) -> Model:

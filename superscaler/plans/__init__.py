@@ -22,6 +22,10 @@ _EACH_LAYER = ("tensor_parallel", "sequence_parallel", "ulysses", "dap", "tp")
 _FACTOR = re.compile(r"(?P<name>[^:]+(?:\.py:\w+)?):(?P<size>\d+)(?:,(?P<keys>.*))?")
 
 
+# The plan that a search finds (superscaler/planner).
+AUTO = "auto"
+
+
 def names() -> list[str]:
     """Return the names of the plans of the library."""
     return sorted({m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg}.union(RULES))

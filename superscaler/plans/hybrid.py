@@ -8,6 +8,7 @@ recompute     none; selective: the products of attention; full: each layer, whic
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
 vocabulary    embedding, head and loss are cut on the vocabulary if tp divides it
 halves        gradients of bf16 and fp16 weights are sent over dp in that dtype, and added in float32
+blocks        number of the model's blocks in each stage, as 3+5+4; by default stages are balanced by FLOPs
 gather_halves with zero=1, weights that autocast casts to these are cast in slices, and gathered in that dtype
 """
 
@@ -39,13 +40,14 @@ def hybrid(
     vocabulary: bool = True,
     halves: bool = False,
     gather_halves: bool = False,
+    blocks: str = "",
 ) -> None:
     mesh = check_hybrid(
         {"batch": batch_of(graph)}, cluster, dp, tp, pp, microbatches, chunks, recompute=recompute, zero=zero,
         gather_halves=gather_halves,
     )  # fmt: skip
     order = ("interleaved", chunks) if chunks != 1 else ("pipeline_1f1b", None)
-    pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1])
+    pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1], blocks=blocks)
     is_trained = any(op.has_mirror for op in graph.forward_ops)
     if what := REGIONS[recompute]:
         recomputing.cut(graph, 1, "", what=what)

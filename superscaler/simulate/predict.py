@@ -66,19 +66,19 @@ def predict(program: Program, cluster: Cluster, capacity: int | None = None, tor
 
 
 def simulate(
-    program: Program, cluster: Cluster, capacity: int | None = None, torch_compile: bool = False
+    program: Program,
+    cluster: Cluster,
+    capacity: int | None = None,
+    torch_compile: bool = False,
+    among: int | None = None,
 ) -> Simulation:
     """Return the prediction for a step with its timetable and memories; see `predict`. That of a compiled step is of
-    the program with longer segments.
+    the program with longer segments. `among`: the slowest device of so many sets the pace; default: of the cluster's.
     """
-    kind = cluster.device_kind
-    if kind is None or kind.speeds is None:
-        raise InputError(
-            f"nothing is known about the speed of {cluster}; measure this machine with superscaler doctor --measure "
-            "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
-        )
+    kind = check_speeds(cluster)
+    assert kind.speeds is not None
     speeds, program = kind.speeds, joined(program) if torch_compile else program
-    work = _Work(Works(program, speeds.units > 0, torch_compile), kind, _share(cluster))
+    work = _Work(Works(program, speeds.units > 0, torch_compile), kind, _share(cluster, among))
     table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)
@@ -106,6 +106,18 @@ def simulate(
     return Simulation(program, cluster, table, found, prediction)
 
 
+def check_speeds(cluster: Cluster) -> DeviceKind:
+    """Return the kind of a cluster's devices. Raises InputError if their speeds are unknown."""
+    kind = cluster.device_kind
+    if kind is None or kind.speeds is None:
+        raise InputError(
+            f"--cluster {cluster}: nothing is known about the speed of {cluster}; measure this machine with "
+            "superscaler doctor --measure --out machine.yaml and give --cluster machine.yaml, or name a preset, as "
+            "a100:1x8."
+        )
+    return kind
+
+
 def fullest(program: Program, cluster: Cluster) -> DeviceMemory:
     """Return the memory of the device with the largest need."""
     return max(memories(program, overheads=_overheads(cluster)), key=lambda m: m.total)
@@ -118,11 +130,11 @@ def memory_line(found: DeviceMemory, program: Program, cluster: Cluster) -> str:
     return fit_line(found.total, where, capacity, _overheads(cluster).context)
 
 
-def _share(cluster: Cluster) -> float:
+def _share(cluster: Cluster, among: int | None = None) -> float:
     """Return the expected `share` of the slowest device, for which all others wait. Devices of a kind are spread evenly
     over its range; the processes of a machine were measured together.
     """
-    return 0.5 if cluster.kind == LOCAL else 1 / (len(cluster.devices) + 1)
+    return 0.5 if cluster.kind == LOCAL else 1 / ((among or len(cluster.devices)) + 1)
 
 
 def _overheads(cluster: Cluster) -> Overheads:

@@ -21,6 +21,7 @@ from superscaler.ir.grid import HOSTS, Grid, Ints
 from superscaler.ir.model import Model, Op
 from superscaler.ir.orders import Group, Order
 from superscaler.ir.program import Function, Program
+from superscaler.ir.variants import resized
 from superscaler.ops.inputs import bounds, ignored
 from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
@@ -50,7 +51,7 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None) -> Small:
     graph = whole.copy() if compiled.full_fold is None else restrict(whole, compiled.full_fold, PLACES)
     _drop_microbatches(graph)
     sizes = _sizes(whole, graph)
-    model = _resized(graph.model, sizes)
+    model = resized(graph.model, sizes)
     used = sorted({d % HOSTS for op in graph.model.ops for d in graph.grids[op.name].used()})
     if len(used) > MOST_DEVICES:
         raise InputError(
@@ -213,10 +214,10 @@ def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]
 
 def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tuple[Op, list[Shape] | None]]:
     """Return the ops, with their shapes, that go wrong at new sizes; None: one that fails there, not at its own."""
-    small = _resized(model, sizes)
-    resized = {op.name: op for op in small.ops}
+    small = resized(model, sizes)
+    own = {op.name: op for op in small.ops}
     chosen = [op for op in ops if op.is_forward]
-    functions = [alone(resized[op.name]) for op in chosen]
+    functions = [alone(own[op.name]) for op in chosen]
     found: list[tuple[Op, list[Shape] | None]] = []
     runs = callables(Program(small, tuple(functions), ()), "meta")
     for op, function, run in zip(chosen, functions, runs, strict=True):
@@ -238,19 +239,6 @@ def _shapes(model: Model, function: Function, run: Callable[..., Sequence[Tensor
     except Exception:
         # An operator of the user may raise any exception at sizes that it does not take.
         return None
-
-
-def _resized(model: Model, sizes: Mapping[str, int]) -> Model:
-    """Return the model with other sizes of factors."""
-    tensors = {}
-    for name, tensor in model.tensors.items():
-        extents = tuple(sizes.get(f, e) for f, e in zip(tensor.factors, tensor.extents, strict=True))
-        tensors[name] = replace(tensor, extents=extents, shape=tensor.local_shape(extents))
-    ops = tuple(
-        replace(op, indices=tuple(replace(i, size=sizes.get(i.factor, i.size)) for i in op.indices)) for op in model.ops
-    )
-    renewed = {name: replace(f, size=sizes.get(name, f.size)) for name, f in model.factors.items()}
-    return replace(model, tensors=tensors, ops=ops, factors=renewed)
 
 
 def _refit(grid: Grid, old: Op, op: Op, number: Ints, inner: Sequence[int] = ()) -> Grid:

@@ -94,7 +94,10 @@ def test_the_options_of_every_command() -> None:
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "--torch-compile", "model"]),
-        "simulate": sorted([*compiling, "--advise", "--compare", "--memory", "--torch-compile", "directory", "model"]),
+        "simulate": sorted([*compiling, "--compare", "--memory", "--torch-compile", "directory", "model"]),
+        "search": sorted(
+            [*model, "--cluster", "--memory", "--seconds", "--top", "--torch-compile", "--where", "--why-not", "model"]
+        ),
         "train": sorted(
             [*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "--torch-compile", "model"]
         ),

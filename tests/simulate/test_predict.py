@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import superscaler as ss
-from superscaler.cli.simulate import _patience
 from superscaler.cli.train import _more_memory
 from superscaler.runtime.optimizer import LISTED
 from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
@@ -200,22 +199,12 @@ def test_devices_of_unknown_speed_are_refused_before_the_model_is_built(
     assert "--cluster local:2: nothing is known about the speed of local:2; measure" in capfd.readouterr().err
 
 
-def test_a_plan_that_does_not_fit_comes_with_what_would_help(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_does_not_fit_comes_with_the_command_that_finds_others(capfd: pytest.CaptureFixture[str]) -> None:
     given = ["simulate", GPT, "--plan", "data_parallel", "--cluster", "a100:1x4"]
-    monkeypatch.setenv("COLUMNS", "200")
     assert run(*given, "--memory", "1MB") == 1
-    shown = capfd.readouterr().out
-    assert "What would help" in shown
-    assert "zero:stage=1" in shown
-    assert run(*given, "--advise") == 0
-    rows = [line.split("  ")[0] for line in capfd.readouterr().out.splitlines()]
-    assert rows.index("data_parallel --torch-compile") < rows.index("data_parallel")
-    assert run(*given, "--no-advise") == 0
-    assert "zero:stage=1" not in capfd.readouterr().out
-    # With --json or --compare nobody asked for it.
-    assert (_patience(None, is_asked=False, fits=True), _patience(None, is_asked=True, fits=False)) == (3.0, 0.0)
+    assert f"superscaler search {GPT} --cluster a100:1x4" in capfd.readouterr().out
+    assert run(*given) == 0
+    assert "search" not in capfd.readouterr().out
 
 
 def test_training_says_when_a_gpu_needed_more_than_predicted(

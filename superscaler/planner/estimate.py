@@ -1,0 +1,170 @@
+"""The estimate of a plan from the menu: seconds, bytes, and a bound that no plan of these decisions goes below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.cluster import Cluster
+from superscaler.ir.graph import Graph
+from superscaler.planner.menu import Cost, Costs, Menu
+from superscaler.planner.space import Choice, Use
+
+Ints = NDArray[np.int64]
+# The share of a block's seconds that its backward takes, beside which gradients are sent.
+_BACKWARD = 2 / 3
+# The idle time of a zero-bubble schedule in that of 1F1B: the halves of a backward are as long as a forward.
+_ZERO_BUBBLE = 1 / 3
+# Blocks whose weights are gathered at a time.
+_GATHERED = 2
+
+
+class Estimate(NamedTuple):
+    """The estimate of a plan: its seconds, the bytes of its fullest device, and its least seconds, where work hides all
+    the communication that it can.
+    """
+
+    choice: Choice
+    seconds: float
+    peak: float
+    bound: float
+
+
+class Estimator:
+    """Estimates of plans of a graph on a cluster."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, menu: Menu) -> None:
+        self.graph, self.cluster, self.menu = graph, cluster, menu
+        # The run of each block, and the number of the model's blocks in it, as `blocks=` counts them.
+        self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
+        self._bounds: dict[tuple[Use, int, int], list[int] | None] = {}
+        self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
+        self.sizes = [size for run in menu.runs for size in menu.inner(run)]
+
+    def of(self, choice: Choice) -> Estimate | None:
+        """Return the estimate of a plan with its best stages; None if the model does not allow it."""
+        costs = self.menu.costs(choice.use)
+        if costs is None:
+            return None
+        bounds = self._stages(choice.use, choice.pp, choice.chunks)
+        if bounds is None:
+            return None
+        stages = [self._stage(costs, a, b, len(self.run_of)) for a, b in pairwise(bounds)]
+        is_even = choice.pp == 1 or choice.chunks > 1
+        blocks = () if is_even else tuple(sum(self.sizes[a:b]) for a, b in pairwise(bounds))
+        chosen = replace(choice, blocks=blocks)
+        works, bubble = self._steady(choice, stages)
+        exposed = max(self._exposed(choice, stage) for stage in set(stages))
+        update = max(stage.update for stage in stages) * choice.chunks / (choice.dp if choice.zero else 1)
+        sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * self._send(choice) if choice.pp > 1 else 0.0
+        peak = max(self._bytes(choice, costs, stages, device) for device in range(choice.pp))
+        least = works + bubble + exposed + update
+        return Estimate(chosen, least + sends, peak, least)
+
+    def _stage(self, costs: Costs, first: int, end: int, count: int) -> Cost:
+        """Return the cost of a stage: its blocks, and at the last one the rest. The first one holds half of its
+        weights, as those of an embedding.
+        """
+        total = Cost(0, 0, 0, 0, 0, 0)
+        for n, run in enumerate(costs.runs):
+            total = total.plus(run, int((self.run_of[first:end] == n).sum()))
+        if end == count:
+            return total.plus(costs.rest, 1)
+        return total.plus(costs.rest._replace(seconds=0, kept=0), 0.5) if first == 0 else total
+
+    def _stages(self, use: Use, pp: int, chunks: int) -> list[int] | None:
+        """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None
+        for more stages than blocks.
+        """
+        key = use, pp, chunks
+        if key not in self._bounds:
+            self._bounds[key] = self._balanced(use, pp * chunks, even=chunks > 1)
+        return self._bounds[key]
+
+    def _balanced(self, use: Use, stages: int, even: bool) -> list[int] | None:
+        count, costs = len(self.run_of), self.menu.costs(use)
+        if stages == 1 or costs is None:
+            return [0, count]
+        if stages > count:
+            return None
+        if even:
+            return [round(k * count / stages) for k in range(stages + 1)]
+        seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in self.run_of])])
+        # The slowest of the stages up to each block, and where the last of them begins.
+        slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
+        for k in range(1, stages + 1):
+            own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if k == stages else 0.0)
+            own[np.tril_indices(count + 1)] = inf
+            table = np.maximum(slowest[:, None], own)
+            begins.append(table.argmin(axis=0))
+            slowest = table.min(axis=0)
+        bounds = [count]
+        for first in reversed(begins):
+            bounds.append(int(first[bounds[-1]]))
+        return bounds[::-1]
+
+    def _steady(self, c: Choice, stages: Sequence[Cost]) -> tuple[float, float]:
+        """Return the seconds in which the slowest device works, and those in which it waits for the others."""
+        works = [sum(stage.seconds for stage in stages[device :: c.pp]) for device in range(c.pp)]
+        slowest, total = max(works), sum(works)
+        # 1F1B fills and drains once through all other stages.
+        idle = (total - slowest) / c.chunks
+        return c.microbatches * slowest, idle * (_ZERO_BUBBLE if c.schedule == "zb_h1" else 1.0)
+
+    def _exposed(self, c: Choice, stage: Cost) -> float:
+        """Return the seconds of the communication between data-parallel devices that no work hides."""
+        if c.dp == 1:
+            return 0.0
+        work, own = stage.seconds, self._collective
+        if c.zero == 0:
+            return max(own(c, "all_reduce", stage.gradients) - _BACKWARD * work, 0.0)
+        scatter, gather = own(c, "reduce_scatter", stage.gradients), own(c, "all_gather", stage.weights / c.dp)
+        if c.zero == 1:
+            return max(scatter - _BACKWARD * work, 0.0) + max(gather - (1 - _BACKWARD) * work, 0.0)
+        return c.microbatches * max(scatter + 2 * gather - work, 0.0)
+
+    def _bytes(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
+        """Return the bytes of a device of the pipeline at its peak."""
+        total = 0.0
+        for stage in stages[device :: c.pp]:
+            shards = c.dp if c.zero else 1
+            weights = stage.weights * (1 + 1 / shards if c.zero == 1 else 1 / shards)
+            gradients = stage.gradients / (c.dp if c.zero == 3 else 1)
+            total += weights + gradients + stage.optimizer / shards + stage.kept * self._alive(c, device)
+        gathered = max((run.weights + run.gradients for run in costs.runs), default=0.0) * _GATHERED
+        last = device == c.pp - 1
+        moved = costs.beside if last else max((run.kept for run in costs.runs), default=0.0)
+        return total + moved + (gathered if c.zero == 3 else 0.0)
+
+    def _alive(self, c: Choice, device: int) -> float:
+        """Return the microbatches whose activations a device keeps at a time, for each of its stages."""
+        if c.chunks > 1:
+            return min(c.microbatches, (2 * (c.pp - device - 1) + (c.chunks - 1) * c.pp + 1) / c.chunks)
+        return min(c.microbatches, c.pp - device)
+
+    def _collective(self, c: Choice, kind: str, size: float) -> float:
+        """Return the seconds of one collective of all data-parallel groups, on so many bytes of each device."""
+        key = c.pp, c.dp, c.tp
+        if key not in self._groups:
+            devices = np.arange(c.pp * c.dp * c.tp).reshape(key).transpose(0, 2, 1).reshape(-1, c.dp)
+            self._groups[key] = tuple(map(tuple, devices.tolist()))
+        return self.cluster.seconds(kind, self._groups[key], size)
+
+    def _send(self, c: Choice) -> float:
+        """Return the seconds of a message between stages."""
+        size = self._handed * c.rows / (c.tp if c.use.sequence else 1)
+        pairs = [[n, n + c.dp * c.tp] for n in range(c.dp * c.tp)]
+        return self.cluster.seconds("send", pairs, size)
+
+    @cached_property
+    def _handed(self) -> float:
+        """Return the bytes that a block hands to the next one for a row of the batch."""
+        ends = [self.graph.model.tensors[block.ops[-1].outputs[0].tensor] for run in self.menu.runs for block in run]
+        return max((t.nbytes for t in ends), default=0) / self.menu.batch

@@ -1,0 +1,104 @@
+"""Kinds of blocks: equal subgraphs, and the model with fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from superscaler.ir.graph import Graph
+from superscaler.ir.model import Model, Op
+from superscaler.ir.parts import Block
+from superscaler.ir.variants import resized
+from superscaler.plans.lib.shared import inner_blocks
+
+# What a tensor is to a block: made inside by an op, its weight, or given from outside; with its shape.
+Form = tuple[object, ...]
+
+
+def runs(graph: Graph) -> list[list[Block]]:
+    """Return the blocks in runs: each block of a run does the same, with other weights, on the result of the one
+    before it. Of the blocks and those inside of them, it takes those that repeat most.
+    """
+    return min((_runs(graph, blocks) for blocks in (graph.blocks, inner_blocks(graph))), key=_distinct)
+
+
+def _distinct(found: Sequence[Sequence[Block]]) -> float:
+    """Return the share of ops in blocks that are left if each run has one."""
+    every = sum(len(block.ops) for run in found for block in run)
+    return sum(len(run[0].ops) for run in found) / max(every, 1)
+
+
+def _runs(graph: Graph, blocks: Sequence[Block]) -> list[list[Block]]:
+    found: list[list[Block]] = []
+    before: Form | None = None
+    for block in blocks:
+        form = form_of(graph.model, block.ops)
+        if form == before and _chained(graph.model, found[-1][-1], block):
+            found[-1].append(block)
+        else:
+            found.append([block])
+        before = form
+    return found
+
+
+def form_of(model: Model, ops: Sequence[Op]) -> Form:
+    """Return a key of ops, equal for equal subgraphs: their operators, and the origins of their inputs."""
+    number = {o.tensor: (n, k) for n, op in enumerate(ops) for k, o in enumerate(op.outputs)}
+    outside: dict[str, int] = {}
+    found = []
+    for op in ops:
+        inputs = tuple(
+            number.get(o.tensor) or (model.tensors[o.tensor].kind, outside.setdefault(o.tensor, len(outside)))
+            for o in op.inputs
+        )
+        shapes = tuple(
+            (model.tensors[o.tensor].shape, model.tensors[o.tensor].dtype) for o in (*op.inputs, *op.outputs)
+        )
+        found.append((op.target, op.args, op.kwargs, inputs, shapes, op.has_mirror, bool(op.checkpoint)))
+    return tuple(found)
+
+
+def _chained(model: Model, first: Block, second: Block) -> bool:
+    """Return whether the second block reads what the first one makes wherever the first reads what it is given."""
+    return bool(_links(model, first, second))
+
+
+def _links(model: Model, first: Block, second: Block) -> dict[str, str]:
+    """Return the results of a block that the next equal block reads, each with what the first one reads there."""
+    made = {o.tensor for op in first.ops for o in op.outputs}
+    pairs = zip(first.ops, second.ops, strict=True)
+    ends = ((a.tensor, b.tensor) for x, y in pairs for a, b in zip(x.inputs, y.inputs, strict=True))
+    return {after: before for before, after in ends if after in made and before not in made}
+
+
+def reduced(graph: Graph, repeated: Sequence[Sequence[Block]], counts: Sequence[int], rows: int) -> Graph:
+    """Return the graph with the first `counts` blocks of each of its `runs`, each 1 or more, and with so many rows.
+
+    What reads the last block of a run reads the last kept one instead. Updates of other blocks are gone. It has no
+    values: it is compiled and simulated, not run.
+    """
+    model, other = graph.model, dict[str, str]()
+    dropped = set[str]()
+    for run, count in zip(repeated, counts, strict=True):
+        for block in run[count:]:
+            dropped |= {op.name for op in block.ops}
+            pairs = zip(run[count - 1].ops, block.ops, strict=True)
+            other |= {b.tensor: a.tensor for x, y in pairs for a, b in zip(x.outputs, y.outputs, strict=True)}
+    forward = [_reading(op, other) for op in model.forward_ops if op.name not in dropped]
+    read = {o.tensor for op in forward for o in (*op.inputs, *op.outputs)}
+    rest = [op for op in model.ops if not op.is_forward and {o.tensor for o in op.inputs} & read]
+    names = read | {o.tensor for op in rest for o in (*op.inputs, *op.outputs)} | {*model.inputs}
+    tensors = {name: tensor for name, tensor in model.tensors.items() if name in names}
+    aliases = {alias: name for alias, name in model.aliases.items() if name in tensors}
+    segments = {piece: whole for piece, whole in model.segments.items() if piece in tensors or whole[0] in tensors}
+    small = replace(model, tensors=tensors, ops=(*forward, *rest), aliases=aliases, segments=segments, shorter={})
+    used = {i.factor for op in small.ops for i in op.indices} | {f for t in tensors.values() for f in t.factors}
+    small = replace(small, factors={name: factor for name, factor in model.factors.items() if name in used})
+    return Graph(resized(small, {"batch": rows}), graph.captured)
+
+
+def _reading(op: Op, other: Mapping[str, str]) -> Op:
+    """Return an op that reads other tensors in place of dropped ones."""
+    if not any(o.tensor in other for o in op.inputs):
+        return op
+    return replace(op, inputs=tuple(replace(o, tensor=other.get(o.tensor, o.tensor)) for o in op.inputs))

@@ -1,0 +1,42 @@
+"""A model with fewer blocks is the model that was captured with fewer: the same seconds and bytes, to the last bit."""
+
+import pytest
+
+import superscaler as ss
+from superscaler.planner.kinds import reduced, runs
+from superscaler.simulate.prediction import Prediction
+from tests.helpers.graphs import graph_of
+
+PLANS = ("hybrid:dp=2,tp=2,pp=1,microbatches=2,recompute=full", "sequence_parallel:2,regather=true x zero:2,stage=1")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_a_reduced_model_is_the_smaller_one(family: str) -> None:
+    large, small = (graph_of(f"{family}:size=tiny,layers={n},batch={rows}") for n, rows in ((4, 16), (2, 8)))
+    (blocks,) = runs(large)
+    assert len(blocks) == 4
+    few = reduced(large, [blocks], [2], 8)
+    for plan in PLANS:
+        found, wanted = (_numbers(ss.compile(g, plan, "a100:1x4").simulate()) for g in (few, small))
+        assert found == wanted
+
+
+def _numbers(p: Prediction) -> dict[str, object]:
+    """Return a prediction without the names of tensors and blocks: those that are left have their old ones."""
+    found = p.as_json()
+    kept = [list(d.pop("kept").values()) for d in found["devices"]]
+    largest = [[count for _, count in d.pop("largest")] for d in found["devices"]]
+    for device in found["devices"]:
+        del device["peak_at"]
+    return {**found, "kept": kept, "largest": largest}
+
+
+def test_blocks_that_differ_are_runs_of_their_own() -> None:
+    """Blocks of an encoder and of a decoder; the first block of T5 alone makes the biases of positions."""
+    found = runs(graph_of("t5:size=tiny,layers=3"))
+    assert [[block.path for block in run] for run in found] == [
+        ["encoder.block.0"],
+        ["encoder.block.1", "encoder.block.2"],
+        ["decoder.block.0"],
+        ["decoder.block.1", "decoder.block.2"],
+    ]

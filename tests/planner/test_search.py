@@ -1,0 +1,136 @@
+"""Searches: the best plan of a space beside all of its plans, constraints, and the command."""
+
+import json
+import random
+from math import inf
+
+import pytest
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.planner.constraints import NUMBERS, left, read
+from superscaler.planner.search import Answer, search
+from superscaler.planner.space import RECOMPUTE, SCHEDULES, choices
+from superscaler.plans import resolve
+from tests.helpers.commands import run
+from tests.helpers.graphs import graph_of
+
+GPT = "gpt2:size=tiny,layers=4,batch=8"
+# Few plans, of few uses of devices.
+FEW = "rows = 4, no recompute"
+# A model whose products take longer than the launches of kernels.
+LARGE = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=16,device=meta"
+
+
+def _fastest(graph: ss.Graph, cluster: ss.Cluster, memory: int) -> float:
+    """Return the seconds of the fastest plan of a whole space that fits."""
+    best = inf
+    for choice in choices(cluster, 16, 4, sequence=True):
+        try:
+            p = ss.compile(graph, choice.spec, cluster).simulate(memory)
+        except ss.PlanError:
+            continue
+        best = min(best, p.step_seconds) if p.fits else best
+    return best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [80 * 10**9, 6 * 10**9])
+def test_a_search_finds_the_fastest_plan_of_the_space(memory: int) -> None:
+    """Beside a loop over the space, which compiles and simulates every plan whole."""
+    graph, cluster = graph_of(LARGE), ss.Cluster.parse("a100:1x4")
+    answer = search(graph, cluster, memory)
+    assert answer.best.prediction.fits
+    assert answer.best.prediction.step_seconds <= 1.01 * _fastest(graph, cluster, memory)
+
+
+def test_the_plans_of_an_answer_hold_and_fit() -> None:
+    """Each is predicted as its text is; the first is equal to the model; the bound is below all."""
+    graph = graph_of(GPT)
+    answer = search(graph, "a100:1x2", where=FEW)
+    assert len(answer.plans) >= 3
+    for found in answer.plans:
+        again = ss.compile(graph, found.spec, "a100:1x2").simulate()
+        assert (again.step_seconds, again.fits) == (found.prediction.step_seconds, True)
+        assert answer.bound <= found.prediction.step_seconds
+    seconds = [found.prediction.step_seconds for found in answer.plans]
+    assert seconds == sorted(seconds)
+    assert ss.compile(graph, answer.best.spec, "local:2").verify()["equal"]
+
+
+def test_random_constraints_leave_plans_that_satisfy_them_or_are_refused() -> None:
+    space, drawn = list(choices(ss.Cluster.parse("a100:2x8"), 64, 24, sequence=True)), random.Random(0)
+    refused = list[tuple[str, str]]()
+    for _ in range(200):
+        name = drawn.choice([*NUMBERS, "recompute", "schedule"])
+        values = {"recompute": tuple(RECOMPUTE), "schedule": SCHEDULES}.get(name, (0, 1, 2, 3, 4, 8, 64))
+        sign, value = drawn.choice(["=", "!="] + ["<=", "<", ">", ">="] * (name in NUMBERS)), drawn.choice(values)
+        text = f"{name} {sign} {value}"
+        try:
+            found = left(space, read(text))
+        except InputError as error:
+            refused.append((text, str(error)))
+            continue
+        python = {"=": "=="}.get(sign, sign)
+        assert found
+        assert all(eval(f"have {python} want", {"have": getattr(c, name), "want": value}) for c in found)
+    assert 10 < len(refused) < 100
+    assert all(text in error for text, error in refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tp <= many", "tp is a number, not many"),
+        ("tp", "'tp' is no constraint"),
+        ("cats = 2", "decision 'cats'"),
+        ("schedule < 1f1b", "schedule has names"),
+        ("recompute = some", "recompute 'some'"),
+        ("no cats", "decision 'cats'"),
+        ("tp > 64", "no plan of the space satisfies 'tp > 64'; tp is one of 1, 2"),
+        ("tp = 2, pp = 2", "satisfies 'tp = 2, pp = 2' together"),
+    ],
+)
+def test_a_constraint_that_holds_nowhere_is_refused(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why.replace("(", r"\(")):
+        search(graph_of(GPT), "a100:1x2", where=text)
+
+
+def test_the_command_prints_a_plan_to_own(capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["search", GPT, "--cluster", "a100:1x2", "--where", FEW, "--json"]
+    assert run(*given, "--why-not", "zero:2,stage=3", "--why-not", "tensor_parallel:3 x data_parallel") == 0
+    found = json.loads(capfd.readouterr().out)
+    resolve(found["plan"])
+    assert found["bound"] <= found["plans"][found["plan"]]["step_seconds"]
+    assert "its step takes" in found["why_not"]["zero:2,stage=3"]
+    assert "it does not hold" in found["why_not"]["tensor_parallel:3 x data_parallel"]
+    assert run("search", GPT, "--cluster", "a100:1x2", "--where", FEW, "--memory", "1MB", "--top", "1") == 1
+    assert "no plan of the space fits" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--cluster", "local:2"], "nothing is known about the speed of local:2"),
+        (["--cluster", "a100:1x2", "--top", "0"], "--top 0"),
+        (["--cluster", "a100:1x2", "--seconds", "-1"], "--seconds -1.0"),
+        (["--cluster", "a100:1x2", "--where", "tp ~ 3"], "'tp ~ 3' is no constraint"),
+    ],
+)
+def test_wrong_input_is_one_line(options: list[str], why: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("search", GPT, *options) == 2
+    assert why in capfd.readouterr().err
+
+
+def test_auto_is_the_plan_of_a_search(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, found = graph_of(GPT), list[str]()
+
+    def few(graph: ss.Graph, cluster: ss.Cluster) -> Answer:
+        answer = search(graph, cluster, where=FEW)
+        found.append(answer.best.spec)
+        return answer
+
+    monkeypatch.setattr("superscaler.planner.auto.search", few)
+    plan = ss.compile(graph, "auto", "a100:1x2")
+    assert found[0] in caplog.text
+    assert plan.simulate() == ss.compile(graph, found[0], "a100:1x2").simulate()
