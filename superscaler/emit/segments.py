@@ -247,7 +247,7 @@ class _Writer:
         return f"{', '.join(map(self._named, row.made))} = {source}"
 
     def _deleted(self, at: int) -> list[str]:
-        """Return the names that end after a row, in a loop those of its first repetition."""
+        """Return the names to delete after a row; in a loop, those of the first repetition."""
         if self.repeat is None:
             return list(map(self._name, self.blocks.deleted.get(at, ())))
         ended = self.blocks.deleted.get(at + self.repeat.length, ())

@@ -32,7 +32,7 @@ def reads_inputs(op: Op) -> bool:
 
 
 def parts_of(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> dict[tuple[int, int], Box]:
-    """Return the ranges that a part gets as data, by operand and dim, if they matter and it lacks some of the dim."""
+    """Return the ranges of a part that its operator must know, by operand and dim; whole dims are left out."""
     found = {key: ranges_of(op, box, tensors, *key) for key in row_of(op.target).placed(op, tensors)}
     return {key: own for key, (own, whole) in found.items() if extents(own) != whole}
 

@@ -17,7 +17,7 @@ _EFFECT = re.compile(r"(?P<effect>\w+.*?)(?: of (?P<ops>[\w.]+(?:, [\w.]+)*))?(?
 
 
 class Row(NamedTuple):
-    """An effect of a line of a plan on ops: a verb with its arguments. `where`: the line; no ops: on the plan."""
+    """A verb with its arguments, `where` the plan calls it, and its ops; no ops for an effect on the whole plan."""
 
     where: str
     effect: str

@@ -235,7 +235,7 @@ def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: 
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Replace weights by their averages in the block, as far as they have some."""
+    """Replace weights that have an average by it, in the block."""
     states = optimizer.state if optimizer is not None else {}
     pairs = [(weight.detach(), state[AVERAGE]) for weight, state in states.items() if AVERAGE in state]
     kept = [weight.clone() for weight, _ in pairs]

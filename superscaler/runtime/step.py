@@ -137,7 +137,7 @@ class Step:
 
     @property
     def evaluating(self) -> Step:
-        """Return the step of evaluation, on the weights of the last evaluation; its own one if this trains nothing."""
+        """Return the step of evaluation with the weights of the last evaluation, or this step if it trains nothing."""
         return self._filled_by().evaluation if self.trains else self
 
     def _filled(self) -> Step:

@@ -166,7 +166,7 @@ class CheckpointHead(Head):
             if elements > size:
                 raise ValueError(f"{name!r} has {elements:,} elements, more than its shards have bytes")
             if elements and not covers(tensor.shape, [piece.ranges for piece in tensor.pieces]):
-                raise ValueError(f"the pieces of {name!r} do not have each of its {elements:,} elements once")
+                raise ValueError(f"the pieces of {name!r} overlap, or leave out some of its {elements:,} elements")
         return self
 
     @staticmethod

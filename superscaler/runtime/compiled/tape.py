@@ -199,7 +199,7 @@ class CompiledTape:
         return self._filled(found, numbers, targets, added, shared)
 
     def offload(self, copies: Copies, alive: Iterable[Tensor]) -> None:
-        """Copy what is kept to the host, but for what is `alive`."""
+        """Copy the kept tensors to the host, but not those that are `alive`: others hold them."""
         if self._moved is None:
             held = [None if x is None else Kept(x) for x in self._kept]
             self._moved, self._kept = (MovedTape([k for k in held if k is not None]), held), []
