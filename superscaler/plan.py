@@ -130,15 +130,16 @@ class Plan:
         return is_new
 
     @checked
-    def simulate(self, capacity: int | None = None, torch_compile: bool = False) -> Prediction:
+    def simulate(
+        self, capacity: int | None = None, torch_compile: bool = False, cuda_graph: bool = False
+    ) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
-        `torch_compile`: the step is loaded with it.
+        `torch_compile`, `cuda_graph`: the step is loaded with it.
 
-        Raises InputError if the speeds of the cluster's devices are unknown, and if backwards in two halves are to be
-        compiled.
+        Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
         with phase("simulate"):
-            return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile)
+            return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph)
 
     def memory(self) -> str:
         """Return the predicted memory of the plan in one line, and whether the cluster's devices have it."""

@@ -36,13 +36,16 @@ def simulate(
     torch_compile: Annotated[
         bool, typer.Option("--torch-compile", help="Of a step whose segments Inductor compiles, as of train.")
     ] = False,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Of a step that is replayed as a CUDA graph, as of train.")
+    ] = False,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    way = read_bytes("--memory", memory) if memory else None, torch_compile
+    way = read_bytes("--memory", memory) if memory else None, torch_compile, cuda_graph
     if os.path.isdir(request.model) and not request.plan:
         if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
@@ -69,6 +72,8 @@ def simulate(
         return compile_graph(graph, spec, cluster).simulate(*way)
 
     found = {spec: predicted(spec) for spec in specs}
+    if cuda_graph:
+        found[f"{request.plan}, not replayed"] = compile_graph(graph, request.plan, cluster).simulate(*way[:2])
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")

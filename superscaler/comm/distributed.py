@@ -164,7 +164,9 @@ class _Sends:
     def add(self, operation: _Operation) -> None:
         self._raise()
         if self._can_poll:
-            self._polled = [*(o for o in self._polled if not o.work.is_completed()), operation]
+            # What is captured in a CUDA graph has not run, and cannot be asked.
+            is_captured = torch.cuda.is_current_stream_capturing()
+            self._polled = [*(o for o in self._polled if is_captured or not o.work.is_completed()), operation]
             return
         if self._thread is None:
             self._thread = Thread(target=self._drain, name="sends", daemon=True)

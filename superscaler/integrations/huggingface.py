@@ -39,22 +39,25 @@ _CHANGING = (
 class Trainer(transformers.Trainer):
     """A `transformers.Trainer` whose training steps run under a plan, in each process that torchrun has started.
 
-    `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. The loss is that of
-    `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global batch; the plan divides it.
-    Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in the whole module on each
-    rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a checkpoint and the end of
-    an epoch or of the training; at other events after `put_weights`. With callbacks or methods of a subclass around
-    backward and update each rank has whole gradients and weights in every step. Raises InputError for gradient
-    accumulation, fp16, FSDP, DeepSpeed and a `parallelism_config`.
+    `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `cuda_graph`: as of
+    `ss.load`. The loss is that of `compute_loss`, also of a subclass. `per_device_train_batch_size` is the global
+    batch; the plan divides it. Arguments, callbacks, logs and checkpoints are the Trainer's own. An evaluation runs in
+    the whole module on each rank, on all batches. Callbacks find the trained weights in the model at an evaluation, a
+    checkpoint and the end of an epoch or of the training; at other events after `put_weights`. With callbacks or
+    methods of a subclass around backward and update each rank has whole gradients and weights in every step. Raises
+    InputError for gradient accumulation, fp16, FSDP, DeepSpeed and a `parallelism_config`.
     """
 
     current_flos: float
     # Whether the plan has computed a loss since the last step's end.
     has_run_plan: bool
 
-    def __init__(self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, plan: str | Callable[..., Any], cluster: str | None = None, cuda_graph: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **options)
-        self._plan, self._cluster = plan, cluster
+        self._plan, self._cluster, self._cuda_graph = plan, cluster, cuda_graph
         self._planned: Planned | None = None
         self.has_run_plan = False
         self.callback_handler.callbacks.insert(0, _First(self))
@@ -117,7 +120,7 @@ class Trainer(transformers.Trainer):
         return Planned(
             self.model, optimizer, compute, self._plan, self._cluster,
             Path(self.args.output_dir) / _FOLDER, seed=self.args.seed, steps=self.state.global_step,
-            torch_compile=self.args.torch_compile, owner=self,
+            torch_compile=self.args.torch_compile, owner=self, cuda_graph=self._cuda_graph,
         )  # fmt: skip
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:

@@ -49,18 +49,21 @@ _AUTOCAST = {"32-true": None, "bf16-mixed": "bf16"}
 class PlanStrategy(DDPStrategy):
     """A Lightning strategy whose training steps run under a plan: `Trainer(strategy=PlanStrategy("zero:stage=3"))`.
 
-    `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `training_step` of the
-    module is captured, with the tensors that it logs, and may not read the number of the batch. The batches of the
-    module's loader are the global ones. Callbacks, loggers, schedules and checkpoints are Lightning's own. Validation
-    runs in the whole module on each rank. Callbacks find the trained weights in the module at a validation, a
-    checkpoint and the end of an epoch or of the training; in other hooks after `put_weights`. With hooks around
-    backward and update each rank has whole gradients and weights in every step. Raises InputError for loops that no
-    plan can run: see `_check`.
+    `plan` and `cluster`: as of `ss.compile`; default cluster: the processes of this machine. `torch_compile` and
+    `cuda_graph`: as of `ss.load`. `training_step` of the module is captured, with the tensors that it logs, and may not
+    read the number of the batch. The batches of the module's loader are the global ones. Callbacks, loggers, schedules
+    and checkpoints are Lightning's own. Validation runs in the whole module on each rank. Callbacks find the trained
+    weights in the module at a validation, a checkpoint and the end of an epoch or of the training; in other hooks after
+    `put_weights`. With hooks around backward and update each rank has whole gradients and weights in every step. Raises
+    InputError for loops that no plan can run: see `_check`.
     """
 
-    def __init__(self, plan: str | Callable[..., Any], cluster: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, plan: str | Callable[..., Any], cluster: str | None = None, torch_compile: bool = False,
+        cuda_graph: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**options)
-        self._plan, self._cluster = plan, cluster
+        self._plan, self._cluster, self._torch_compile, self._cuda_graph = plan, cluster, torch_compile, cuda_graph
         self._planned: Planned | None = None
         for name in _OF_DDP:
             if options.get(name) is not None:
@@ -159,7 +162,7 @@ class PlanStrategy(DDPStrategy):
         folder, autocast = Path(trainer.default_root_dir) / _FOLDER, _AUTOCAST[trainer.precision]
         return Planned(
             self.lightning_module, optimizer, compute, self._plan, self._cluster, folder, autocast,
-            steps=trainer.global_step, notes=notes,
+            steps=trainer.global_step, notes=notes, torch_compile=self._torch_compile, cuda_graph=self._cuda_graph,
         )  # fmt: skip
 
     def _check(self) -> None:

@@ -52,19 +52,21 @@ class Planned:
     All ranks pass equal global batches, and change what a plan is compiled for before the same step; InputError names
     what one rank changed alone. `cluster`: default, the processes of this machine. `directory`: of the plan,
     read by all ranks. `steps`: the earlier steps of the module and the optimizer. `notes`: what `compute` notes during
-    the capture on rank 0; all ranks get it. `torch_compile`: as of `ss.load`. `owner`: the object whose method
-    `compute` calls; default: the module. Numbers, flags and texts that it reads from both may change between steps.
+    the capture on rank 0; all ranks get it. `torch_compile` and `cuda_graph`: as of `ss.load`. `owner`: the
+    object whose method `compute` calls; default: the module. Numbers, flags and texts that it reads from both may
+    change between steps.
     """
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
         cluster: str | None, directory: Path, autocast: str | None = None, seed: int = 0, steps: int = 0,
         notes: dict[str, Any] | None = None, torch_compile: bool = False, owner: object = None,
+        cuda_graph: bool = False,
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
         self._plan, self._cluster, self._directory = plan, cluster, directory
         self._autocast, self._seed, self._steps = autocast, seed, steps
-        self._torch_compile = torch_compile
+        self._torch_compile, self._cuda_graph = torch_compile, cuda_graph
         self._is_stale, self._saved, self._owner = False, 0, owner
         # The objects of the user by path, and the attributes of them that captures read: path and name.
         self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
@@ -103,6 +105,11 @@ class Planned:
         The update is left to `update`. Before and after both the module and the optimizer have the present weights and
         states, and what the loop changes in them is trained on.
         """
+        if self._cuda_graph:
+            raise InputError(
+                "cuda_graph replays whole steps, and hooks around backward and update need their parts; leave "
+                "cuda_graph or the hooks out."
+            )
         self.put()
         if self.step is not None:
             self._agree("computes a loss")
@@ -299,7 +306,7 @@ class Planned:
         check_alike(self._facts("", self._form()))
         self.notes.update(notes)
         self._saved += 1
-        return load(folder, torch_compile=self._torch_compile)
+        return load(folder, torch_compile=self._torch_compile, cuda_graph=self._cuda_graph)
 
     def _save(self, folder: Path, tensors: Mapping[str, Tensor], layout: Layout, world: int) -> None:
         """Write the plan. It leaves the loop's random numbers unchanged."""

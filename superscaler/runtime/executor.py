@@ -17,6 +17,7 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.compiled.tape import CompiledTape
+from superscaler.runtime.replay.static import Static
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
 from superscaler.runtime.updates import Chosen, Updates
@@ -92,6 +93,8 @@ class Rank:
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
     # Runs segments as Inductor compiles them; None: they run as they are.
     compiled: CompiledSegments | None = None
+    # What a recorded step reads, while one runs.
+    static: Static | None = None
 
     def __post_init__(self, chosen: Chosen) -> None:
         self.device = self.communicator.device
@@ -112,8 +115,12 @@ class Rank:
         return one.to(self.dtype, copy=True)
 
     def input(self, number: int) -> Tensor:
+        return self.piece(number).to(self.device) if self.static is None else self.static.inputs[number]
+
+    def piece(self, number: int) -> Tensor:
+        """Return a piece of the batch, where the batch is."""
         name, box = self.tables["inputs"][number]
-        return take(self.batch[name], self.tables["slots"][name], box).to(self.device)
+        return take(self.batch[name], self.tables["slots"][name], box)
 
     def weight(self, name: str) -> Tensor:
         return self.weights[name]
@@ -186,7 +193,8 @@ class Rank:
 
     def random(self, number: int) -> functional.Draws:
         """Return the random tensors of a segment on this device; called with k, they draw the k-th."""
-        return functional.Draws(self.seed, self.steps, self.tables["draws"][number], self.device)
+        words = None if self.static is None else self.static.words[number]
+        return functional.Draws(self.seed, self.steps, self.tables["draws"][number], self.device, words)
 
     def slice(self, x: Tensor, view: Sequence[int], box: int, shape: Sequence[int]) -> Tensor:
         return _narrow(x.reshape(view), self.tables["boxes"][box]).reshape(shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
+from superscaler.runtime.replay.cuda import CudaGraphs, check_device, prepare_nccl
 from superscaler.runtime.step import Step, build_step
 from superscaler.specs.arguments import checked
 from superscaler.specs.user_file import locating
@@ -31,12 +32,13 @@ from superscaler.store.plan import (
 
 
 @checked
-def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False) -> Step:
+def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False, cuda_graph: bool = False) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
 
     `manifest=False` skips the hashes: it runs an edited plan. With `torch_compile` segments are as long as the plan
-    allows, and each is compiled by torch's Inductor when it first runs; results then differ by rounding. Raises
-    InputError for a directory that is damaged, of another version, or edited.
+    allows, and each is compiled by torch's Inductor when it first runs; results then differ by rounding. With
+    `cuda_graph` the third step is captured as a CUDA graph, and replayed from then on. Raises InputError for a
+    directory that is damaged, of another version, or edited, and where no CUDA graph can replay its steps.
     """
     from superscaler.comm.distributed import connect, world_size
     from superscaler.launch.watch import watch
@@ -51,14 +53,19 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
     prefix = COMPILED if torch_compile and "compiled" in plan else ""
     plan, code = of_compiled(plan) if prefix else plan, code_of(saved, prefix)
     import_operators(plan["operators"], path, manifest)
+    if cuda_graph:
+        prepare_nccl()
     communicator = connect()
+    if cuda_graph:
+        check_device(communicator.device)
     if communicator.rank == 0:
         warn_versions(saved)
     weights, fixed = weights_of(saved, communicator.rank)
     # The code and tables without hashes may be what a user wrote.
     with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
         made = modules(code, f"{path}/{prefix}")
-        step = build_step(plan, made, weights, communicator, fixed, torch_compile=torch_compile)
+        recorder = CudaGraphs(communicator.device) if cuda_graph else None
+        step = build_step(plan, made, weights, communicator, fixed, torch_compile=torch_compile, recorder=recorder)
     step.directory = path
     if (path / EVALUATION / PLAN_FILE).exists():
         step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)

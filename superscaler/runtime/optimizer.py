@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.runtime.replay.refusals import kernels_of
 from superscaler.specs.options import CONSTRUCTED, kind_of
 from superscaler.store.checkpoint import AVERAGE
 
@@ -99,10 +100,12 @@ def optimizer_of(
     groups: Sequence[Mapping[str, Any]],
     is_mixed: bool = False,
     rounding: float = ROUNDING,
+    is_recorded: bool = False,
 ) -> torch.optim.Optimizer | None:
     """Return torch's own optimizer over the local slices, in the user's parameter groups.
 
     `is_mixed`: float32 copies of 16-bit weights are updated. `rounding`: how far a fused update may be from the plain.
+    `is_recorded`: updates are recorded, to be replayed; raises InputError if they cannot be.
     """
     members: list[list[Tensor]] = [[] for _ in groups]
     for entry in table:
@@ -113,6 +116,7 @@ def optimizer_of(
         # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
         if is_open(options) and is_plain(*kind_of(options, name), params, is_mixed, rounding):
             options["fused"] = True
+        options |= kernels_of(name, options, params, is_mixed) if is_recorded else {}
     return together(name, [{"params": params, **options} for params, options in pairs], is_mixed) if pairs else None
 
 
@@ -133,6 +137,8 @@ def _made(name: str, groups: list[dict[str, Any]], is_mixed: bool) -> torch.opti
     if is_mixed:
         return with_copies(name)(groups, **more)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **more)
+    # Torch warns of steps that are not recorded.
+    made._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     made.register_load_state_dict_post_hook(_lay_out_states)
     return made
 
@@ -185,15 +191,15 @@ class Together(torch.optim.Optimizer):
         self._share()
 
 
-def is_listed(name: str, options: Mapping[str, Any], torch_compile: bool = False) -> bool:
+def is_listed(name: str, options: Mapping[str, Any], fuses: bool = False) -> bool:
     """Return whether a GPU updates weights of a parameter group by kernels over lists: Adam's, if they are not fused,
-    as compiled steps have them where the user leaves it open.
+    as compiled and replayed steps (`fuses`) have them where the user leaves it open.
 
     >>> is_listed("AdamW", {"lr": 0.1}), is_listed("AdamW", {"fused": True}), is_listed("SGD", {})
     (True, False, False)
     """
     kind, options = kind_of(dict(options), name)
-    return kind in ("Adam", "AdamW") and not options.get("fused") and not (torch_compile and is_open(options))
+    return kind in ("Adam", "AdamW") and not options.get("fused") and not (fuses and is_open(options))
 
 
 def at_once(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -214,9 +220,27 @@ def changes_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("nesterov") and not group.get("fused") for group in optimizer.param_groups)
 
 
-def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float | None) -> None:
+@contextmanager
+def skipping(optimizer: torch.optim.Optimizer, found: Tensor | None) -> Iterator[None]:
+    """Let fused updates in the block read whether weights and states stay as they are: where `found` is 1."""
+    if found is None:
+        yield
+        return
+    members = getattr(optimizer, "members", [optimizer])
+    for one in members:
+        one.grad_scale, one.found_inf = None, found  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for one in members:
+            del one.grad_scale, one.found_inf  # type: ignore[attr-defined]
+
+
+def average(
+    optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: float | None, found: Tensor | None = None
+) -> None:
     """Move the averages of weights, states of the optimizer, towards the weights; the first averages are the weights.
-    Without a decay the averages are dropped.
+    Without a decay the averages are dropped. `found`: 1 if all stay as they are.
 
     The average of a 16-bit weight with a float32 copy is float32.
     """
@@ -228,7 +252,8 @@ def average(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], decay: 
     values = [state.get("copy", weight.detach()) for state, weight in zip(states, weights, strict=True)]
     for state, value in zip(states, values, strict=True):
         if AVERAGE in state:
-            state[AVERAGE].lerp_(value, 1 - decay)
+            own = state[AVERAGE]
+            own.lerp_(value, 1 - decay if found is None else ((1 - found) * (1 - decay)).to(own.device, own.dtype))
         else:
             state[AVERAGE] = value.clone()
 

@@ -136,6 +136,8 @@ class Copies:
         self.device = device
         is_cuda = device.type == "cuda"
         self.streams = {to_host: torch.cuda.Stream(device) for to_host in (True, False)} if is_cuda else {}
+        # Those with copies since the last flush.
+        self._busy: set[torch.cuda.Stream] = set()
 
     def start(self, x: Tensor, to_host: bool) -> Handle:
         """Start a copy to the host or to the device; `x` may be freed after the call."""
@@ -143,6 +145,7 @@ class Copies:
             made = x.detach().clone()
             return Later(lambda: made)
         stream = self.streams[to_host]
+        self._busy.add(stream)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         made = torch.empty(x.shape, dtype=x.dtype, device="cpu" if to_host else self.device, pin_memory=to_host)
         with torch.cuda.stream(stream):
@@ -160,5 +163,6 @@ class Copies:
 
     def flush(self) -> None:
         """Wait until all copies are done."""
-        for stream in self.streams.values():
+        for stream in self._busy:
             stream.synchronize()
+        self._busy.clear()

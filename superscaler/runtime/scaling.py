@@ -7,15 +7,19 @@ import torch
 from torch import Tensor
 
 
-def scale(gradients: dict[str, Tensor], factor: Tensor | float) -> None:
-    """Multiply gradients by a scalar: in place, but for those whose memory another one has a part of."""
+def scale(gradients: dict[str, Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a scalar, halves in float32: in place, but for those whose memory another one has a part
+    of.
+    """
     shared = _shared(gradients)
     for name, gradient in gradients.items():
-        own = factor.to(gradient) if isinstance(factor, Tensor) else factor
-        if name not in shared and gradient.is_contiguous():
-            gradient.mul_(own)
+        own = factor.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32))
+        is_own = name not in shared and gradient.is_contiguous()
+        if own.dtype == gradient.dtype:
+            gradients[name] = gradient.mul_(own) if is_own else gradient * own
         else:
-            gradients[name] = gradient * own
+            product = gradient.to(own.dtype) * own
+            gradients[name] = gradient.copy_(product) if is_own else product.to(gradient.dtype)
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> set[str]:
@@ -61,6 +65,11 @@ class Scaler:
         """Choose the next scale. `found`: above 0 if a gradient of any rank was not finite."""
         factors = self._options["growth_factor"], self._options["backoff_factor"]
         torch._amp_update_scale_(self.scale, self._tracker, found, *factors, self._options["growth_interval"])
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the tensors of the state."""
+        return self.scale, self._tracker
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of `GradScaler.state_dict`."""

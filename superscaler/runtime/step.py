@@ -24,6 +24,8 @@ from superscaler.runtime.batch import Padding, check_batches, put_together, rows
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged, for_schedules
+from superscaler.runtime.replay.refusals import check_plan, check_scaler
+from superscaler.runtime.replay.replays import Recorder, Replays
 from superscaler.runtime.scaling import Scaler
 from superscaler.specs.options import CHOSEN, SCHEDULED
 from superscaler.store.restore import load_weights, restore
@@ -69,6 +71,8 @@ class Step:
         self.evaluation = None
         self._filler: evaluation.Filler[Step] | None = None
         self.trains = bool(plan["loss_dtype"])
+        # Records a step and replays it; None: each step runs.
+        self.replays: Replays | None = None
         self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
         # Compares the batches of several ranks.
@@ -94,6 +98,11 @@ class Step:
             return self._infer(batch, clip is not None or check_finite)
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise InputError("step() trains: call it outside of torch.no_grad() and torch.inference_mode().")
+        if check_finite and self.replays is not None:
+            raise InputError(
+                "check_finite reads the loss and the gradients of each step, and a replay reads nothing: leave it or "
+                "cuda_graph out."
+            )
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
         self._follow()
@@ -101,10 +110,16 @@ class Step:
         self.state.beside = self.alike.numbers(batch) if self.alike else None
         # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
-            loss: Tensor = finite.run(self, self._function) if check_finite else self._function(self.state)
+            loss: Tensor = finite.run(self, self._function) if check_finite else self._run()
         if self.alike is not None and self.state.beside is not None:
             self.alike.check(self.state.beside, batch, self.state.steps)
         return loss
+
+    def _run(self) -> Tensor:
+        # Updates that are held back are another step.
+        if self.replays is None or self.state.updates.held is not None:
+            return self._function(self.state)  # type: ignore[no-any-return]
+        return self.replays(self._function)
 
     def _infer(self, batch: Mapping[str, Tensor], is_asked: bool) -> Any:
         if is_asked:
@@ -253,7 +268,8 @@ class Step:
 
     @property
     def last_norm(self) -> float | None:
-        return self.state.updates.last_norm
+        found = self.state.updates.last_norm
+        return None if found is None else float(found)
 
     @property
     def bytes_moved(self) -> int:
@@ -341,12 +357,15 @@ def build_step(
     fixed: Mapping[str, Tensor] | None = None,
     shared: Mapping[str, Tensor] | None = None,
     torch_compile: bool = False,
+    recorder: Recorder | None = None,
 ) -> Step:
     """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices. `fixed`: on
     rank 0, the module's tensors that no device holds. `shared`: existing slices by local name. `torch_compile`: its
-    segments are compiled.
+    segments are compiled. `recorder`: steps are recorded by it, and replayed; raises InputError if they cannot be.
     """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
+    if recorder is not None:
+        check_plan(plan, tables["weights"], programs[plan["programs"][communicator.rank]].step)
     local = dict(shared or {})
     for entry in (entry for entry in tables["weights"] if entry["name"] not in local):
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
@@ -354,8 +373,9 @@ def build_step(
         kept = kept.pin_memory() if communicator.device.type == "cuda" and not kept.is_cuda else kept
         local[entry["name"]] = kept.requires_grad_(entry["trained"])
     chosen, scaling = plan["optimizer"], plan["optimizer"]["scaler"]
-    rounding = COMPILED_ROUNDING if torch_compile else ROUNDING
-    optimizer = chosen["name"], chosen["groups"], bool(chosen.get("precision")), rounding
+    is_recorded = recorder is not None
+    rounding = COMPILED_ROUNDING if torch_compile or is_recorded else ROUNDING
+    optimizer = chosen["name"], chosen["groups"], bool(chosen.get("precision")), rounding, is_recorded
     dtype = getattr(torch, plan["loss_dtype"] or "float32")
     groups = {tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))}
     communicator.prepare(sorted(groups))
@@ -363,4 +383,9 @@ def build_step(
     rank.updates.scaler = Scaler(scaling, communicator.device) if scaling else None
     rank.iterations = plan.get("iterations", 1)
     rank.compiled = CompiledSegments() if torch_compile else None
-    return Step(plan, programs, rank, fixed)
+    step = Step(plan, programs, rank, fixed)
+    if recorder is not None:
+        if rank.updates.scaler is not None:
+            check_scaler(rank.updates.optimizer)
+        step.replays = Replays(rank, recorder)
+    return step

@@ -7,21 +7,23 @@ import torch
 from torch import Tensor
 
 from superscaler.comm.communicator import Communicator
-from superscaler.runtime.optimizer import at_once, average, changes_gradients, laid_out, optimizer_of
+from superscaler.runtime.optimizer import at_once, average, changes_gradients, laid_out, optimizer_of, skipping
+from superscaler.runtime.replay.reads import number
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.scaling import Scaler, scale
 from superscaler.runtime.tapes import in_dtypes
 
 Pairs = Sequence[tuple[str, Tensor]]
 Groups = Sequence[Mapping[str, Any]]
-Chosen = tuple[str, Groups, bool] | tuple[str, Groups, bool, float]
+Chosen = tuple[str, Groups, bool] | tuple[str, Groups, bool, float] | tuple[str, Groups, bool, float, bool]
 
 
 class Updates:
     """The optimizer of a rank, and what a step does with the gradients of its weights.
 
     `table`: the entries of its weights in plan.json. `chosen`: the optimizer's name and the options of its groups, and
-    whether it updates float32 copies of 16-bit weights; maybe also how far fused updates may be from plain ones.
+    whether it updates float32 copies of 16-bit weights; maybe also how far fused updates may be from plain ones, and
+    whether updates are recorded.
     """
 
     def __init__(
@@ -38,7 +40,12 @@ class Updates:
         self.clip: float | None = None
         # The decay of averages of weights; None: the next update drops them.
         self.ema: float | None = None
-        self.last_norm: float | None = None
+        # A scalar where gradients were clipped by their own norm.
+        self.last_norm: Tensor | float | None = None
+        # Whether the update is recorded, to be replayed: then no number is read, and none decides what runs.
+        self.is_recorded = False
+        # Whether an update was left out because a gradient was not finite.
+        self.has_skipped = False
         self.keep_gradients = False
         self.gradients: dict[str, Tensor] = {}
         # Calls of `apply` and `set` that wait until the step is known to be finite; None: nothing waits.
@@ -73,22 +80,28 @@ class Updates:
         """Run the optimizer with gradients by the names of their weights."""
         self._flush()
         gradients = self._gradients(pairs)
-        is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
+        found = None if self.scaler is None else self._unscale(self.scaler, gradients)
         if self.clip is not None:
             self._clip(self.clip, gradients)
         if self.keep_gradients:
             self.gradients = {**self.gradients, **gradients}
-        if self.optimizer is not None and is_finite:
-            for some in at_once(self.optimizer, {name: self.weights[name] for name in gradients}):
+        self.has_skipped = found is not None and not self.is_recorded and number(found) > 0
+        if self.optimizer is not None and not self.has_skipped:
+            self._step(self.optimizer, gradients, found if self.is_recorded else None)
+
+    def _step(self, optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], found: Tensor | None) -> None:
+        """Update weights. `found`: 1 if they stay as they are, which the kernels of the optimizer read."""
+        with skipping(optimizer, found):
+            for some in at_once(optimizer, {name: self.weights[name] for name in gradients}):
                 kinds = [weight.grad_dtype for weight in some.values()]
-                found = in_dtypes([gradients[name] for name in some], kinds)
-                if changes_gradients(self.optimizer):
-                    found = [gradient.clone() for gradient in found]
-                for weight, gradient in zip(some.values(), found, strict=True):
+                own = in_dtypes([gradients[name] for name in some], kinds)
+                if changes_gradients(optimizer):
+                    own = [gradient.clone() for gradient in own]
+                for weight, gradient in zip(some.values(), own, strict=True):
                     weight.grad = laid_out(gradient, weight)
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-            average(self.optimizer, [self.weights[name] for name in gradients], self.ema)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        average(optimizer, [self.weights[name] for name in gradients], self.ema, found)
 
     def set(self, pairs: Pairs) -> None:
         """Set buffers, by name, to their new values."""
@@ -108,22 +121,23 @@ class Updates:
         kinds = [torch.promote_types(x.dtype, w.grad_dtype or x.dtype) for x, w in zip(shaped, weights, strict=True)]
         return dict(zip((name for name, _ in pairs), in_dtypes(shaped, kinds), strict=True))
 
-    def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> bool:
-        """Divide the gradients by the loss scale, choose the next; return whether those of all ranks are finite."""
-        found = self.communicator.sum_of_all(scaler.unscale(gradients))
+    def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> Tensor:
+        """Divide the gradients by the loss scale, choose the next; return 1 if one is not finite on any rank, or 0."""
+        found = self.communicator.sum_of_all(scaler.unscale(gradients)).clamp(max=1.0)
         scaler.update(found)
-        return not float(found)
+        return found
 
-    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of gradients over all ranks, those of replicas once; all ranks call this."""
         device = self.communicator.device
         squares = [gradients[n].double().pow(2).sum().to(device) for n in self._counted if n in gradients]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        return float(self.communicator.sum_of_all(total).sqrt())
+        return self.communicator.sum_of_all(total).sqrt()
 
     def _clip(self, limit: float, gradients: dict[str, Tensor]) -> None:
-        self.last_norm = self.norm(gradients)
-        factor = limit / (self.last_norm + 1e-6)
+        self.last_norm = norm = self.norm(gradients)
         # As torch does: a norm of nan makes all gradients nan.
-        if not factor >= 1.0:
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        # A CPU reads the number at once; a GPU would be waited for.
+        if self.is_recorded or norm.is_cuda or number(factor) != 1.0:
             scale(gradients, factor)

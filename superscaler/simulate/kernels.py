@@ -30,11 +30,14 @@ _LISTED = (("mul_", 1, 1), ("lerp_", 2, 1), ("mul_", 1, 1), ("addcmul_", 2, 1), 
 
 class Works:
     """The kernels of the devices of a program. Equal segments are recorded once. `on_gpu`: the updates are those of a
-    GPU; `torch_compile`: Inductor compiles segments, whose backward makes the first sums of gradients itself.
+    GPU; `torch_compile`: Inductor compiles segments, whose backward makes the first sums of gradients itself;
+    `cuda_graph`: the step is replayed.
     """
 
-    def __init__(self, program: Program, on_gpu: bool = False, torch_compile: bool = False) -> None:
-        self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu, torch_compile), on_gpu
+    def __init__(
+        self, program: Program, on_gpu: bool = False, torch_compile: bool = False, cuda_graph: bool = False
+    ) -> None:
+        self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu, torch_compile, cuda_graph), on_gpu
         self.torch_compile = torch_compile
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
@@ -90,7 +93,7 @@ class _Device(Domain[Instruction, Pace]):
         # The optimizer of each weight, and its kernels.
         options = map(dict, self.optimizer.groups)
         name = self.optimizer.name
-        ways = ["foreach" if works.on_gpu and is_listed(name, o, works.torch_compile) else "fused" for o in options]
+        ways = ["foreach" if works.on_gpu and is_listed(name, o, works.segments.fuses) else "fused" for o in options]
         trained = [w for w in device.weights if w.trained]
         self.kinds = {
             w.name: (self.optimizer.kind(w.group).lower(), "host" if w.host else ways[w.group]) for w in trained

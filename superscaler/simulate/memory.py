@@ -124,7 +124,7 @@ def memories(
     gradients are scaled to a norm, for which one at a time is copied. `capacity`: the bytes of a device.
     """
     known = segments or Segments(program, overheads.listed > 0)
-    update = _update_of(program.model.optimizer, overheads.listed, known.torch_compile)
+    update = _update_of(program.model.optimizer, overheads.listed, known.fuses)
     sized = states or (lambda weight: state_bytes(program, weight))
     found = []
     with without_garbage_collection():
@@ -158,14 +158,14 @@ def _states(name: str, options: str, dtype: str) -> tuple[int, ...]:
     return tuple(x.element_size() if x.shape == weight.shape else 0 for x in states)
 
 
-def _update_of(optimizer: Optimizer, listed: int, torch_compile: bool) -> Callable[[Sequence[int]], int]:
+def _update_of(optimizer: Optimizer, listed: int, fuses: bool) -> Callable[[Sequence[int]], int]:
     """Return the function from the bytes of weights to the bytes that their update makes and frees.
 
     A fused update makes none. One weight after the other makes two tensors like it; a list makes one like all weights,
     on a GPU (`listed` above 0) like those that are updated at once.
     """
     options = [dict(group) for group in optimizer.groups]
-    if listed and any(is_listed(optimizer.name, group, torch_compile) for group in options):
+    if listed and any(is_listed(optimizer.name, group, fuses) for group in options):
         return lambda sizes: min(sum(sizes), max((listed, *sizes)))
     if any(o.get("foreach") for o in options):
         return lambda sizes: sum(sizes)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
 
 from superscaler.cluster import Cluster
-from superscaler.cluster.devices import DeviceKind
+from superscaler.cluster.devices import DeviceKind, Speeds
 from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
-from superscaler.ir.cohorts import Cohort
+from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Model, Op
-from superscaler.ir.program import Program, Task
+from superscaler.ir.program import Copy, Offload, Program, Task
 from superscaler.ir.variants import once, without_twins
 from superscaler.materialize.joined.join import joined
 from superscaler.simulate.clock import clock
@@ -55,14 +55,19 @@ class Simulation:
     prediction: Prediction
 
 
-def predict(program: Program, cluster: Cluster, capacity: int | None = None, torch_compile: bool = False) -> Prediction:
+def predict(
+    program: Program,
+    cluster: Cluster,
+    capacity: int | None = None,
+    torch_compile: bool = False,
+    cuda_graph: bool = False,
+) -> Prediction:
     """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's. `torch_compile`: its
-    segments are compiled, as by `ss.load(directory, torch_compile=True)`.
+    segments are compiled, `cuda_graph`: it is replayed, as by `ss.load` with these options.
 
-    Raises InputError if the speeds of the cluster's devices are unknown, and for compiled segments whose backward is in
-    two halves.
+    Raises InputError if the speeds of the cluster's devices are unknown, and for a step that no CUDA graph replays.
     """
-    return simulate(program, cluster, capacity, torch_compile).prediction
+    return simulate(program, cluster, capacity, torch_compile, cuda_graph).prediction
 
 
 def simulate(
@@ -70,6 +75,7 @@ def simulate(
     cluster: Cluster,
     capacity: int | None = None,
     torch_compile: bool = False,
+    cuda_graph: bool = False,
     among: int | None = None,
 ) -> Simulation:
     """Return the prediction for a step with its timetable and memories; see `predict`. That of a compiled step is of
@@ -78,7 +84,12 @@ def simulate(
     kind = check_speeds(cluster)
     assert kind.speeds is not None
     speeds, program = kind.speeds, joined(program) if torch_compile else program
-    work = _Work(Works(program, speeds.units > 0, torch_compile), kind, _share(cluster, among))
+    if cuda_graph:
+        _check_replayed(program, cluster, speeds)
+        # The host starts kernels and communication of a step at once.
+        speeds = replace(speeds, issue=0.0)
+        kind = replace(kind, speeds=speeds)
+    work = _Work(Works(program, speeds.units > 0, torch_compile, cuda_graph), kind, _share(cluster, among))
     table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)
@@ -116,6 +127,18 @@ def check_speeds(cluster: Cluster) -> DeviceKind:
             "a100:1x8."
         )
     return kind
+
+
+def _check_replayed(program: Program, cluster: Cluster, speeds: Speeds) -> None:
+    """Raise InputError for a step that no CUDA graph replays."""
+    if not speeds.units:
+        raise InputError(f"--cuda-graph replays steps on GPUs, but {cluster} has none; leave it out.")
+    is_away = any(weight.host for cohort in cohorts(program) for weight in cohort.samples[0].weights)
+    if is_away or any(isinstance(i, Copy | Offload) for cohort in cohorts(program) for i in cohort.code[:]):
+        raise InputError(
+            "--cuda-graph replays no step that copies to the host, as this plan does; leave it out, or take a plan "
+            "without swap and offload."
+        )
 
 
 def fullest(program: Program, cluster: Cluster) -> DeviceMemory:

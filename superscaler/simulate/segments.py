@@ -49,8 +49,12 @@ class Segments:
     Inductor compiles them.
     """
 
-    def __init__(self, program: Program, on_gpu: bool = False, torch_compile: bool = False) -> None:
+    def __init__(
+        self, program: Program, on_gpu: bool = False, torch_compile: bool = False, cuda_graph: bool = False
+    ) -> None:
         self.program, self.on_gpu, self.torch_compile = program, on_gpu, torch_compile
+        # Whether updates are fused where the user leaves it open.
+        self.fuses = torch_compile or cuda_graph
         self._run = callables(program, on_gpu=on_gpu)
         self._calls: dict[Hashable, Segment] = {}
         self._tasks: dict[int, tuple[dict[Task, Segment], dict[Task, int]]] = {}

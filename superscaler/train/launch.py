@@ -38,6 +38,7 @@ def check(options: RunOptions) -> None:
     """Raise InputError for options that ranks would refuse, before any rank starts."""
     check_options(options)
     check_profile(options)
+    check_gpu(options)
     folder = saving_folder(options.save, options.resume)
     check_saving(options, folder)
     check_schedule(options.schedule, options.warmup, options.steps)
@@ -50,6 +51,16 @@ def check(options: RunOptions) -> None:
         open_stored(options.weights)
     if folder is not None:
         check_folder(folder)
+
+
+def check_gpu(options: RunOptions) -> None:
+    """Raise InputError for what needs a GPU, where torch sees none."""
+    if options.cuda_graph:
+        import torch
+
+        from superscaler.runtime.replay.cuda import check_device
+
+        check_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def train(directory: Path, *, world: int, is_forked: bool = False, **given: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def train_rank(options: RankOptions, directory: Path, load: Callable[..., Step])
 
 
 def _loaded(directory: Path, options: RankOptions, load: Callable[..., Step]) -> Step:
-    step = load(directory, torch_compile=options.torch_compile)
+    step = load(directory, torch_compile=options.torch_compile, cuda_graph=options.cuda_graph)
     if not step.trains:
         raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
     if options.ema is not None:

@@ -54,6 +54,7 @@ class RunOptions:
         bool, Option("Stop where a loss or gradient is not finite; name the operator.", panel=_RATE)
     ] = False
     torch_compile: Annotated[bool, Option("Run each segment as torch's Inductor compiles it.")] = False
+    cuda_graph: Annotated[bool, Option("Capture the third step as a CUDA graph, and replay it.")] = False
     data: Annotated[
         Path | None,
         Option(
@@ -205,6 +206,10 @@ def check_profile(options: RunOptions, start: int = 0) -> None:
             f"--profile {options.profile} of {steps} steps: the first step warms up, so at least 1 and at most "
             f"{steps - 1} can be recorded."
         )
+    for name, is_on in (("--check-finite", options.check_finite), ("--profile", options.profile is not None)):
+        if options.cuda_graph and is_on:
+            raise InputError(f"{name} looks at the calls of each step, and --cuda-graph replays a step without them; "
+                             "leave one of them out.")  # fmt: skip
     if options.profile is not None and options.check_finite:
         raise InputError("--profile records the plan's own code, which --check-finite replaces; leave one of them out.")
 

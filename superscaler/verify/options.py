@@ -58,6 +58,6 @@ def options_of(step: Step) -> Iterator[Option]:
     if step.iterations > 1 or not step.trains:
         return
     updates = step.state.updates
-    norm = updates.norm(updates.gradients)
+    norm = float(updates.norm(updates.gradients))
     yield Option("clip", _PART * norm if norm and isfinite(norm) else 1.0)
     yield Option("loss_scale", _SCALE)

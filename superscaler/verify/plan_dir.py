@@ -76,7 +76,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
 
 
 def simulate_directory(
-    directory: Path, cluster: str, capacity: int | None = None, torch_compile: bool = False
+    directory: Path, cluster: str, capacity: int | None = None, torch_compile: bool = False, cuda_graph: bool = False
 ) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
 
@@ -90,7 +90,7 @@ def simulate_directory(
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    return predict(program, found, capacity, torch_compile)
+    return predict(program, found, capacity, torch_compile, cuda_graph)
 
 
 def subject_of(directory: Path, run: Path | None = None) -> Subject:

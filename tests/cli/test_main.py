@@ -87,14 +87,16 @@ def test_the_options_of_every_command() -> None:
     found = {name: sorted(options - every) for name, options in listed.items()}
     model = ["--autocast", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--set"]
     compiling = [*model, "--cluster", "--no-overlap", "--plan"]
-    training = ["--clip", "--data", "--ema", "--eval", "--eval-every", "--schedule", "--warmup"]
+    training = ["--clip", "--cuda-graph", "--data", "--ema", "--eval", "--eval-every", "--schedule", "--warmup"]
     training += ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": [*model, "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "--torch-compile", "model"]),
-        "simulate": sorted([*compiling, "--compare", "--memory", "--torch-compile", "directory", "model"]),
+        "simulate": sorted(
+            [*compiling, "--compare", "--cuda-graph", "--memory", "--torch-compile", "directory", "model"]
+        ),
         "search": sorted(
             [*model, "--cluster", "--memory", "--seconds", "--top", "--torch-compile", "--where", "--why-not", "model"]
         ),

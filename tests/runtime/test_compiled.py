@@ -27,6 +27,7 @@ from superscaler.runtime.tapes import record
 from tests.helpers.commands import answer
 from tests.helpers.graphs import graph_of, step_of
 from tests.helpers.ran import as_in, exact, on_ranks
+from tests.runtime.test_replay import assert_replayed
 
 # Plans of GPT-2 and their devices: the ways in which a tape is kept, dropped, moved, halved, or read in parts.
 PLANS = {
@@ -172,6 +173,13 @@ def test_a_sum_of_gradients_ends_where_compiled_code_has_read_it(split: bool, mo
     assert ended[-1]
     x, a, b = given
     torch.testing.assert_close(sums, [3 * x.t() @ x @ b.t(), 3 * (x @ a).t() @ x])
+
+
+def test_compiled_segments_are_replayed(plain: Plain) -> None:
+    def change(step: Step, number: int) -> None:
+        step.state.compiled = step.state.compiled or CompiledSegments()
+
+    assert_replayed(exact(step_of(Layers(), torch.rand(8, 4)), "pipeline_1f1b:2,microbatches=4", 2), change=change)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superscaler.artifact import describe, initial_values
 from superscaler.comm.communicator import Communicator
-from superscaler.comm.threads import run_ranks
+from superscaler.comm.threads import ThreadCommunicator, run_ranks
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.ir.text.model import parse_model, print_model
@@ -24,6 +24,7 @@ from superscaler.runtime.load import modules
 from superscaler.runtime.scaling import Scaler
 from superscaler.runtime.step import Step, build_step
 from superscaler.runtime.updates import Pairs
+from tests.helpers.replays import Emulator
 
 # Overflows at first, then grows twice, overflows again.
 OPTIONS = {"init_scale": 2.0**21, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3}
@@ -85,14 +86,14 @@ def steps(plan: str, world: int, of: Graph | None = None) -> Any:
     compiled = compile(of or graph(), plan, f"local:{world}").compiled
     described, code = describe(compiled), modules(compiled.emitted.files)
     values = initial_values(compiled.graph.model, compiled.graph.captured.values)
-    return lambda communicator: build_step(described, code, values, communicator)
+    return lambda communicator, **options: build_step(described, code, values, communicator, **options)
 
 
-def train(plan: str, world: int, clip: float | None = None) -> list[History]:
+def train(plan: str, world: int, clip: float | None = None, is_recorded: bool = False) -> list[History]:
     make = steps(plan, world)
 
-    def run(communicator: Communicator) -> History:
-        step: Step = make(communicator)
+    def run(communicator: ThreadCommunicator) -> History:
+        step: Step = make(communicator, recorder=Emulator(communicator) if is_recorded else None)
         found = History([], [], [], {})
         for batch in batches():
             found.losses.append(float(step(batch, clip)))
@@ -106,14 +107,18 @@ def train(plan: str, world: int, clip: float | None = None) -> list[History]:
     return run_ranks(world, run)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("clip", [None, CLIP])
-def test_one_device_does_what_torch_does(clip: float | None) -> None:
-    expected, (found,) = plain(clip), train("single", 1, clip)
+def test_one_device_does_what_torch_does(clip: float | None, is_recorded: bool) -> None:
+    expected, (found,) = plain(clip), train("single", 1, clip, is_recorded)
     assert True in expected.skipped
     assert expected.skipped.count(False) > 6
     assert any(after[0] > before[0] for before, after in pairwise(expected.scales))
     assert found.scales == expected.scales
-    if not clip:
+    if is_recorded:
+        # Rates are float32 tensors in replays.
+        assert found.losses == pytest.approx(expected.losses, abs=1e-3)
+    elif not clip:
         assert found.losses == expected.losses
         assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
     else:

@@ -37,7 +37,7 @@ SHARED = {
 def test_each_gradient_is_scaled_once(views: Any) -> None:
     gradients = dict(zip("abc", views(torch.randn(6, 4, generator=torch.Generator().manual_seed(0))), strict=False))
     expected = {name: gradient.double().clone() * 0.5 for name, gradient in gradients.items()}
-    scale(gradients, 0.5)
+    scale(gradients, torch.tensor(0.5, dtype=torch.float64))
     assert all(torch.equal(gradients[name].double(), want) for name, want in expected.items())
 
 

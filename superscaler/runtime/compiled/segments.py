@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from superscaler.errors import brief
 from superscaler.runtime.compiled.inductor import Compiler, checked, difference, quiet, say
@@ -95,7 +96,9 @@ class CompiledSegments:
         if key not in self._made:
             resident = {n for n, x in enumerate(given) if id(x) in residents}
             call = Called(function, [x.detach() for x in given], extra, facts, len(inputs), resident)
-            self._made[key] = self.compiled(call)
+            # A mode that looks at the step is not for what a compiler does.
+            with _disable_current_modes():
+                self._made[key] = self.compiled(call)
         return self._made[key], given
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from superscaler.runtime.compiled import graph_parts as parts
 from superscaler.runtime.compiled.inductor import Call, Compiler, Results, plain
@@ -97,7 +98,8 @@ class Compiled:
             if key in self.calls:
                 call, shared = self.calls[key]
                 return call(given), shared
-            call = self.compiler(f"the backward of {self.name}", build(), given, self.joint.mode, True)
+            with _disable_current_modes():
+                call = self.compiler(f"the backward of {self.name}", build(), given, self.joint.mode, True)
             known = set(map(storage_of, given))
             found = call(given)
             self.calls[key] = call, _shared(known, found)

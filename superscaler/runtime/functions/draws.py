@@ -32,48 +32,62 @@ def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.
     element has the same number, on every device. `block`: the elements that are mixed at a time; 0: BLOCK on a CPU, all
     on other devices. All at once are one kernel on a GPU with Triton.
     """
-    shape = [high - low for low, high in box]
     assert all(0 <= low <= high <= size for (low, high), size in zip(box, extents, strict=True)), (box, extents)
+    return numbers(_word(seed, step, op, box, extents), [high - low for low, high in box], extents, device, block)
+
+
+def numbers(
+    word: int | Tensor, sizes: Sequence[int], extents: Sizes, device: torch.device | str, block: int = 0
+) -> Tensor:
+    """Return the numbers of `draw` in a box of these sizes. `word`: that of its first element, an int64."""
     # The index of an element is a sum: that of its row and that of its column, the dims from `at` on.
-    at = next((k for k in range(len(shape)) if math.prod(shape[k:]) <= _COLUMNS), max(len(shape) - 1, 0))
+    at = next((k for k in range(len(sizes)) if math.prod(sizes[k:]) <= _COLUMNS), max(len(sizes) - 1, 0))
+    box = [(0, size) for size in sizes]
     rows = linear_index(box[:at], extents[:at], device).reshape(-1, 1).mul_(math.prod(extents[at:]))
-    rows = rows.mul_(_signed(_GAMMA)).add_(_signed(_key(seed, step, op)))
+    rows = rows.mul_(_signed(_GAMMA)).add_(word)
     columns = linear_index(box[at:], extents[at:], device).reshape(-1).mul_(_signed(_GAMMA))
     block = block or (BLOCK if rows.device.type == "cpu" else rows.numel() * columns.numel())
     some = rows.split(max(1, block // max(1, columns.numel())))
     if len(some) == 1:
-        return mix(rows, columns).reshape(shape)
-    numbers = torch.empty(len(rows), len(columns), dtype=torch.float32, device=rows.device)
-    for own, out in zip(some, numbers.split(len(some[0])), strict=True):
+        return mix(rows, columns).reshape(sizes)
+    made = torch.empty(len(rows), len(columns), dtype=torch.float32, device=rows.device)
+    for own, out in zip(some, made.split(len(some[0])), strict=True):
         _mix(own, columns, out)
-    return numbers.reshape(shape)
+    return made.reshape(sizes)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The random tensors of a segment in a step. Called with a number, it draws one. `entries`: of plan.json."""
+    """The random tensors of a segment in a step. Called with a number, it draws one. `entries`: of plan.json. `given`:
+    its words, where they are computed before the step.
+    """
 
     seed: int
     step: int
     entries: Sequence[Mapping[str, Any]]
     device: torch.device
+    given: Tensor | None = None
 
     def __call__(self, k: int) -> Tensor:
-        e = self.entries[k]
-        return draw(self.seed, self._step(e), e["op"], e["box"], e["extents"], self.device).reshape(e["shape"])
+        sizes, extents, shape = self.forms()[k]
+        word = self._word(self.entries[k]) if self.given is None else self.given[k + 1]
+        return numbers(word, sizes, extents, self.device).reshape(shape)
 
-    def _step(self, entry: Mapping[str, Any]) -> int:
-        return self.step + int(entry.get("ahead", 0))
+    def _word(self, entry: Mapping[str, Any]) -> int:
+        step = self.step + int(entry.get("ahead", 0))
+        return _word(self.seed, step, entry["op"], entry["box"], entry["extents"])
 
     def words(self) -> Tensor:
         """Return an int64 for each tensor, which has all that differs between steps, ops and places; the first one is
         a constant of all, which a compiler must not see: it would compute the exact products of all indices.
         """
-        found = [_signed(_GAMMA)]
-        for e in self.entries:
-            offset = sum(low * math.prod(e["extents"][k + 1 :]) for k, (low, _) in enumerate(e["box"]))
-            found.append(_signed((_key(self.seed, self._step(e), e["op"]) + offset * _GAMMA) % _WORD))
-        return torch.tensor(found, dtype=torch.int64).to(self.device, non_blocking=True)
+        if self.given is not None:
+            return self.given
+        return torch.tensor(self.integers(), dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def integers(self) -> list[int]:
+        """Return the numbers of `words`."""
+        return [_signed(_GAMMA), *map(self._word, self.entries)]
 
     def forms(self) -> tuple[Form, ...]:
         """Return the sizes and shapes, which equal layers share in all steps."""
@@ -98,6 +112,12 @@ def linear_index(box: Box, extents: Sizes, device: torch.device | str) -> Tensor
     for (low, high), size in zip(box, extents, strict=True):
         index = index.unsqueeze(-1) * size + torch.arange(low, high, device=device)
     return index
+
+
+def _word(seed: int, step: int, op: int, box: Box, extents: Sizes) -> int:
+    """Return the word of the first element of a box, as an int64."""
+    offset = sum(low * math.prod(extents[k + 1 :]) for k, (low, _) in enumerate(box))
+    return _signed((_key(seed, step, op) + offset * _GAMMA) % _WORD)
 
 
 def _key(seed: int, step: int, op: int) -> int:
