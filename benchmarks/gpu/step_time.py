@@ -1,12 +1,14 @@
 """GPT-2 on one GPU: our emitted code against the eager module and `torch.compile`, in one run.
 
-    python benchmarks/gpu/step_time.py [--steps 20] [--no-compile] [--cases NAME ...]
+    python benchmarks/gpu/step_time.py [--steps 20] [--minutes 9] [--no-compile] [--cases NAME ...] [--dry]
 
 bf16 weights, dropout 0, fused AdamW. GPT-2 small (batch 8, sequence 1024), where the GPU is busy, and GPT-2 small of 64
-channels (batch 1, sequence 64), where the host is: its seconds by kernel are those of starting one. Prints median
-seconds and peak memory of interleaved steps, and the median ratio to the peer of a plan: the eager module for single,
-the module with checkpoints for plans that compute again; then the ten longest kernels of the compiled `single` and of
-torch.compile, and their seconds of kernels. Skips with a message where there is no GPU.
+channels (batch 1, sequence 64), where the host is: its seconds by kernel are those of starting one. Each plan runs as
+it is, compiled, and compiled as a CUDA graph; `single` as a graph of plain kernels, too. Prints median seconds of
+interleaved steps, the seconds of their kernels, peak memory, and the median ratios to the peer of a plan (the eager
+module, or the module with checkpoints for plans that compute again) and to torch.compile; then the ten longest kernels
+of sides beside those of torch.compile. Sides that would start after `--minutes` are left out, with a line. Skips with a
+message where there is no GPU; `--dry` runs tiny sizes on a CPU, where a replay does nothing, to test this program.
 """
 
 from __future__ import annotations
@@ -16,17 +18,23 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import superscaler as ss
+from superscaler.runtime import load as loading
 
+T = TypeVar("T")
 VOCABULARY = 50257
-# Channels, heads, batch, sequence.
-CASES = {"GPT-2 small": (768, 12, 8, 1024), "GPT-2 small of 64 channels": (64, 4, 1, 64)}
+# Channels, heads, batch, sequence, layers.
+CASES = {"GPT-2 small": (768, 12, 8, 1024, 12), "GPT-2 small of 64 channels": (64, 4, 1, 64, 12)}
+DRY = {"dry": (16, 4, 4, 8, 1)}
 # Plans, and the peer of each.
 PLANS = {
     "single": "eager",
@@ -34,125 +42,199 @@ PLANS = {
     "co_shard:parts=4": "eager, checkpoints",
     "chunked_loss:parts=8": "eager",
 }
+COMPILED, REPLAYED = {"torch_compile": True}, {"cuda_graph": True}
+# How a plan is loaded; the first ones are the most wanted.
+WAYS: dict[str, dict[str, bool]] = {"": {}, ", compiled": COMPILED, ", compiled, graph": COMPILED | REPLAYED}
+# Steps that compile, connect and capture.
+WARM = 4
+# Sides whose longest kernels are shown.
+SHOWN = ("torch.compile", "single, compiled", "single, compiled, graph", "chunked_loss:parts=8, compiled")
 Step = Callable[[dict[str, Tensor]], Any]
 
 
-def build(channels: int, heads: int) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+class Nothing:
+    """A recorder whose replays do nothing, for `--dry`."""
 
-    options: dict[str, Any] = {"n_embd": channels, "n_head": heads, "use_cache": False}
-    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(config).train().to(torch.bfloat16)
+    def __init__(self, _: torch.device) -> None:
+        pass
 
+    def warm(self, run: Callable[[], T]) -> T:
+        return run()
 
-def batch_at(step: int, rows: int, sequence: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {n: torch.randint(0, VOCABULARY, (rows, sequence), generator=generator) for n in ("input_ids", "labels")}
-
-
-def peer(module: Any, call: Callable[..., Any]) -> Step:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-
-    def step(batch: dict[str, Tensor]) -> None:
-        call(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        return run(), lambda: None
 
 
-def ours(module: Any, batch: dict[str, Tensor], is_compiled: bool) -> dict[str, Step]:
-    """Return the steps of all plans, and with their segments compiled."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    graph, steps = ss.capture(module, kwargs=batch, optimizer=optimizer, check=False), dict[str, Step]()
-    for plan in PLANS:
-        with tempfile.TemporaryDirectory() as folder:
-            ss.compile(graph, plan, "local:1").save(folder)
-            steps[plan] = ss.load(folder)
-            if is_compiled:
-                steps[f"{plan}, compiled"] = ss.load(folder, torch_compile=True)
-    return steps
+@dataclass
+class Side:
+    """What is measured: its step, the seconds of steps, and bytes that a step takes beside what is there before."""
+
+    step: Step
+    times: list[float] = field(default_factory=list)
+    peak: int = 0
 
 
-def seconds(step: Step, batch: dict[str, Tensor]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step(batch)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+@dataclass
+class Bench:
+    """A case on a device, until a deadline."""
 
+    shape: tuple[int, ...]
+    device: str
+    deadline: float
+    sides: dict[str, Side] = field(default_factory=dict)
 
-def kernels(step: Step, batch: dict[str, Tensor]) -> list[tuple[float, int, str]]:
-    """Return the microseconds, the number and the name of each kernel that a step starts, the longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step(batch)
-        torch.cuda.synchronize()
-    events = (event for event in found.key_averages() if event.self_device_time_total)
-    return sorted(((e.self_device_time_total, e.count, e.key) for e in events), reverse=True)
+    def build(self) -> Any:
+        from transformers import GPT2Config, GPT2LMHeadModel
 
+        channels, heads, _, sequence, layers = self.shape
+        options: dict[str, Any] = {"n_embd": channels, "n_head": heads, "n_layer": layers, "use_cache": False}
+        vocabulary = VOCABULARY if self.device == "cuda" else 64
+        options |= {"vocab_size": vocabulary, "n_positions": max(sequence, 64)}
+        config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config).train().to(torch.bfloat16)
 
-def show_longest(side: str, step: Step, batch: dict[str, Tensor]) -> None:
-    """Print the ten longest kernels of a step, and the seconds of all."""
-    found = kernels(step, batch)
-    print(f"\n{side}: {sum(time for time, *_ in found) / 1e3:.2f} ms of kernels")
-    for time_of, count, name in found[:10]:
-        print(f"{time_of / 1e3:9.2f} ms {count:5d} x {name[:90]}")
+    def batch(self, step: int) -> dict[str, Tensor]:
+        _, _, rows, sequence, _ = self.shape
+        generator = torch.Generator().manual_seed(step)
+        last = VOCABULARY if self.device == "cuda" else 64
+        return {n: torch.randint(0, last, (rows, sequence), generator=generator) for n in ("input_ids", "labels")}
 
+    def peer(self, checkpoints: bool = False, is_compiled: bool = False) -> Step:
+        module = self.build().to(self.device)
+        if checkpoints:
+            module.gradient_checkpointing_enable()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+        run = torch.compile(module) if is_compiled else module
 
-def measure(name: str, steps: int, is_compiled: bool) -> None:
-    channels, heads, rows, sequence = CASES[name]
-    example = batch_at(0, rows, sequence)
-    sides = ours(build(channels, heads), example, is_compiled)
-    eager, again = build(channels, heads).cuda(), build(channels, heads).cuda()
-    again.gradient_checkpointing_enable()
-    sides |= {"eager": peer(eager, eager), "eager, checkpoints": peer(again, again)}
-    if is_compiled:
-        module = build(channels, heads).cuda()
-        sides["torch.compile"] = peer(module, torch.compile(module))
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    peaks: dict[str, float] = {}
-    for number in range(steps + 5):
-        batch = {n: x.cuda() for n, x in batch_at(number, rows, sequence).items()}
-        for side, step in sides.items():
+        def step(batch: dict[str, Tensor]) -> None:
+            run(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def makers(self, is_compiled: bool, folder: Path) -> Iterator[tuple[str, Callable[[], Step]]]:
+        """Yield how each side is made, the most wanted first."""
+        yield "eager", self.peer
+        yield "eager, checkpoints", partial(self.peer, checkpoints=True)
+        if is_compiled:
+            yield "torch.compile", partial(self.peer, is_compiled=True)
+        module = self.build()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+        graph = ss.capture(module, kwargs=self.batch(0), optimizer=optimizer, check=False)
+        for number, plan in enumerate(PLANS):
+            ss.compile(graph, plan, "local:1").save(folder / str(number))
+        ways = WAYS if is_compiled else {"": {}}
+        for name, options in {**ways, ", graph": REPLAYED}.items():
+            for number, plan in enumerate(PLANS):
+                if name != ", graph" or plan == "single":
+                    yield f"{plan}{name}", partial(ss.load, folder / str(number), **options)
+
+    def add(self, name: str, make: Callable[[], Step]) -> None:
+        """Make a side, and run the steps that it needs before it is measured."""
+        start = time.perf_counter()
+        if start > self.deadline:
+            print(f"{name}: left out, the time is over", flush=True)
+            return
+        try:
+            self.sides[name] = side = Side(make())
+            for number in range(WARM):
+                self.run(side, number)
+        except Exception as error:
+            # The other sides are worth the device's time.
+            self.sides.pop(name, None)
+            print(f"{name}: failed, {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+            return
+        side.times.clear()
+        print(f"{name}: first {WARM} steps in {time.perf_counter() - start:.1f} s", flush=True)
+
+    def run(self, side: Side, number: int) -> None:
+        batch = {name: x.to(self.device) for name, x in self.batch(number).items()}
+        before = 0
+        if self.device == "cuda":
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            times[side].append(seconds(step, batch))
-            peaks[side] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"\n{name}, {torch.cuda.get_device_name()}, torch {torch.__version__}, batch {rows}, sequence {sequence}")
-    print(f"{'':30} {'ms':>8} {'to its peer':>12} {'to compile':>11} {'GiB more':>9} {'kernels':>8}")
-    for side in sides:
-        mine = times[side][5:]
+        start = time.perf_counter()
+        side.step(batch)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            # The first two steps compile; of a graph, the captured step allocates.
+            side.peak = max(side.peak, (number > 1) * (torch.cuda.max_memory_allocated() - before))
+        side.times.append(time.perf_counter() - start)
 
-        def ratio(other: str, mine: list[float] = mine) -> str:
-            if other not in times:
-                return ""
-            return f"{statistics.median(a / b for a, b in zip(mine, times[other][5:], strict=True)):.3f}"
+    def kernels(self, side: Side) -> list[tuple[float, int, str]]:
+        """Return the microseconds, the number and the name of each kernel that a step starts, the longest first."""
+        kinds = torch.profiler.ProfilerActivity
+        is_gpu = self.device == "cuda"
+        with torch.profiler.profile(activities=[kinds.CUDA if is_gpu else kinds.CPU]) as found:
+            self.run(Side(side.step), 2)
+        pairs = ((e.self_device_time_total if is_gpu else e.self_cpu_time_total, e) for e in found.key_averages())
+        return sorted(((t, e.count, e.key) for t, e in pairs if t), reverse=True)
 
-        its_peer = PLANS.get(side.removesuffix(", compiled"), "")
-        print(
-            f"{side:30} {statistics.median(mine) * 1e3:8.2f} {ratio(its_peer):>12} "
-            f"{ratio('torch.compile'):>11} {peaks[side]:9.2f} {sum(n for _, n, _ in kernels(sides[side], batch)):8d}",
-            flush=True,
-        )
-    for side in {"single, compiled", "torch.compile"}.intersection(sides):
-        show_longest(side, sides[side], batch)
+
+def measure(name: str, bench: Bench, steps: int, is_compiled: bool) -> None:
+    print(f"\n{name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for label, make in bench.makers(is_compiled, Path(folder)):
+            bench.add(label, make)
+        for number in range(WARM, WARM + steps):
+            for side in bench.sides.values():
+                bench.run(side, number)
+        show(name, bench)
+
+
+def show(name: str, bench: Bench) -> None:
+    """Print the table of a case, and the longest kernels."""
+    where = torch.cuda.get_device_name() if bench.device == "cuda" else "CPU"
+    _, _, rows, sequence, _ = bench.shape
+    print(f"\n{name}, {where}, torch {torch.__version__}, batch {rows}, sequence {sequence}")
+    columns = ("ms", "kernels ms", "to its peer", "to compile", "GiB more", "kernels")
+    print(f"{'':38}" + "".join(f" {column:>11}" for column in columns))
+    found = {label: bench.kernels(side) for label, side in bench.sides.items()}
+
+    def ratio(mine: Side, other: str) -> str:
+        theirs = bench.sides.get(other)
+        if theirs is None:
+            return ""
+        return f"{statistics.median(a / b for a, b in zip(mine.times, theirs.times, strict=True)):.3f}"
+
+    for label, side in bench.sides.items():
+        ms, busy = statistics.median(side.times) * 1e3, sum(t for t, *_ in found[label]) / 1e3
+        its_peer, count = PLANS.get(label.partition(",")[0], ""), sum(n for _, n, _ in found[label])
+        cells = (f"{ms:.2f}", f"{busy:.2f}", ratio(side, its_peer), ratio(side, "torch.compile"))
+        cells = (*cells, f"{side.peak / 2**30:.2f}", f"{count}")
+        print(f"{label:38}" + "".join(f" {cell:>11}" for cell in cells), flush=True)
+    for label in (label for label in SHOWN if label in found):
+        print(f"\n{label}: {sum(t for t, *_ in found[label]) / 1e3:.2f} ms of kernels; the ten longest")
+        for time_of, count, kernel in found[label][:10]:
+            print(f"{time_of / 1e3:9.3f} ms {count:5d} x {kernel[:90]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=9.0, help="sides that would start later are left out")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.dry:
         print("skipped: no CUDA device on this machine")
         return
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
     }  # fmt: skip
-    for name in options.cases:
-        measure(name, options.steps, not options.no_compile)
+    if options.dry:
+        vars(loading).update(CudaGraphs=Nothing, check_device=lambda _: None)
+    shapes = DRY if options.dry else {name: CASES[name] for name in options.cases}
+    start, span = time.perf_counter(), 60 * options.minutes
+    for number, (name, shape) in enumerate(shapes.items(), 1):
+        # Each case has its share of the time.
+        deadline = start + span * number / len(shapes)
+        measure(name, Bench(shape, "cpu" if options.dry else "cuda", deadline), options.steps, not options.no_compile)
+    print(f"\nall in {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -174,3 +174,61 @@ def test_a_measured_gpu_explains_its_kernels(tmp_path: Path) -> None:
     assert 2e-6 < kind.speeds.issue < 1e-3
     told = superscaler("simulate", "gpt2:size=tiny", "--plan", "single", "--cluster", "measured.yaml", folder=tmp_path)
     assert "fits" in told.stdout
+
+
+# Losses of steps with falling rates, step by step and replayed; both go on from a checkpoint.
+REPLAYED = """
+import sys
+import torch
+import superscaler as ss
+from superscaler.models import build
+
+def train(folder, batches, restores, **options):
+    step, found = ss.load(folder, **options), []
+    for number, batch in enumerate(batches):
+        step.set_rates([rate * 0.9 for rate in step.rates()])
+        if number == 1 and restores:
+            step.save(folder + "/../kept", keep=1)
+        if number == 5 and restores:
+            step.restore(folder + "/../kept")
+        found.append(float(step(batch, clip=0.5)))
+    return found, step
+
+for plan in ("single", "recompute", "co_shard:parts=2", "gradient_accumulation:microbatches=2"):
+    built = build("gpt2:size=tiny,dropout=0.1")
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+    captured = ss.capture(built.module, built.args, built.kwargs, optimizer, **eval(sys.argv[1]))
+    folder = plan.replace(":", "_") + "/plan"
+    ss.compile(captured, plan, "local:1").save(folder)
+    batches = [{n: x.cuda() for n, x in built.make_batch(number).items()} for number in range(10)]
+    options = {"torch_compile": sys.argv[2] == "compiled"}
+    expected, _ = train(folder, batches, True, **options)
+    found, step = train(folder, batches, True, cuda_graph=True, **options)
+    assert step.replays.is_recorded
+    torch.testing.assert_close(found, expected, rtol=float(sys.argv[3]), atol=0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        step(batches[0], clip=0.5)
+    launches = {event.key: event.count for event in seen.key_averages()}
+    assert launches.get("cudaGraphLaunch", 0) == 1, launches
+    assert sum(count for name, count in launches.items() if "LaunchKernel" in name) < 20, launches
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    print(plan, found)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "way", "rtol"),
+    [({}, "plain", 1e-4), ({}, "compiled", 1e-4), ({"autocast": "bf16"}, "plain", 1e-2),
+     ({"precision": "fp16", "scaler": None}, "plain", 1e-2)],
+)  # fmt: skip
+def test_replays_of_a_cuda_graph_train_as_steps(options: dict[str, Any], way: str, rtol: float, tmp_path: Path) -> None:
+    (tmp_path / "replayed.py").write_text(REPLAYED)
+    given = repr(options).replace("None", "torch.amp.GradScaler('cpu', init_scale=1024.0)")
+    paths = os.pathsep.join((str(Path(ss.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "replayed.py", given, way, str(rtol)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -17,7 +17,7 @@ def test_every_option_is_read_from_words_and_from_the_file_of_the_launcher(tmp_p
         for name, value in given.items()
         for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
     ]
-    assert len(given) == 20
+    assert len(given) == 21
     assert parse(["plan", *words]) == (Path("plan"), RankOptions(**given))
     all_given = RankOptions(**given, named="gpt2", flops=2.5e18, peak_flops=1e14, launched=tmp_path)
     all_given.write(tmp_path)
