@@ -42,9 +42,6 @@ PLANS = {
     "co_shard:parts=4": "eager, checkpoints",
     "chunked_loss:parts=8": "eager",
 }
-COMPILED, REPLAYED = {"torch_compile": True}, {"cuda_graph": True}
-# How a plan is loaded; the first ones are the most wanted.
-WAYS: dict[str, dict[str, bool]] = {"": {}, ", compiled": COMPILED, ", compiled, graph": COMPILED | REPLAYED}
 # Steps that compile, connect and capture.
 WARM = 4
 # Sides whose longest kernels are shown.
@@ -115,21 +112,23 @@ class Bench:
         return step
 
     def makers(self, is_compiled: bool, folder: Path) -> Iterator[tuple[str, Callable[[], Step]]]:
-        """Yield how each side is made, the most wanted first."""
+        """Yield how each side is made."""
         yield "eager", self.peer
         yield "eager, checkpoints", partial(self.peer, checkpoints=True)
-        if is_compiled:
-            yield "torch.compile", partial(self.peer, is_compiled=True)
         module = self.build()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
         graph = ss.capture(module, kwargs=self.batch(0), optimizer=optimizer, check=False)
         for number, plan in enumerate(PLANS):
             ss.compile(graph, plan, "local:1").save(folder / str(number))
-        ways = WAYS if is_compiled else {"": {}}
-        for name, options in {**ways, ", graph": REPLAYED}.items():
+            yield plan, partial(ss.load, folder / str(number))
+        yield "single, graph", partial(ss.load, folder / "0", cuda_graph=True)
+        if is_compiled:
+            # These take long.
+            yield "torch.compile", partial(self.peer, is_compiled=True)
             for number, plan in enumerate(PLANS):
-                if name != ", graph" or plan == "single":
-                    yield f"{plan}{name}", partial(ss.load, folder / str(number), **options)
+                for name, is_graph in (("compiled", False), ("compiled, graph", True)):
+                    options = {"torch_compile": True, "cuda_graph": is_graph}
+                    yield f"{plan}, {name}", partial(ss.load, folder / str(number), **options)
 
     def add(self, name: str, make: Callable[[], Step]) -> None:
         """Make a side, and run the steps that it needs before it is measured."""
@@ -168,8 +167,11 @@ class Bench:
         """Return the microseconds, the number and the name of each kernel that a step starts, the longest first."""
         kinds = torch.profiler.ProfilerActivity
         is_gpu = self.device == "cuda"
+        batch = {name: x.to(self.device) for name, x in self.batch(0).items()}
         with torch.profiler.profile(activities=[kinds.CUDA if is_gpu else kinds.CPU]) as found:
-            self.run(Side(side.step), 2)
+            side.step(batch)
+            if is_gpu:
+                torch.cuda.synchronize()
         pairs = ((e.self_device_time_total if is_gpu else e.self_cpu_time_total, e) for e in found.key_averages())
         return sorted(((t, e.count, e.key) for t, e in pairs if t), reverse=True)
 

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.artifact import describe
+from superscaler.artifact import describe, initial_values
+from superscaler.comm.threads import ThreadCommunicator, run_ranks
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.plans import names
+from superscaler.runtime.load import modules
 from superscaler.runtime.replay import cuda, refusals
 from superscaler.runtime.replay.reads import Reads
 from superscaler.runtime.replay.replays import WARM
-from superscaler.runtime.step import Step
+from superscaler.runtime.replay.static import Static
+from superscaler.runtime.step import Step, build_step
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import as_in, captured, exact
 from tests.helpers.replays import Emulator, Recording, differences, on_recorders
@@ -244,12 +247,56 @@ def test_what_is_not_data_of_a_step_is_found() -> None:
     assert recorded(0.1, weight, "send 1", is_read=True).reads == ["aten._local_scalar_dense.default"]
 
 
+def moved_in(compiled: Compiled) -> list[list[str]]:
+    """Return what each rank moves from its host or back in a step, with clipping, on a device that has no data."""
+    plan, code = describe(compiled), modules(compiled.emitted.files)
+    values = initial_values(compiled.graph.model, compiled.graph.captured.values)
+    # Kernels of such a device are not fused.
+    groups = [{**group, "fused": False} for group in plan["optimizer"]["groups"]]
+    plan = {**plan, "optimizer": {**plan["optimizer"], "groups": groups}}
+
+    def run(communicator: ThreadCommunicator) -> list[str]:
+        step = build_step(plan, code, values, communicator)
+        rank, updates = step.state, step.state.updates
+        rank.batch, updates.held, updates.optimizer = compiled.graph.captured.batch, [], None
+        static = Static(rank)
+        static.fill()
+        with Reads() as reads:
+            with static.read():
+                step._function(rank)
+            held, updates.held, updates.clip, updates.is_recorded = updates.held, None, 0.5, True
+            for change, pairs in held:
+                change(pairs)
+        return reads.found
+
+    return run_ranks(compiled.program.world, run, device="meta")
+
+
+@pytest.mark.parametrize("plan", ["zero:stage=3", "zb_h1:2,microbatches=4"])
+def test_no_step_moves_data_between_host_and_device(plan: str) -> None:
+    compiled = ss.compile(small(), plan, "local:2").compiled
+    assert moved_in(compiled) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*names()} - {*REFUSED, "flexible"}))
+def test_no_plan_of_the_library_moves_data_between_host_and_device(name: str) -> None:
+    model, devices = MODELS.get(name, DEEP), 1 if name in ALONE else 2
+    compiled = ss.compile(graph_of(model), name + OPTIONS.get(name, ""), f"local:{devices}").compiled
+    assert moved_in(compiled) == [[]] * devices
+
+
 def test_reads_are_noted_and_refused() -> None:
     x = torch.tensor([1.0, 0.0])
     with Reads() as reads:
         x[torch.tensor([0, 1])].nonzero()
         x[x > 0].sum().item()
     assert reads.found == ["aten.nonzero", "aten.index", "aten._local_scalar_dense"]
+    with Reads() as reads:
+        on_device = torch.ones(2).to("meta")
+        # A scalar is a number to a kernel.
+        on_device.mul(torch.tensor(2.0)).copy_(torch.ones(2))
+    assert reads.found == ["aten._to_copy", "aten.copy_"]
     with pytest.raises(InputError, match=r"calls aten.nonzero .*Nothing was trained"), Reads(refuses=True):
         x.nonzero()
 

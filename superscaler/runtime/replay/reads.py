@@ -56,8 +56,8 @@ def _moves(args: Any, made: Any) -> bool:
     the one that it copies.
     """
     given = list(tensors_in(args))
-    kinds = {x.is_cuda for x in given if x.dim() or len(given) == 1}
-    return bool(kinds) and len(kinds | {x.is_cuda for x in tensors_in(made)}) > 1
+    kinds = {x.is_cpu for x in given if x.dim() or len(given) == 1}
+    return bool(kinds) and len(kinds | {x.is_cpu for x in tensors_in(made)}) > 1
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
