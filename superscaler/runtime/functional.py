@@ -27,7 +27,7 @@ from superscaler.runtime.functions.losses import largest as largest
 from superscaler.runtime.functions.losses import nll_loss as nll_loss
 from superscaler.runtime.functions.losses import normalized as normalized
 from superscaler.runtime.functions.losses import row_losses as row_losses
-from superscaler.runtime.functions.tracing import is_traced
+from superscaler.runtime.functions.tracing import is_static, is_traced
 
 _ATEN = torch.ops.aten
 # Kernels whose backward needs at most their inputs. Others run: copies, which a product may save, among them.
@@ -233,11 +233,12 @@ def expert_rows(rows: Tensor, wanted: Tensor, gate_up: Tensor, down: Tensor, act
     """Return down @ (activation(gate @ row) * (up @ row)) of the rows of each expert in use, zeros for the others.
 
     rows (experts, groups, capacity, hidden), the first `wanted` (experts, groups) in use; gate_up (experts, 2 width,
-    hidden), down (experts, outputs, width). Traced code computes all rows: how many are in use is not known there.
+    hidden), down (experts, outputs, width). Traced and recorded code computes all rows: it does not know how many are
+    in use.
     """
     made = []
     for own, count, up_weight, down_weight in zip(rows, wanted, gate_up, down, strict=True):
-        if is_traced():
+        if is_static():
             gate, up = F.linear(own, up_weight).chunk(2, -1)
             is_used = torch.arange(own.shape[1], device=own.device) < count.unsqueeze(-1)
             each = F.linear(getattr(F, activation)(gate) * up, down_weight)
@@ -268,7 +269,8 @@ def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
     choice; and the count of choices of each expert (groups, experts).
     """
     chosen = ids.reshape(groups, -1)
-    order = F.one_hot(chosen, experts).cumsum(1)
+    # F.one_hot reads the numbers on a CPU.
+    order = (chosen.unsqueeze(-1) == torch.arange(experts, device=ids.device)).cumsum(1)
     at = order.gather(2, chosen.unsqueeze(-1)).squeeze(-1) - 1
     return torch.where(at < capacity, chosen * capacity + at, experts * capacity), order[:, -1]
 

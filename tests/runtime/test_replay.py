@@ -117,11 +117,11 @@ def test_replays_of_a_small_plan_train_as_its_steps(plan: str, devices: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [*names(), "expert_parallel:capacity=2.0"])
 def test_every_plan_of_the_library_is_replayed_or_says_why_not(name: str) -> None:
     if name == "flexible":
         pytest.skip("it is what a table of the user says")
-    model = MODELS.get(name, DEEP)
+    model = MODELS.get(name.partition(":")[0], DEEP)
     compiled = exact(graph_of(model), name + OPTIONS.get(name, ""), 1 if name in ALONE else 2)
     if name in REFUSED:
         with pytest.raises(InputError, match=REFUSED[name]):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superscaler.runtime.functions.draws import Draws
+from superscaler.runtime.functions.tracing import recorded
 
 if TYPE_CHECKING:
     from superscaler.runtime.executor import Rank
@@ -70,7 +71,8 @@ class Static:
         try:
             for group, rate in zip(groups, self._rates, strict=True):
                 group["lr"] = rate
-            yield
+            with recorded():
+                yield
         finally:
             rank.static = None
             for group, number in zip(groups, numbers, strict=True):
