@@ -118,7 +118,7 @@ class Interpreter(Generic[V]):
         """
         walks = [Walk(range(len(run.cohort.code)), run, self.laps(run)) for run in self.runs]
         for waiting in execute(walks, kept=1):
-            raise ScheduleError(self._stuck(self.runs[walks.index(waiting)]))
+            raise ScheduleError(self._stuck(waiting.domain))
         for run in self.runs:
             for posts in run.sent.values():
                 for post in posts:

@@ -4,9 +4,10 @@ Deadlock freedom is proved on the communication of all devices alone. A send blo
 on after all communication of one start. The last updates of all devices meet: clipping and loss scales sum over them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from superscaler.collectives import KINDS
 from superscaler.errors import ScheduleError, some
@@ -15,10 +16,13 @@ from superscaler.ir.fold import Folded
 from superscaler.ir.layout import Path, Provenance
 from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.model import width
-from superscaler.ir.running.meetings import meetings, message
+from superscaler.ir.running.machine import Domain, Walk, execute
+from superscaler.ir.running.meetings import MESSAGES, Message, meetings
 
 Meeting = tuple[object, ...]
 Communication = p.Collective | p.Send | p.Recv | p.Update
+# What may be between messages that start together.
+_BETWEEN = (p.Slice, p.Free)
 # By meeting, the devices that must be there, and the instruction.
 Batch = dict[Meeting, tuple[frozenset[int], Communication]]
 
@@ -28,18 +32,19 @@ def batches(code: Sequence[object]) -> dict[int, int]:
     found: dict[int, int] = {}
     first, point = -1, -1
     for at, i in enumerate(code):
-        if isinstance(i, p.Send | p.Recv) and i.point == point:
-            found[first] = at
-        elif isinstance(i, p.Send | p.Recv):
-            first, point = at, i.point
-        elif not isinstance(i, p.Slice | p.Free):
+        if isinstance(i, MESSAGES):
+            if i.point == point:
+                found[first] = at
+            else:
+                first, point = at, i.point
+        elif not isinstance(i, _BETWEEN):
             point = -1
     return found
 
 
 def _communication(i: p.Instruction) -> p.Instruction | None:
     """Return communication, or a placeholder for other instructions between messages."""
-    return i if isinstance(i, Communication) else None if isinstance(i, p.Slice | p.Free) else p.Loss((), ())
+    return i if isinstance(i, Communication) else None if isinstance(i, _BETWEEN) else p.Loss((), ())
 
 
 def starts(device: p.Device, world: int) -> list[Batch]:
@@ -48,7 +53,7 @@ def starts(device: p.Device, world: int) -> list[Batch]:
     code = list(code.changed(_communication) if isinstance(code, Rolled) else code)
     found, ends, end = list[Batch](), batches(code), -1
     for at, i, meeting, members in _meetings(code, device.rank, frozenset(range(world))):
-        if at > end or meeting in found[-1]:
+        if at > end:
             found.append({})
         found[-1][meeting] = members, i
         end = max(end, ends.get(at, at))
@@ -61,24 +66,23 @@ def _meetings(
     """Yield each communication of a device: its place, itself, its key with all that must be equal at its ends, and the
     devices that meet.
     """
-    keys, sent, count = {at: key for at, _, key in meetings(code, rank)}, set[object](), Counter[object]()
-    for at, i in enumerate(code):
-        match i:
-            case p.Collective():
-                yield at, i, (keys[at], i.kind, i.dtype, i.bytes), frozenset(i.group)
-            case p.Send() | p.Recv():
-                if isinstance(i, p.Send) and keys[at] in sent:
-                    raise ScheduleError(
-                        f"device {rank} sends {i.source} to device {i.peer} as message {i.message}, the number of "
-                        "another one to that device."
-                    )
-                sent |= {keys[at]} if isinstance(i, p.Send) else set()
-                # Messages that start together arrive in their order, too: NCCL knows no tags.
-                way = message(i, rank)[:2]
-                yield at, i, (keys[at], count[way]), frozenset(way)
-                count[way] += 1
-            case p.Update(is_early=False):
-                yield at, i, (), everyone
+    sent, count = set[object](), Counter[object]()
+    updates = [(at, i, ()) for at, i in enumerate(code) if isinstance(i, p.Update) and not i.is_early]
+    for at, i, key in sorted([*meetings(code, rank), *updates], key=itemgetter(0)):
+        if isinstance(i, p.Collective):
+            yield at, i, (key, i.kind, i.dtype, i.bytes), frozenset(i.group)
+            continue
+        if isinstance(i, p.Send):
+            if key in sent:
+                raise ScheduleError(
+                    f"device {rank} sends {i.source} to device {i.peer} as message {i.message}, the number of another "
+                    "one to that device."
+                )
+            sent.add(key)
+        # Messages that start together arrive in their order, too: NCCL knows no tags.
+        way = (key.sender, key.receiver) if isinstance(key, Message) else ()
+        yield at, i, (key, count[way]), frozenset(way) or everyone
+        count[way] += 1
 
 
 def _described(i: Communication) -> str:
@@ -119,29 +123,33 @@ def check_rendezvous(program: p.Program) -> None:
         base = {rank: n for n, (ranks, _) in enumerate(devices.groups) for rank in ranks}
         bases = {group: frozenset(base[rank] for rank in group) for group in groups}
         left = [[{m: (bases[group], i) for m, (group, i) in batch.items()} for batch in meets] for meets in left]
-    at = [0] * len(left)
-
-    def is_open(device: int, meeting: Meeting) -> bool:
-        return at[device] < len(left[device]) and meeting in left[device][at[device]]
-
-    ready = list(range(len(left)))
-    while ready:
-        device = ready.pop()
-        while at[device] < len(left[device]):
-            batch = left[device][at[device]]
-            met = {m: members for m, (members, _) in batch.items() if all(is_open(other, m) for other in members)}
-            if not met:
-                break
-            for meeting, members in met.items():
-                for member in members:
-                    del left[member][at[member]][meeting]
-                    at[member] += not left[member][at[member]]
-                ready += [m for m in members if m != device]
-    stuck = [d for d in range(len(left)) if at[d] < len(left[d])]
-    if stuck:
-        waits = [(d, next(iter(left[d][at[d]].values()))[1]) for d in stuck[:8]]
-        lines = [f"  device {d}, step {at[d]}: waits in {_described(i)}" for d, i in waits]
+    there = defaultdict[Meeting, set[int]](set)
+    # A device comes to a batch, then waits in it.
+    codes = [[batch for batch in batches for _ in range(2)] for batches in left]
+    if stuck := execute([Walk(code, _Rendezvous(device, there)) for device, code in enumerate(codes)]):
+        waits = ((w.domain.device, w.at // 2, next(w.domain.unmet(w.code[w.at]))) for w in stuck[:8])
+        lines = [f"  device {device}, step {at}: waits in {_described(i)}" for device, at, i in waits]
         raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))
+
+
+class _Rendezvous(Domain[Batch, None]):
+    """A device that comes to each batch, and waits in it until all ends are `there`."""
+
+    def __init__(self, device: int, there: dict[Meeting, set[int]]) -> None:
+        self.device, self.there = device, there
+
+    def step(self, at: int, i: Batch) -> bool:
+        if at % 2:
+            return next(self.unmet(i), None) is None
+        for meeting in i:
+            self.there[meeting].add(self.device)
+        return True
+
+    def unmet(self, batch: Batch) -> Iterator[Communication]:
+        """Yield the communication of a batch for which an end is missing, or to which the device does not belong."""
+        for meeting, (members, i) in batch.items():
+            if not members <= self.there[meeting] or self.device not in members:
+                yield i
 
 
 def bytes_moved(program: p.Program) -> int:

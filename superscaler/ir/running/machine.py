@@ -47,18 +47,21 @@ class Domain(Generic[C, S]):
         """Do the last repetition again, so many times."""
 
 
+D = TypeVar("D", bound=Domain[Any, Any])
+
+
 @dataclass(eq=False)
-class Walk(Generic[C, S]):
+class Walk(Generic[D]):
     """Code that runs on a domain. `laps`: its loops that repeat, in order; `limit`: where it stops next."""
 
-    code: Sequence[C]
-    domain: Domain[C, S]
-    laps: Sequence[Lap[S]] = ()
+    code: Sequence[Any]
+    domain: D
+    laps: Sequence[Lap[Any]] = ()
     at: int = 0
     limit: int = 0
 
     @property
-    def lap(self) -> Lap[S] | None:
+    def lap(self) -> Lap[Any] | None:
         """The loop that the code is in."""
         return next((lap for lap in self.laps if lap.start <= self.at < lap.end), None)
 
@@ -77,17 +80,17 @@ class Walk(Generic[C, S]):
 
 
 @dataclass(eq=False)
-class _Rounds(Generic[C, S]):
+class _Rounds:
     """The rounds of codes: `number` of them in a row up to the `ends`, places in loops, with the states before the last
     one. The `kept` last ones always run.
     """
 
     kept: int
     number: int = 0
-    ends: Sequence[tuple[Lap[S], int]] = ()
+    ends: Sequence[tuple[Lap[Any], int]] = ()
     states: Sequence[object] = ()
 
-    def meet(self, walks: Sequence[Walk[C, S]]) -> None:
+    def meet(self, walks: Sequence[Walk[Any]]) -> None:
         """Leave out the next rounds if the last one only moved the states of all codes."""
         before, self.ends = self.ends, [(lap, walk.at) for walk in walks if (lap := walk.lap) is not None]
         is_next = [(lap, at + lap.length) for lap, at in before] == self.ends and len(self.ends) == len(walks)
@@ -108,7 +111,7 @@ class _Rounds(Generic[C, S]):
             self.ends = ()
 
 
-def _repeats(walk: Walk[C, S], before: object, now: object) -> bool:
+def _repeats(walk: Walk[Any], before: object, now: object) -> bool:
     return before is not None and now is not None and walk.domain.is_moved(before, now)
 
 
@@ -117,9 +120,9 @@ def _is_power(number: int) -> bool:
     return number >= 0 and number & (number - 1) == 0
 
 
-def execute(walks: Sequence[Walk[C, S]], kept: int = 0) -> list[Walk[C, S]]:
+def execute(walks: Sequence[Walk[D]], kept: int = 0) -> list[Walk[D]]:
     """Run codes, and return those that wait for ever. The `kept` last repetitions of loops always run."""
-    rounds, left = _Rounds[C, S](kept), list(walks)
+    rounds, left = _Rounds(kept), list(walks)
     for walk in left:
         walk.release()
     while left:

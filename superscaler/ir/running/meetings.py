@@ -17,6 +17,8 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.program import Collective, Instruction, Recv, Send
 
 Started = Send | Recv | Collective
+# A union would be made for each instruction.
+MESSAGES = (Send, Recv)
 
 
 class Message(NamedTuple):
@@ -43,7 +45,7 @@ def meetings(code: Sequence[Instruction], rank: int) -> Iterator[tuple[int, Star
     """Yield the communication with other devices that a device starts: its place in the code, and its key."""
     turns = Counter[tuple[int, ...]]()
     for at, i in enumerate(code):
-        if isinstance(i, Send | Recv):
+        if isinstance(i, MESSAGES):
             yield at, i, message(i, rank)
         elif isinstance(i, Collective):
             yield at, i, Turn(i.group, turns[i.group])
