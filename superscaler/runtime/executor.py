@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.compiled.tape import CompiledTape
-from superscaler.runtime.replay.static import Static
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
 from superscaler.runtime.updates import Chosen, Updates
@@ -64,6 +63,13 @@ def _from_first(function: Callable[..., Handle]) -> Callable[..., Handle]:
     return run
 
 
+class Held(Protocol):
+    """The tensors that a recorded step reads in place of those of one step: the pieces of its batch, and its words."""
+
+    inputs: list[Tensor]
+    words: list[Tensor]
+
+
 @dataclass(eq=False, repr=False)
 class Rank:
     """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
@@ -94,7 +100,7 @@ class Rank:
     # Runs segments as Inductor compiles them; None: they run as they are.
     compiled: CompiledSegments | None = None
     # What a recorded step reads, while one runs.
-    static: Static | None = None
+    static: Held | None = None
 
     def __post_init__(self, chosen: Chosen) -> None:
         self.device = self.communicator.device

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.runtime.replay.refusals import kernels_of
+from superscaler.runtime.replayable.refusals import kernels_of
 from superscaler.specs.options import CONSTRUCTED, kind_of
 from superscaler.store.checkpoint import AVERAGE
 

@@ -24,8 +24,8 @@ from superscaler.runtime.batch import Padding, check_batches, put_together, rows
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged, for_schedules
-from superscaler.runtime.replay.refusals import check_plan, check_scaler
 from superscaler.runtime.replay.replays import Recorder, Replays
+from superscaler.runtime.replayable.refusals import check_plan, check_scaler
 from superscaler.runtime.scaling import Scaler
 from superscaler.specs.options import CHOSEN, SCHEDULED
 from superscaler.store.restore import load_weights, restore

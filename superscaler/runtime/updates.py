@@ -8,7 +8,7 @@ from torch import Tensor
 
 from superscaler.comm.communicator import Communicator
 from superscaler.runtime.optimizer import at_once, average, changes_gradients, laid_out, optimizer_of, skipping
-from superscaler.runtime.replay.reads import number
+from superscaler.runtime.replayable.reads import number
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.scaling import Scaler, scale
 from superscaler.runtime.tapes import in_dtypes

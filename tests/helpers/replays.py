@@ -21,7 +21,7 @@ from superscaler.comm.communicator import Later
 from superscaler.comm.threads import ThreadCommunicator, run_ranks
 from superscaler.compiler import Compiled
 from superscaler.runtime.load import modules
-from superscaler.runtime.replay.reads import is_read
+from superscaler.runtime.replayable.reads import is_read
 from superscaler.runtime.saved_tensors import storage_of
 from superscaler.runtime.step import Step, build_step
 from tests.helpers.ran import as_in

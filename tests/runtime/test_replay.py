@@ -19,10 +19,11 @@ from superscaler.compiler import Compiled
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.plans import names
 from superscaler.runtime.load import modules
-from superscaler.runtime.replay import cuda, refusals
-from superscaler.runtime.replay.reads import Reads
+from superscaler.runtime.replay import cuda
 from superscaler.runtime.replay.replays import WARM
 from superscaler.runtime.replay.static import Static
+from superscaler.runtime.replayable import refusals
+from superscaler.runtime.replayable.reads import Reads
 from superscaler.runtime.step import Step, build_step
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import as_in, captured, exact

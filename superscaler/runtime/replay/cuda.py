@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from superscaler.errors import InputError, RuntimeFailure, brief
-from superscaler.runtime.replay.refusals import LEAVE_OUT
+from superscaler.runtime.replayable.refusals import LEAVE_OUT
 
 T = TypeVar("T")
 

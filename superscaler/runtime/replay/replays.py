@@ -11,8 +11,8 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from superscaler.runtime.executor import Rank
-from superscaler.runtime.replay.reads import Reads
 from superscaler.runtime.replay.static import Static
+from superscaler.runtime.replayable.reads import Reads
 from superscaler.specs.options import SCHEDULED
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError, brief
-from superscaler.runtime.replay.reads import Reads
+from superscaler.runtime.replayable.reads import Reads
 from superscaler.specs.options import kind_of
 
 LEAVE_OUT = "leave cuda_graph (--cuda-graph) out"
