@@ -8,7 +8,7 @@ from superscaler.collectives import KINDS, ONE
 from superscaler.emit.lines import deleted
 from superscaler.emit.lists import Instruction, Item, Lists, Row, Run, Waits, names
 from superscaler.emit.names import Spelling
-from superscaler.emit.tables import Answer, Asked, Entries, entries_of_tables
+from superscaler.emit.tables import Entries, TableEntry, TableQuery, entries_of_tables
 from superscaler.ir import program as p
 from superscaler.ir.mask import Box
 from superscaler.ir.program import CollectiveArg, Function, Program, Role, Shape, Value
@@ -40,7 +40,7 @@ class Statements:
                 own.update(n for n, pair in enumerate(_made(i)) if pair != (None, None))
         self.entries = entries_of_tables()
         # What was asked for, with the answer.
-        self.asked: list[tuple[Asked, Answer]] = []
+        self.asked: list[tuple[TableQuery, TableEntry]] = []
         # The rows of the current instruction: in each layer, now and in the second repetition by microbatches.
         self.now: Sequence[Row] = ()
         self.later: Sequence[Row] = ()
@@ -50,7 +50,7 @@ class Statements:
         """Return the number, in a table, of the entry that `get` takes from the current instruction of each sample."""
         order = slice(None, None, self.spelling.direction)
         entries, later = (tuple(tuple(map(get, row)) for row in rows[order]) for rows in (self.now, self.later))
-        asked = Asked(table, entries, later, self.count)
+        asked = TableQuery(table, entries, later, self.count)
         self.asked.append((asked, asked.number(self.entries)))
         return self.spelling.entry(*self.asked[-1][1])
 

@@ -71,10 +71,10 @@ def entries_of_tables() -> dict[str, Entries]:
 
 
 # The number of the first of the entries, how many layers have one of their own, whether repetitions do.
-Answer = tuple[int, int, bool]
+TableEntry = tuple[int, int, bool]
 
 
-class Asked(NamedTuple):
+class TableQuery(NamedTuple):
     """Entries of a table that an instruction needs: in each layer, by sample, now and in the second repetition."""
 
     table: str
@@ -82,12 +82,12 @@ class Asked(NamedTuple):
     later: tuple[tuple[Any, ...], ...]
     turns: int
 
-    def of(self, samples: slice) -> "Asked":
+    def of(self, samples: slice) -> "TableQuery":
         """Return the entries of some of the samples."""
         entries, later = (tuple(entry[samples] for entry in some) for some in (self.entries, self.later))
         return self._replace(entries=entries, later=later)
 
-    def number(self, known: Mapping[str, Entries]) -> Answer:
+    def number(self, known: Mapping[str, Entries]) -> TableEntry:
         """Return the number of the entries, which are added to their table. Equal ones are one entry."""
         entries, later = self.entries, self.later
         if all(entry == entries[0] for entry in (*entries, *later)):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from superscaler.ir import program as p
 from superscaler.ir.program import ONE, Device, Instruction, Program, Role, Value
-from superscaler.translation.data import Asked, Spot, code_of
+from superscaler.translation.data import EntryCheck, Spot, code_of
 from superscaler.translation.values import Differs, Held, Total
 
 I = TypeVar("I")  # noqa: E741
@@ -41,7 +41,7 @@ class Beside:
         self._point, self._inside, self._joined = -1, False, False
         self._result: object = None
         # What the code needs of tables, by run, place and table.
-        self.asked: dict[tuple[int, int, str], Asked] = {}
+        self.asked: dict[tuple[int, int, str], EntryCheck] = {}
 
     def take(self, kind: type[I], call: str) -> tuple[I, Spot]:
         """Return the next instruction, which is to be of a kind. `call`: what the code does."""
@@ -133,7 +133,7 @@ class Beside:
         run, place, turn = spot
         asked = self.asked.get((run, place, table))
         if asked is None:
-            asked = self.asked[run, place, table] = Asked(table, role, get, then, _line())
+            asked = self.asked[run, place, table] = EntryCheck(table, role, get, then, _line())
         asked.turns.append(turn)
         asked.numbers.append(number)
 

@@ -26,7 +26,7 @@ def code_of(device: Device) -> Iterator[tuple[Instruction, Spot]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EntryCheck:
     """What an instruction needs of a table: `then` of what `get` takes from it. `line`: of the code that asks first.
 
     `turns` and `numbers`: the repetitions, each with the number of the entry that the code names.
@@ -51,7 +51,7 @@ class Data:
         self._place = self._fold.place(rank) if self._fold is not None else ()
         self._runs = [runs_of(device.instructions) for device in samples]
 
-    def difference(self, spot: tuple[int, int], asked: Asked) -> str:
+    def difference(self, spot: tuple[int, int], asked: EntryCheck) -> str:
         """Return the difference between entries of a table and the needs of an instruction; '' if there is none."""
         entries, (run, place) = self.tables[asked.table], spot
         for number in asked.numbers:
@@ -72,7 +72,7 @@ class Data:
                 return self._told(asked, number, f"others, as {first} in the first microbatch")
         return ""
 
-    def _told(self, asked: Asked, number: int, wanted: object) -> str:
+    def _told(self, asked: EntryCheck, number: int, wanted: object) -> str:
         entry = self.tables[asked.table][number]
         return f"entry {number} of {asked.table} on device {self.rank} is {entry}, and the program has {wanted}"
 
