@@ -367,6 +367,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("code that must wait goes on", "while self.at < self.limit and self.domain.step(self.at, self.code[self.at]):",
      "while self.at < self.limit and self.domain.step(self.at, self.code[self.at]) in (True, False):",
      "ir/test_machine"),
+    ("a device ends a collective that leaves it out", "self.there[meeting] or self.device not in members:",
+     "self.there[meeting]:", "ir/test_meetings"),
     ("a repetition that is left out runs", "walk.at += turns * lap.length", "walk.at += (turns - 1) * lap.length",
      "ir/test_machine simulate/test_repeats"),
     ("what began before a loop repeats", "s is t or abs(b - a) == self.pace.length", "True", "simulate/test_repeats"),

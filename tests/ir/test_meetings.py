@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import cohorts
+from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.names import Value
-from superscaler.ir.program import Collective, Loss, Program, Recv, Send
+from superscaler.ir.program import Collective, Device, Instruction, Loss, Program, Recv, Send
 from superscaler.ir.running.meetings import Ends, Message, Turn, meetings, rows_of
 from tests.helpers.small_plans import exact
 
@@ -74,10 +79,11 @@ def test_the_ends_of_a_cohort_are_those_of_each_of_its_devices(name: str) -> Non
                 assert group[ends.place[row]] == device
 
 
-def test_keys_are_equal_at_the_ends_and_different_otherwise() -> None:
-    def over(*group: int) -> Collective:
-        return Collective("all_reduce", (None,), (X,), group, (), "float32", 4)
+def over(*group: int) -> Collective:
+    return Collective("all_reduce", (None,), (X,), group, (), "float32", 4)
 
+
+def test_keys_are_equal_at_the_ends_and_different_otherwise() -> None:
     one = [over(0, 1), Send(X, 1, 7, 4, 0), Loss((), ()), over(1, 0), over(0, 1), Send(X, 1, 8, 4, 0)]
     other = [Recv(X, 0, 8, (1,), "float32", 0), Send(X, 0, 7, 4, 0), over(0, 1), over(0, 1), Recv(X, 0, 7, (), "", 0)]
     first, second = ({at: key for at, _, key in meetings(code, rank)} for rank, code in enumerate((one, other)))
@@ -88,3 +94,27 @@ def test_keys_are_equal_at_the_ends_and_different_otherwise() -> None:
 def test_a_device_without_cohort_has_no_row() -> None:
     found = rows_of([np.array([3, 0]), np.array([2])], 5)
     assert [x.tolist() for x in found] == [[0, -1, 1, 0, -1], [1, -1, 0, 0, -1]]
+
+
+def stuck(*codes: Sequence[Instruction]) -> list[str]:
+    """Return the devices that wait for ever, each with its step."""
+    devices = tuple(Device(rank, (), code) for rank, code in enumerate(codes))
+    try:
+        check_rendezvous(Program(None, (), devices))  # type: ignore[arg-type]
+    except ScheduleError as error:
+        return re.findall(r"device \d+, step \d+", str(error))
+    return []
+
+
+def test_devices_wait_for_all_ends_of_what_they_start() -> None:
+    together = [Send(X, 1, 0, 4, 0), Recv(X, 1, 1, (1,), "float32", 0)], [Send(X, 0, 1, 4, 0), Recv(X, 0, 0, (), "", 0)]
+    assert stuck(*together) == []
+    apart = [[i, Loss((), ()), replace(j, point=1)] for i, j in together]
+    assert stuck(*apart) == ["device 0, step 0", "device 1, step 0"]
+    # A device that a group leaves out waits for ever, and hinders no other.
+    assert stuck([over(0, 1)], [over(0, 1)], [over(0, 1)]) == ["device 2, step 0"]
+    assert stuck([over(0, 1), over(0, 2)], [over(0, 1)], [over(0, 2)]) == []
+    assert stuck([over(0, 1), over(0, 2)], [over(0, 1)], [over(1, 2), over(0, 2)]) == [
+        "device 0, step 1",
+        "device 2, step 0",
+    ]
