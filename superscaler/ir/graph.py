@@ -27,7 +27,7 @@ MOST_PIECES = 2**16
 # The kinds of work that `select` accepts.
 KINDS = ("F", "B", "I", "W", "R", "C")
 # The modules between a verb and the line of the plan that calls it.
-_OWN = (__name__, checked.__module__, "superscaler.verbs")
+_OWN = (__name__, checked.__module__, "superscaler.ordering", "superscaler.verbs")
 
 
 @dataclass(frozen=True, slots=True)
