@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from math import pi, sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import superscaler
 from superscaler.errors import CaptureError
 from superscaler.frontend.base.captured import Captured
 from superscaler.frontend.base.oracle import reference_step
+from superscaler.frontend.base.trace import innermost
 from superscaler.frontend.capture import capture
 from superscaler.ir.model import Model, Op
 from tests.frontend.examples import Block, Contractions, Function, Mlp, Regrouped, gpt2, tokens
@@ -150,6 +153,12 @@ def test_each_op_says_where_it_comes_from_and_names_are_unique(gpt2_captured: Ca
         for operand in (*op.inputs, *op.outputs):
             extents = model.tensors[operand.tensor].extents
             assert all(s is None or op.indices[s].size == e for s, e in zip(operand.slots, extents, strict=True))
+
+
+def test_the_line_of_a_call_is_outside_of_torch_and_of_the_package() -> None:
+    ours = Path(superscaler.__file__).parent
+    frames = [("/home/me/model.py", 7), (str(ours / "ops" / "table.py"), 3), (torch.__file__, 1), ("<string>", 1)]
+    assert innermost(frames) == "/home/me/model.py:7"
 
 
 @pytest.mark.parametrize("sizes", slow((2,), ((4, 16),)))

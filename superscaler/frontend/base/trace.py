@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -340,7 +341,7 @@ def _module(node: Node) -> str:
 
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_NOT_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_NOT_MODEL = (os.path.dirname(torch.__file__) + os.sep, f"{Path(__file__).parents[2]}{os.sep}")
 
 
 def source_of(node: Node) -> str:
