@@ -35,6 +35,7 @@ def all_gather(
     """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there. `wire`: the dtype
     in which they are sent; each rank rounds its own chunks, too. `rounded`: that in which they are sent, and stay.
     """
+    communicator.settle()
     sizes, into = sizes or [()] * len(tensors), getattr(torch, rounded) if rounded else tensors[0].dtype
     tensors = [x.to(getattr(torch, wire)) for x in tensors] if wire else tensors
     tensors = [padded(x, d, max(s)) if s else x for x, d, s in zip(tensors, dims, sizes, strict=True)]
@@ -55,6 +56,7 @@ def reduce_scatter(
 
     `wire`: the dtype in which they are sent; they are added in their own.
     """
+    communicator.settle()
     sizes, mine = sizes or [()] * len(tensors), group.index(communicator.rank)
     chunks = [_chunks(x, group, dim, some) for x, dim, some in zip(tensors, dims, sizes, strict=True)]
     narrow, into = (getattr(torch, wire), tensors[0].dtype) if wire else (tensors[0].dtype, None)

@@ -170,6 +170,10 @@ class Communicator(ABC):
         return self._recv(self._meet("recv from", peer), tuple(shape), dtype, peer, tag)
 
     @abstractmethod
+    def settle(self) -> None:
+        """Free the buffers of operations that have ended, though nobody has read their results."""
+
+    @abstractmethod
     def prepare(self, groups: Sequence[Group]) -> None:
         """Create the groups. All ranks call it with the same groups before the first collective over them."""
 

@@ -258,11 +258,14 @@ class DistributedCommunicator(c.Communicator):
         incoming = list(map(bytes_of, gathered)) if is_mine else None
         return self._rooted(what, group, root, dist.gather, mine, incoming, group[root]).giving(finish)
 
-    def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
-        outgoing = c.from_plan_order(chunks, group)
-        incoming = torch.empty_like(outgoing)
+    def settle(self) -> None:
         for begun in list(self._exchanges):
             begun.finish_if_ended()
+
+    def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
+        self.settle()
+        outgoing = c.from_plan_order(chunks, group)
+        incoming = torch.empty_like(outgoing)
         operation = self._begin(what, group, dist.all_to_all_single, bytes_of(incoming), bytes_of(outgoing))
         handle = _Exchange(operation, lambda: finish(c.to_plan_order(incoming, group)))
         if self._is_gloo:

@@ -186,6 +186,9 @@ class ThreadCommunicator(c.Communicator):
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def settle(self) -> None:
+        """Do nothing: tensors are handed on as they are."""
+
     def barrier(self) -> None:
         self._exchange(f"barrier over ranks {self._everyone()}", self._everyone(), None)()
 
