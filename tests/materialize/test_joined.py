@@ -36,6 +36,7 @@ CALLS = {
     ("tensor_parallel", "local:2"): ((14, 13), (14, 13)),
     ("zb_h1", "local:2"): ((8, 8), (8, 8)),
 }
+FAST = ("single", "data_parallel", "recompute", "tensor_parallel")
 # Others that are compared with the module.
 MORE = ("data_parallel", "co_shard:parts=4", "chunked_loss", "gradient_accumulation:microbatches=4", "bytescheduler")
 
@@ -56,7 +57,9 @@ def holds(program: Program) -> Program:
 
 
 @pytest.mark.parametrize("model", [GPT2, pytest.param(LLAMA, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("plan", "cluster"), CALLS)
+@pytest.mark.parametrize(
+    ("plan", "cluster"), [pytest.param(*on, marks=[] if on[0] in FAST else pytest.mark.slow) for on in CALLS]
+)
 def test_works_with_nothing_between_them_are_one(plan: str, cluster: str, model: str) -> None:
     program = ss.compile(graph_of(model), plan, cluster).compiled.program
     assert (calls(program), calls(holds(program))) == CALLS[plan, cluster]
