@@ -5,14 +5,14 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Collection
-from multiprocessing import forkserver, parent_process, resource_tracker
+from collections.abc import Callable, Collection, Mapping
+from multiprocessing import forkserver, parent_process, reduction, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from superscaler.interrupt import LAUNCHER
 from superscaler.replaced import variable
 
 _SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
@@ -47,8 +47,29 @@ def taken() -> list[signal.Signals]:
     return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
-def run(signals: Collection[signal.Signals], program: str, *options: str) -> None:
-    """Run a program in this fork as a new Python would. It returns when a rank has done its work."""
+class Surroundings:
+    """The environment and the output of this process. A process that unpickles them has them, too: its server may be
+    older than they are.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return _enter, (dict(os.environ), reduction.DupFd(1), reduction.DupFd(2))
+
+
+def _enter(environment: Mapping[str, str], *files: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, file in enumerate(files, 1):
+        given = file.detach()
+        os.dup2(given, number)
+        os.close(given)
+
+
+def run(here: None, signals: Collection[signal.Signals], program: str, *options: str) -> None:
+    """Run a program in this fork as a new Python would. It returns when a rank has done its work.
+
+    `here`: `Surroundings`, unpickled.
+    """
     try:
         launcher = parent_process()
         assert launcher is not None
@@ -56,7 +77,6 @@ def run(signals: Collection[signal.Signals], program: str, *options: str) -> Non
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
-        os.environ[LAUNCHER] = str(launcher.pid)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         sys.argv, sys.path[:0] = [program, *options], [str(Path(program).parent)]
         runpy.run_path(program, run_name="__main__")

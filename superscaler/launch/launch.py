@@ -86,7 +86,7 @@ def launch(
             if stop is not None and current_thread() is main_thread():
                 signal.signal(signal.SIGTERM, partial(_ask_to_stop, stop))
             if is_forked:
-                elastic_launch(config, forks.run)(forks.taken(), str(program), *options)
+                elastic_launch(config, forks.run)(forks.Surroundings(), forks.taken(), str(program), *options)
             else:
                 elastic_launch(config, sys.executable)(str(program), *options)
     except ChildFailedError as error:
