@@ -142,10 +142,12 @@ class _Writer(Statements):
         known, found, written = set[Value](), [], iter(self.lists.written)
         for run in self.runs:
             found.append(dict[int, list[Value]]())
+            moving = {self.lists.owner(v) for v in run.moving}
             for n in range(len(run.rows)):
                 for of in next(written):
                     if of not in known:
-                        known.add(of)
+                        turns = run.count if of in moving else 1
+                        known |= {of._replace(microbatch=of.microbatch + k * run.period) for k in range(turns)}
                         found[-1].setdefault(n, []).append(of)
         return found
 

@@ -210,7 +210,8 @@ class Lists:
     def parts(self, i: Instruction) -> list[Run]:
         """Return the existing lists that an instruction writes to."""
         runs = [run for _, some in fields(i, Role.WRITE) for run in self.items(some) if isinstance(run, Run)]
-        runs = [run for n, run in enumerate(runs) if n or run.size < self.size[family(run.of)]]
+        # A list of one is written in its place: in another microbatch it is a sum.
+        runs = [run for n, run in enumerate(runs) if n or run.size < max(2, self.size[family(run.of)])]
         return runs + [run for _, some in fields(i, Role.SUM) for run in self.items(some) if isinstance(run, Run)]
 
     def items(self, values: Iterable[Value | None]) -> list[Item]:

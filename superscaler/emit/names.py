@@ -267,7 +267,11 @@ class Spelling:
         found = []
         for of, some in groupby(self.lists.items(values), self._group):
             own = list(some)
-            if of is not None and [v.microbatch for v in own if isinstance(v, Value)] == self._there[of]:
+            if (
+                of is not None
+                and len(own) > 1
+                and [v.microbatch for v in own if isinstance(v, Value)] == self._there[of]
+            ):
                 found.append(f"*{of.spelled('')}.values()")
             else:
                 found += ["None" if item is None else self.item(item, is_popped) for item in own]

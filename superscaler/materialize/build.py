@@ -30,6 +30,7 @@ from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.frees import with_frees
 from superscaler.materialize.functions import Functions
 from superscaler.materialize.local_tensors import Code, Residents, task
+from superscaler.materialize.loops import Aperiodic
 from superscaler.materialize.offload import with_offload
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.steps import LoweringOptions
@@ -84,6 +85,9 @@ class _Builder:
             for update in updates_of(schedule.edges, transfer, transfer.pieces):
                 self.views.setdefault(update, []).append(number)
         self._moving: dict[tuple[int, int], bool] = {}
+        # Whether only the first microbatches are written.
+        own = self.options.microbatches
+        self.is_short = own is not None and own.few < own.total
 
     def run(self) -> None:
         for place, name in self.residents.load_weights():
@@ -192,7 +196,11 @@ class _Builder:
             # Another part reads the value, or nobody needs it; this one reads zeros.
             like = self.code.like(tensor, microbatch=key[1] if self.options.microbatches else -1)
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
-        return self.residents.slice(key[0], tensor, box, key[1] if self._moves(segment, number) else -1)
+        moves = self._moves(segment, number)
+        if moves and self.is_short and self.model.tensors[tensor].kind != "input":
+            # A constant at rest has a slice for each microbatch.
+            raise Aperiodic
+        return self.residents.slice(key[0], tensor, box, key[1] if moves else -1)
 
     def _moves(self, segment: Segment, number: int) -> bool:
         """Return whether the box of an input depends on the microbatch (always False in a plan of few microbatches)."""

@@ -226,9 +226,6 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
     determine it.
     """
     found, works = dict[int, Rolled](), _works(steady, schedule)
-    if any(weight.name.microbatch != NONE for device, _ in program.distinct for weight in device.weights):
-        # A constant at rest has a slice for each microbatch.
-        raise Aperiodic
     for _, samples in program.groups:
         first = samples[0]
         shape = find_shape(first.instructions, steady.period, steady.total - steady.few, steady.seen)

@@ -178,6 +178,8 @@ class Residents:
         """Return the name of a slice of an input, a constant or a frozen weight. Any device can load any of them."""
         key = (rank, tensor, box)
         if key not in self._slices:
+            # A constant is at rest in all microbatches.
+            microbatch = microbatch if self.code.tensors[tensor].kind == "input" else -1
             like = self.code.like(tensor)._replace(microbatch=microbatch, slice=self._count[rank, tensor, microbatch])
             self._count[rank, tensor, microbatch] += 1
             name = self._slices[key] = self.code.fresh(rank, like)

@@ -50,7 +50,10 @@ REFUSED = {("alphafold2", PIPELINE), ("mixtral", PIPELINE), ("mixtral", HYBRID)}
 ON_MESHES = [("tied", 2), ("tied", 4), ("tied", 9), ("attention", 0), ("attention", 4), ("attention", 5),
              ("neighbours", 4), ("neighbours", 9)]  # fmt: skip
 ANYWHERE = [("tied", "free", 0), ("tied", "layered", 0), ("convolutions", "layered", 2), ("towers", "free", 0),
-            ("auxiliary", "layered", 2), ("attention", "layered", 3)]  # fmt: skip
+            ("auxiliary", "layered", 2), ("attention", "layered", 3),
+            # Loops beside code of the same microbatches: sums before, in and behind them, and slices of constants.
+            ("auxiliary", "layered", 0), ("towers", "layered", 0), ("attention", "layered", 12),
+            ("towers", "layered", 63)]  # fmt: skip
 LAID_OUT: dict[str, dict[str, Any]] = {
     "updates split": {"mesh": MESH[0], "zero": True},
     "two stages": {"mesh": MESH[0], "tail": MESH[1], "microbatches": (2, False), "vocabulary": True},
