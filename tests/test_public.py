@@ -146,6 +146,11 @@ CALLS: dict[str, Call] = {
         | {"module": Net(), "args": (torch.ones(8, 8),), "outputs": False},
     ),
     "compile": (ss.compile, {"graph": captured(), "sprogram": "data_parallel", "cluster": "local:2"}),
+    "search": (
+        ss.search,
+        {"graph": captured(), "cluster": "a100:1x2", "where": "rows = 8, tp = 1"}
+        | {"memory": 10**9, "torch_compile": False, "seconds": 1.0},
+    ),
     "load": (ss.load, {"directory": "none", "manifest": True, "torch_compile": False, "cuda_graph": False}),
     "load_weights": (ss.load_weights, {"module": Net(), "path": "none", "ema": False}),
     "register": (register, {"notation": "b h^ -> b h", "sizes": None, "check": False, "device": "cpu"}),

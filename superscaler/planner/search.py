@@ -19,6 +19,7 @@ from superscaler.planner.space import Choice, Use, choices
 from superscaler.plans import resolve
 from superscaler.simulate.predict import check_speeds, predict
 from superscaler.simulate.prediction import Prediction
+from superscaler.specs.arguments import checked
 from superscaler.specs.sizes import duration, size
 
 # The plans that are compiled whole: at most, and at least.
@@ -57,6 +58,7 @@ class Answer:
         return self.plans[0]
 
 
+@checked
 def search(
     graph: Graph,
     cluster: Cluster | str,
@@ -76,6 +78,8 @@ def search(
     Raises InputError if the speeds of the devices are unknown, for a constraint that no plan satisfies, and if no plan
     of the space holds for the model.
     """
+    if not seconds > 0 or (memory is not None and memory < 1):
+        raise InputError(f"search has memory={memory} and seconds={seconds}; give numbers above 0, or leave them out.")
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     start, constraints, kind = time.monotonic(), read(where), check_speeds(devices)
     menu, room = Menu(graph, devices, torch_compile), memory or kind.memory or inf
