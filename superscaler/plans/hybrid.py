@@ -27,21 +27,10 @@ from superscaler.verbs import Cluster, Graph, op_assign, sprogram
 
 @sprogram
 def hybrid(
-    graph: Graph,
-    cluster: Cluster,
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    microbatches: int = 1,
-    chunks: int = 1,
-    sequence: bool = False,
-    recompute: str = "none",
-    zero: int = 0,
-    vocabulary: bool = True,
-    halves: bool = False,
-    gather_halves: bool = False,
-    blocks: str = "",
-) -> None:
+    graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, chunks: int = 1,
+    sequence: bool = False, recompute: str = "none", zero: int = 0, vocabulary: bool = True, halves: bool = False,
+    gather_halves: bool = False, blocks: str = "",
+) -> None:  # fmt: skip
     mesh = check_hybrid(
         {"batch": batch_of(graph)}, cluster, dp, tp, pp, microbatches, chunks, recompute=recompute, zero=zero,
         gather_halves=gather_halves,

@@ -20,7 +20,8 @@ from superscaler.store.folder import digest
 from superscaler.store.plan import PlanHead
 
 PLAN, EXPLAIN, WEIGHTS = "plan.json", "explain.json", "initial.safetensors"
-FILES = (PLAN, EXPLAIN, WEIGHTS, "model.txt", "program.txt", "journal.txt", "run.py", "program_0.py", "segments.py")
+CODE = ("program_0.py", "segments.py", "compiled_program_0.py", "compiled_segments.py")
+FILES = (PLAN, EXPLAIN, WEIGHTS, "model.txt", "program.txt", "compiled_program.txt", "journal.txt", "run.py", *CODE)
 Change = Callable[[Path], object]
 
 

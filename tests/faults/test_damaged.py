@@ -21,7 +21,7 @@ from superscaler.errors import InputError
 from superscaler.report.schema import Account
 from superscaler.store.folder import Head, check_types, digest
 from superscaler.store.plan import PlanHead
-from tests.faults.damaged import DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
+from tests.faults.damaged import CODE, DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
 from tests.helpers.commands import run
 
 MLP = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
@@ -122,7 +122,7 @@ def test_looking_at_a_directory_runs_nothing_of_it(
 ) -> None:
     mark = tmp_path / "mark"
     hostile = f"open({str(mark)!r}, 'w')\n"
-    for name in ("program_0.py", "segments.py", "run.py"):
+    for name in (*CODE, "run.py"):
         if is_sealed:
             sealed_with(folder, name, hostile)
         else:

@@ -85,11 +85,15 @@ def other_kernel(directory: Path) -> None:
     (directory / "plan.json").write_text(json.dumps(plan))
 
 
-BOTH = ("model.txt", "segments.py")
+BOTH, COMPILED = ("model.txt", "segments.py"), "compiled_segments.py"
 EDITS = {
     "weights doubled": ("data", doubled, r"first\.bias\[0\] is \S+ in initial\.safetensors, but \S+ in the module"),
     "exponent": ("classes", text(r"(pow.*), 3\)", r"\1, 2)", *BOTH), r"op pow_1 is .* 2\).* in model.txt, but .* 3\)"),
-    "dropout": ("data", text(r"(dropout.*)0\.25", r"\g<1>0.5", *BOTH), r"op native_dropout is .*0\.5.* but .*0\.25"),
+    "dropout": (
+        "data",
+        text(r"(dropout.*)0\.25", r"\g<1>0.5", *BOTH, COMPILED),
+        r"op native_dropout is .*0\.5.* but .*0\.25",
+    ),
     "kernel": (
         "classes",
         other_kernel,
