@@ -128,7 +128,8 @@ def _whole_plans(
 
     for count in range(min(MOST, len(estimates))):
         nearest = min(map(errors.corrected, waiting.values()), key=rank)
-        if count >= _LEAST and best < inf and nearest.seconds > _NEAR * best:
+        is_worse = best < inf and nearest.seconds > _NEAR * best
+        if count >= _LEAST and (is_worse or nearest.peak > _ALMOST * room):
             return
         estimate = waiting.pop(nearest.choice)
         if (whole := compiled(estimate.choice)) is not None:

@@ -10,7 +10,7 @@ from tests.helpers.graphs import graph_of
 PLANS = ("hybrid:dp=2,tp=2,pp=1,microbatches=2,recompute=full", "sequence_parallel:2,regather=true x zero:2,stage=1")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "bert"))])
 def test_a_reduced_model_is_the_smaller_one(family: str) -> None:
     large, small = (graph_of(f"{family}:size=tiny,layers={n},batch={rows}") for n, rows in ((4, 16), (2, 8)))
     (blocks,) = runs(large)
