@@ -14,6 +14,8 @@ RECOMPUTE = {"none": "", "selective": "attention", "full": "block"}
 SCHEDULES = ("1f1b", "interleaved", "zb_h1")
 # The most rows of a microbatch on a device.
 MOST_ROWS = 16
+# The most devices of pipelines under ZeRO. Data-parallel devices do not fold there: more take minutes to compile.
+_UNFOLDED = 256
 
 
 class Use(NamedTuple):
@@ -102,7 +104,8 @@ def choices(cluster: Cluster, batch: int, blocks: int, sequence: bool) -> Iterat
 
 
 def _variants(c: Choice, blocks: int) -> Iterator[Choice]:
-    for recompute, zero in product(RECOMPUTE, (0, 1) if c.dp > 1 else (0,)):
+    is_small = c.pp == 1 or c.dp * c.tp * c.pp <= _UNFOLDED
+    for recompute, zero in product(RECOMPUTE, (0, 1) if c.dp > 1 and is_small else (0,)):
         own = replace(c, recompute=recompute, zero=zero)
         yield own
         for chunks in (2, 4) if c.pp > 1 and c.microbatches % c.pp == 0 else ():
