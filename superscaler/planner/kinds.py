@@ -33,7 +33,7 @@ def _runs(graph: Graph, blocks: Sequence[Block]) -> list[list[Block]]:
     before: Form | None = None
     for block in blocks:
         form = form_of(graph.model, block.ops)
-        if form == before and _chained(graph.model, found[-1][-1], block):
+        if form == before and _is_next(graph.model, found[-1][-1], block):
             found[-1].append(block)
         else:
             found.append([block])
@@ -58,17 +58,12 @@ def form_of(model: Model, ops: Sequence[Op]) -> Form:
     return tuple(found)
 
 
-def _chained(model: Model, first: Block, second: Block) -> bool:
-    """Return whether the second block reads what the first one makes wherever the first reads what it is given."""
-    return bool(_links(model, first, second))
-
-
-def _links(model: Model, first: Block, second: Block) -> dict[str, str]:
-    """Return the results of a block that the next equal block reads, each with what the first one reads there."""
+def _is_next(model: Model, first: Block, second: Block) -> bool:
+    """Return whether a block reads a result of an equal one where that one reads something from before."""
     made = {o.tensor for op in first.ops for o in op.outputs}
     pairs = zip(first.ops, second.ops, strict=True)
     ends = ((a.tensor, b.tensor) for x, y in pairs for a, b in zip(x.inputs, y.inputs, strict=True))
-    return {after: before for before, after in ends if after in made and before not in made}
+    return any(after in made and before not in made for before, after in ends)
 
 
 def reduced(graph: Graph, repeated: Sequence[Sequence[Block]], counts: Sequence[int], rows: int) -> Graph:

@@ -115,8 +115,7 @@ class Menu:
 
     def _cost(self, use: Use, counts: Sequence[int]) -> tuple[Cost, float]:
         """Return the cost of a small model, and its bytes beside weights and activations at the peak."""
-        some = [[*run, *run][:n] if len(run) < n else run for run, n in zip(self.runs, counts, strict=True)]
-        graph = reduced(self.graph, some, counts, use.rows * _MICROBATCHES)
+        graph = reduced(self.graph, self.runs, counts, use.rows * _MICROBATCHES)
         devices = type(self.cluster.devices)([*self.cluster.devices][: use.tp])
         cluster = replace(self.cluster, devices=devices, devices_per_server=use.tp)
         spec = Choice(1, use.tp, 1, use.rows, _MICROBATCHES, use.sequence, use.recompute).spec
