@@ -205,17 +205,15 @@ class PlanRequest(ModelRequest):
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
         """Return the sProgram and the cluster. Both are checked, with the sizes of the model, before that is built."""
         from superscaler.cluster import Cluster
+        from superscaler.planner.auto import plan_of
         from superscaler.plans import AUTO, check
 
         self.check()
-        cluster = Cluster.parse(self.cluster)
+        sprogram, cluster = plan_of(self.plan), Cluster.parse(self.cluster)
         with phase("import"):
             from superscaler.models import sizes_of
 
-        from superscaler.planner.auto import plan_of
-
-        sprogram = plan_of(self.plan)
-        if self.plan != AUTO:
+        if self.plan.strip() != AUTO:
             check(self.plan, sizes_of(self.model), cluster)
         return (partial(_last, sprogram) if self.no_overlap else sprogram), cluster
 

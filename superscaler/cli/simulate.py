@@ -21,6 +21,7 @@ from superscaler.specs.sizes import duration, read_bytes
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.simulate.prediction import Prediction
+    from superscaler.verbs import Graph
 
 
 @command
@@ -63,17 +64,14 @@ def simulate(
     specs = list(dict.fromkeys([request.plan, *(compare or ())]))
     for spec in specs:
         replace(request, plan=spec).read()
-    model, precision = without_memory(request.model), precision_on(request, cluster)
-    shapes = replace(request, model=model, precision=precision, no_check=True)
-    graph, _ = shapes.capture()
+    graph = _shapes(request, cluster)
     from superscaler.plan import compile as compile_graph
 
-    def predicted(spec: str) -> Prediction:
-        return compile_graph(graph, spec, cluster).simulate(*way)
-
-    found = {spec: predicted(spec) for spec in specs}
+    plan = compile_graph(graph, request.plan, cluster)
+    found = {request.plan: plan.simulate(*way)}
+    found |= {spec: compile_graph(graph, spec, cluster).simulate(*way) for spec in specs[1:]}
     if cuda_graph:
-        found[f"{request.plan}, not replayed"] = compile_graph(graph, request.plan, cluster).simulate(*way[:2])
+        found[f"{request.plan}, not replayed"] = plan.simulate(*way[:2])
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")
@@ -129,15 +127,13 @@ def search(
     from superscaler.planner import constraints
 
     request.check()
-    cluster, _ = Cluster.parse(request.cluster), constraints.read(where)
+    constraints.read(where)
+    cluster = Cluster.parse(request.cluster)
     capacity = read_bytes("--memory", memory) if memory else None
     from superscaler.simulate.predict import check_speeds
 
     check_speeds(cluster)
-    shapes = replace(
-        request, model=without_memory(request.model), precision=precision_on(request, cluster), no_check=True
-    )
-    graph, _ = shapes.capture()
+    graph = _shapes(request, cluster)
     from superscaler.planner.search import reasons, why
     from superscaler.planner.search import search as find
 
@@ -171,7 +167,13 @@ def search(
     return best.fits
 
 
-def without_memory(model: str) -> str:
+def _shapes(request: ModelRequest, cluster: Cluster) -> Graph:
+    """Return the graph of a model without data: shapes are all that a prediction needs."""
+    model, precision = _without_memory(request.model), _precision(request, cluster)
+    return replace(request, model=model, precision=precision, no_check=True).capture()[0]
+
+
+def _without_memory(model: str) -> str:
     """Return the spec of a model of the library with its weights on the meta device."""
     name, _, keys = model.partition(":")
     if name.endswith(".py") or "device=" in keys:
@@ -179,7 +181,7 @@ def without_memory(model: str) -> str:
     return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
 
 
-def precision_on(request: ModelRequest, cluster: Cluster) -> str | None:
+def _precision(request: ModelRequest, cluster: Cluster) -> str | None:
     """Return the requested precision. The default on a GPU is that of its fastest products."""
     if request.precision or request.autocast or cluster.kind == LOCAL or cluster.device_kind is None:
         return request.precision

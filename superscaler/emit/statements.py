@@ -217,7 +217,7 @@ class Statements:
         (work,), (way,) = i.works, i.ways
         slots = [f", {slot}" for slot in (way.scatter_slot, way.gather_slot) if slot >= 0]
         sizes = f", {way.sizes}" if way.sizes else ""
-        # Those that hold nothing are told what they receive.
+        # Members that hold nothing need the shape and dtype to receive.
         received = f', {way.shape}, "{i.dtype}"' if KINDS[i.kind].held is ONE else ""
         made = "" if work is None else f"{self.name(work)} = "
         given = f"{self._given(i, 0)}, {group}{root}{''.join(slots)}{sizes}{received}{largest}{rounded}"

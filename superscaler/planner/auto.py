@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from superscaler.cluster import Cluster
-from superscaler.ir.graph import Graph
-from superscaler.planner.search import search
 from superscaler.plans import AUTO, resolve
+
+if TYPE_CHECKING:
+    from superscaler.cluster import Cluster
+    from superscaler.ir.graph import Graph
 
 
 def plan_of(spec: str) -> Callable[..., Any]:
@@ -19,6 +20,9 @@ def plan_of(spec: str) -> Callable[..., Any]:
 
 def auto(graph: Graph, cluster: Cluster) -> None:
     """Apply the best plan of a search, and log its text."""
+    # It loads torch: texts of plans are read before that.
+    from superscaler.planner.search import search
+
     best = search(graph.copy(), cluster).best
     logging.getLogger(__name__).warning("auto: the plan is %s; give this text to have it again.", best.spec)
     resolve(best.spec)(graph, cluster)

@@ -186,9 +186,10 @@ def reasons(answer: Answer) -> Iterator[str]:
     """Yield a line for each decision of the best plan: what the best estimates with other values take."""
     best, capacity = answer.best, answer.best.prediction.capacity or inf
     mine = next(e for e in answer.estimates if e.choice == best.choice)
+    ranked = sorted(answer.estimates, key=lambda e: (e.peak > capacity, e.seconds))
     for name in ("pp", "tp", "dp", "rows", "recompute", "zero", "schedule"):
         own, others = getattr(best.choice, name), dict[object, Estimate]()
-        for e in sorted(answer.estimates, key=lambda e: (e.peak > capacity, e.seconds)):
+        for e in ranked:
             others.setdefault(getattr(e.choice, name), e)
         words = [
             f"{value} {_beside(e, mine, capacity)}" for value, e in sorted(others.items(), key=str) if value != own

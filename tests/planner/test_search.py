@@ -130,7 +130,7 @@ def test_auto_is_the_plan_of_a_search(caplog: pytest.LogCaptureFixture, monkeypa
         found.append(answer.best.spec)
         return answer
 
-    monkeypatch.setattr("superscaler.planner.auto.search", few)
+    monkeypatch.setattr("superscaler.planner.search.search", few)
     plan = ss.compile(graph, "auto", "a100:1x2")
     assert found[0] in caplog.text
     assert plan.simulate() == ss.compile(graph, found[0], "a100:1x2").simulate()
