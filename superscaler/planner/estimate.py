@@ -46,7 +46,7 @@ class Estimator:
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self._bounds: dict[tuple[Use, int, int], list[int] | None] = {}
         self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
-        self.sizes = [size for run in menu.runs for size in menu.inner(run)]
+        self.sizes = menu.sizes()
 
     def of(self, choice: Choice) -> Estimate | None:
         """Return the estimate of a plan with its best stages; None if the model does not allow it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, width
-from superscaler.ir.parts import Block
 from superscaler.ir.program import Forward, Program, Value
 from superscaler.planner.kinds import reduced, runs
 from superscaler.planner.space import Choice, Use
@@ -27,8 +27,6 @@ from superscaler.simulate.segments import Segments
 
 # Of each compiled model: the second one adds its gradients to those of the first.
 _MICROBATCHES = 2
-
-
 # The rows of the microbatches that are measured; costs of others are on the line through these.
 _FEW, _MANY = 1, 4
 
@@ -80,10 +78,11 @@ class Menu:
         """Return the rows of the batch."""
         return batch_of(self.graph)
 
-    def inner(self, run: Sequence[Block]) -> list[int]:
-        """Return the number of blocks, as `blocks=` of a pipeline counts them, in each block of a run."""
+    def sizes(self) -> list[int]:
+        """Return the number of blocks, as `blocks=` of a pipeline counts them, in each block of the runs."""
         paths = [block.path for block in inner_blocks(self.graph)]
-        return [sum(path == b.path or path.startswith(f"{b.path}.") for path in paths) for b in run]
+        blocks = chain.from_iterable(self.runs)
+        return [sum(path == b.path or path.startswith(f"{b.path}.") for path in paths) for b in blocks]
 
     def costs(self, use: Use) -> Costs | None:
         """Return the costs of a use; None if the model does not allow it."""
@@ -101,13 +100,16 @@ class Menu:
         return Costs(blocks, few.rest.towards(many.rest, share), beside)
 
     def _measured(self, use: Use) -> Costs | None:
-        ones = [1] * len(self.runs)
-        more = [[1 + (n == k) for k in range(len(ones))] for n in range(len(ones))]
+        count = range(len(self.runs))
         try:
-            base, beside = self._cost(use, ones)
-            blocks = tuple(self._cost(use, own)[0] - base for own in more)
+            base, beside = self._cost(use, [1 for _ in count])
+            # A block without an equal one is a part of the rest.
+            larger = [
+                self._cost(use, [1 + (n == k) for k in count])[0] if len(self.runs[n]) > 1 else base for n in count
+            ]
         except PlanError:
             return None
+        blocks = tuple(cost - base for cost in larger)
         rest = base
         for cost in blocks:
             rest -= cost
