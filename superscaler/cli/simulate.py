@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from superscaler.cli.common import ModelRequest, command, option, warn_of_servers
+from superscaler.cli.common import ModelRequest, command, option, path, warn_of_servers
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.cluster.links import LOCAL
@@ -20,6 +20,8 @@ from superscaler.specs.sizes import duration, read_bytes
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
+    from superscaler.planner.resumed import Run
+    from superscaler.planner.search import Answer, Found
     from superscaler.simulate.prediction import Prediction
     from superscaler.verbs import Graph
 
@@ -83,16 +85,21 @@ def simulate(
 class SearchRequest(ModelRequest):
     """A model and the cluster to find a plan for."""
 
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model: see compile; with --like that of DIR.")] = ""
     cluster: Annotated[str, option("--cluster", "a100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
+    like: Annotated[
+        Path | None,
+        path("--like", "DIR", "Checkpoints of a run that shall go on on --cluster, with its model and optimizer."),
+    ] = None
 
 
-@command
-def search(
-    printer: Printer,
-    request: SearchRequest,
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What is asked of a search."""
+
     memory: Annotated[
         str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
-    ] = "",
+    ] = ""
     where: Annotated[
         str,
         option(
@@ -101,70 +108,145 @@ def search(
             "device), chunks, zero, recompute, schedule.",
             "TEXT",
         ),
-    ] = "",
-    top: Annotated[int, option("--top", "The number of plans to show.")] = 5,
+    ] = ""
+    batch: Annotated[str, option("--batch", "Rows of a step to choose among, as 256..1024 or 256,384.", "ROWS")] = ""
+    top: Annotated[int, option("--top", "The number of plans to show.")] = 5
     seconds: Annotated[
         float | None, option("--seconds", "Begin no further whole plan after so many seconds; default: no limit.")
-    ] = None,
+    ] = None
+    measure: Annotated[
+        int | None, option("--measure", "Train so many of the best plans for some steps here, and rank them by that.")
+    ] = None
     why_not: Annotated[
         list[str] | None, typer.Option("--why-not", metavar="PLAN", help="Say what speaks against it; repeatable.")
-    ] = None,
+    ] = None
     torch_compile: Annotated[
         bool, typer.Option("--torch-compile", help="Of steps whose segments Inductor compiles, as of train.")
-    ] = False,
-) -> bool:
+    ] = False
+
+    def check(self, request: SearchRequest, cluster: Cluster) -> None:
+        """Raise InputError for options that are out of range, or do not go together."""
+        if self.top < 1:
+            raise InputError(f"--top {self.top}: give 1 or more.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise InputError(f"--seconds {self.seconds}: give a number above 0.")
+        if self.measure is None:
+            return
+        if self.measure < 1:
+            raise InputError(f"--measure {self.measure}: give 1 or more.")
+        if not cluster.is_local:
+            raise InputError(
+                f"--measure trains on this machine, but --cluster is {request.cluster}; give the file that superscaler "
+                "doctor --measure --out FILE.yaml writes."
+            )
+        if self.batch:
+            raise InputError("--measure trains with the batch of MODEL; leave --batch out, or give MODEL that batch.")
+
+
+@command
+def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> bool:
     """Find the plan with the shortest step that fits, and say how far it can be from the best of the space.
 
     The space: pipelines (1F1B, interleaved, zero bubble) of stages with own numbers of blocks, tensor and data
     parallelism, ZeRO and FSDP, recomputation, microbatches. Blocks are compiled and simulated; then the best plans are,
-    whole. Exit code 1 when none fits.
+    whole. With --like, the plan is for a run that goes on. Exit code 1 when no plan fits.
     """
-    if top < 1:
-        raise InputError(f"--top {top}: give 1 or more.")
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"--seconds {seconds}: give a number above 0.")
     from superscaler.cluster import Cluster
     from superscaler.planner import constraints
 
-    request.check()
-    constraints.read(where)
     cluster = Cluster.parse(request.cluster)
-    capacity = read_bytes("--memory", memory) if memory else None
+    options.check(request, cluster)
+    constraints.read(options.where)
+    batches = constraints.read_batches(options.batch)
+    capacity = read_bytes("--memory", options.memory) if options.memory else None
     from superscaler.simulate.predict import check_speeds
 
     check_speeds(cluster)
+    request, run = _like(request)
+    request.check()
     graph = _shapes(request, cluster)
-    from superscaler.planner.search import reasons, why
+    from superscaler.planner.reasons import reasons, why
     from superscaler.planner.search import search as find
 
-    limit = float("inf") if seconds is None else seconds
-    answer = find(graph, cluster, capacity, where, torch_compile, limit, printer.progress.say)
-    best = answer.best.prediction
-    within = best.step_seconds / answer.bound - 1
+    if run is not None:
+        run.check(graph)
+    limit = float("inf") if options.seconds is None else options.seconds
+    say, compiled = printer.progress.say, options.torch_compile
+    answer = find(graph, cluster, capacity, options.where, compiled, limit, say, batches)
+    seconds = dict[str, float]()
+    if options.measure and answer.best.prediction.fits:
+        seconds = _measured(request, cluster, answer, options.measure, compiled)
+        answer = answer.ranked(seconds)
+    best, row = answer.best, answer.best.prediction
+    within = 1 - answer.bound / row.step_seconds
     lines = [
-        answer.best.spec,
-        f"  step {duration(best.step_seconds)}; nothing in this space is below {duration(answer.bound)} ({within:.0%} "
+        best.spec,
+        *([f"  a batch of {best.choice.batch}"] if batches else []),
+        f"  step {duration(row.step_seconds)}; nothing in this space is below {duration(answer.bound)} ({within:.0%} "
         "less at most)"
-        if best.fits
+        if row.fits
         else "  no plan of the space fits; this one needs the least memory",
         *(f"  {line}" for line in reasons(answer)),
     ]
-    printer.show("\n".join(lines))
-    from superscaler.simulate.prediction import PLANS, plan_row
-
-    names = ["plan", *PLANS]
-    rows = [plan_row(found.spec, found.prediction) for found in answer.plans[:top]]
-    printer.show(table(names, rows, names[1:-1], "The best plans"))
-    against = {spec: why(spec, graph, cluster, answer, capacity, torch_compile) for spec in why_not or ()}
+    printer.show(
+        "\n".join(lines), *([run.goes_on(best.choice, request.cluster, cluster.is_local)] if run is not None else [])
+    )
+    _show_plans(printer, {_with_batch(found, batches): found for found in answer.plans[: options.top]}, seconds)
+    against = {spec: why(spec, graph, cluster, answer, capacity, compiled) for spec in options.why_not or ()}
     for spec, text in against.items():
         printer.show(f"{spec}: {text}")
     printer.result = {
-        "plan": answer.best.spec,
+        "plan": best.spec,
+        "batch": best.choice.batch,
         "bound": answer.bound,
-        "plans": {found.spec: found.prediction.as_json() for found in answer.plans[:top]},
+        "plans": {_with_batch(f, batches): f.prediction.as_json() for f in answer.plans[: options.top]},
+        "measured": seconds,
         "why_not": against,
     }
-    return best.fits
+    return row.fits
+
+
+def _like(request: SearchRequest) -> tuple[SearchRequest, Run | None]:
+    """Return the request with what the checkpoints of --like were trained with, and the run of these."""
+    if request.like is None:
+        if not request.model:
+            raise InputError("search has neither MODEL nor --like DIR; give one of them.")
+        return request, None
+    from superscaler.planner.resumed import Run
+
+    run = Run.read(request.like, request.model)
+    return replace(request, **run.options(request.optimizer, request.precision)), run
+
+
+def _measured(
+    request: SearchRequest, cluster: Cluster, answer: Answer, count: int, torch_compile: bool
+) -> dict[str, float]:
+    """Return the seconds of a step of the best plans that fit, trained on this machine."""
+    from superscaler.plan import compile as compile_graph
+    from superscaler.planner.measured import measured
+
+    graph = request.capture()[0]
+    specs = [found.spec for found in answer.plans if found.prediction.fits][:count]
+    return measured(
+        specs, lambda spec, out: compile_graph(graph, spec, cluster).save(out), len(cluster.devices), torch_compile
+    )
+
+
+def _with_batch(found: Found, batches: Sequence[int]) -> str:
+    """Return the text of a plan, with its batch where there are several."""
+    return f"{found.spec}, batch {found.choice.batch}" if len(batches) > 1 else found.spec
+
+
+def _show_plans(printer: Printer, plans: Mapping[str, Found], seconds: Mapping[str, float]) -> None:
+    """Print the best plans in a table, with what was measured."""
+    from superscaler.simulate.prediction import PLANS, plan_row
+
+    names, more = ["plan", *PLANS], ["measured"] if seconds else []
+    rows = [
+        [*plan_row(name, found.prediction), *(duration(seconds[name]) if name in seconds else "" for _ in more)]
+        for name, found in plans.items()
+    ]
+    printer.show(table([*names, *more], rows, [*names[1:-1], *more], "The best plans"))
 
 
 def _shapes(request: ModelRequest, cluster: Cluster) -> Graph:

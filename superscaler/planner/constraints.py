@@ -17,6 +17,8 @@ _NONE = {"dp": 1, "tp": 1, "pp": 1, "chunks": 1, "zero": 0, "recompute": "none"}
 _SIGNS = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
+# The largest batch that is searched.
+_MOST_ROWS = 1_000_000
 _CLAUSE = re.compile(r"(\w+)\s*(<=|>=|!=|==|<|>|=)\s*(\w+)")
 
 
@@ -52,6 +54,24 @@ def _read(clause: str) -> Allows:
     if not value.isdecimal():
         raise InputError(f"--where: '{clause}': {name} is a number, not {value}; write one as {name} {sign} 2.")
     return lambda c: bool(_SIGNS[sign](getattr(c, name), int(value)))
+
+
+def read_batches(text: str) -> list[int]:
+    """Return the batches of a text: some of them, or all powers of two times the first up to the last.
+
+    >>> read_batches("256..1024"), read_batches("96, 128")
+    ([256, 512, 1024], [96, 128])
+    """
+    first, is_range, last = text.partition("..")
+    numbers = [part.strip() for part in ([first, last] if is_range else text.split(","))] if text.strip() else []
+    if not all(part.isdecimal() and 0 < int(part) <= _MOST_ROWS for part in numbers):
+        raise InputError(f"--batch '{text}': give rows of a step from 1 to {_MOST_ROWS:,}, as 256..1024 or 256,384.")
+    found = sorted({int(part) for part in numbers})
+    if not is_range:
+        return found
+    if int(first) > int(last):
+        raise InputError(f"--batch '{text}': the first is above the last; write {last.strip()}..{first.strip()}.")
+    return [found[0] << k for k in range(_MOST_ROWS.bit_length()) if found[0] << k <= found[-1]]
 
 
 def left(space: Sequence[Choice], constraints: Sequence[tuple[str, Allows]]) -> list[Choice]:

@@ -36,6 +36,11 @@ class Estimate(NamedTuple):
     peak: float
     bound: float
 
+    @property
+    def a_row(self) -> float:
+        """Return the seconds for each row of the batch."""
+        return self.seconds / self.choice.batch
+
 
 class Estimator:
     """Estimates of plans of a graph on a cluster."""

@@ -9,7 +9,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, Op
 from superscaler.ir.parts import Block
 from superscaler.ir.variants import resized
-from superscaler.plans.lib.shared import inner_blocks
+from superscaler.plans.lib.shared import batch_of, inner_blocks
 
 # What a tensor is to a block: made inside by an op, its weight, or given from outside; with its shape.
 Form = tuple[object, ...]
@@ -90,6 +90,11 @@ def reduced(graph: Graph, repeated: Sequence[Sequence[Block]], counts: Sequence[
     used = {i.factor for op in small.ops for i in op.indices} | {f for t in tensors.values() for f in t.factors}
     small = replace(small, factors={name: factor for name, factor in model.factors.items() if name in used})
     return Graph(resized(small, {"batch": rows}), graph.captured)
+
+
+def of_batch(graph: Graph, rows: int) -> Graph:
+    """Return the graph with so many rows, without values; itself if it has them."""
+    return graph if rows == batch_of(graph) else reduced(graph, (), (), rows)
 
 
 def _reading(op: Op, other: Mapping[str, str]) -> Op:

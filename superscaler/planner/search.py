@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
-from superscaler.errors import InputError, PlanError, brief
+from superscaler.errors import InputError, PlanError
 from superscaler.ir.graph import Graph
 from superscaler.planner.constraints import left, read
 from superscaler.planner.estimate import Estimate, Estimator
+from superscaler.planner.kinds import of_batch
 from superscaler.planner.menu import Menu
-from superscaler.planner.space import Choice, Use, choices
+from superscaler.planner.space import Choice, Use, choices, nearest
 from superscaler.plans import resolve
 from superscaler.simulate.predict import check_speeds, predict
 from superscaler.simulate.prediction import Prediction
@@ -30,8 +31,6 @@ _NEAR = 0.995
 _ALMOST = 1.1
 # The weight of the whole plans of the same kind beside that of the estimate itself.
 _TRUST = 0.25
-# The parts of a device's step.
-_PARTS = ("compute", "communication", "bubble", "optimizer", "launch", "copies")
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,17 @@ class Found:
     choice: Choice
     prediction: Prediction
 
+    @property
+    def a_row(self) -> float:
+        """Return the seconds of a step for each row of its batch."""
+        return self.prediction.step_seconds / self.choice.batch
+
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a search. `plans`: compiled whole, the best first, those that fit before others. `bound`: the least
-    seconds of a step in the space, by the estimates. `estimates`: of all plans that the model allows.
+    """The result of a search. `plans`: compiled whole, those that fit first, then by the seconds of a row of the batch.
+    `bound`: the least seconds of a step of the best plan's batch, by the estimates. `estimates`: of all plans that the
+    model allows, corrected by those compiled whole.
     """
 
     plans: Sequence[Found]
@@ -56,6 +61,10 @@ class Answer:
     @property
     def best(self) -> Found:
         return self.plans[0]
+
+    def ranked(self, seconds: Mapping[str, float]) -> Answer:
+        """Return the answer with the plans whose steps were measured first, the shortest before others."""
+        return replace(self, plans=sorted(self.plans, key=lambda found: seconds.get(found.spec, inf)))
 
 
 @checked
@@ -67,6 +76,7 @@ def search(
     torch_compile: bool = False,
     seconds: float = inf,
     note: Callable[[str], None] = lambda line: None,
+    batches: Sequence[int] = (),
 ) -> Answer:
     """Return the best plans of the space for a graph on a cluster, the best first: `ss.search(graph, "a100:1x8").best`.
 
@@ -75,30 +85,30 @@ def search(
     torch_compile  steps are loaded with it
     seconds        after which no further plan is compiled whole
     note           gets a line for each stage of the search
+    batches        rows of a step to choose among; default: those that were captured
     Raises InputError if the speeds of the devices are unknown, for a constraint that no plan satisfies, and if no plan
     of the space holds for the model.
     """
-    if not seconds > 0 or (memory is not None and memory < 1):
-        raise InputError(f"search has memory={memory} and seconds={seconds}; give numbers above 0, or leave them out.")
+    if not seconds > 0 or (memory is not None and memory < 1) or any(rows < 1 for rows in batches):
+        given = f"memory={memory}, seconds={seconds} and batches={list(batches)}"
+        raise InputError(f"search has {given}; give numbers above 0, or leave them out.")
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     start, constraints, kind = time.monotonic(), read(where), check_speeds(devices)
     menu, room = Menu(graph, devices, torch_compile), memory or kind.memory or inf
     estimator = Estimator(graph, devices, menu)
-    every = list(choices(devices, menu.batch, len(estimator.run_of), _by_sequence(menu, devices)))
+    count, is_cut = len(estimator.run_of), _by_sequence(menu, devices)
+    every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, is_cut)]
     if not every:
-        raise InputError(
-            f"{devices} has {len(devices.devices)} devices, among which a batch of {menu.batch} cannot be divided; "
-            "give another batch."
-        )
+        raise InputError(_undivided(devices, batches or [menu.batch], count))
     space = left(every, constraints)
     note(f"{len(space)} plans in the space; measuring blocks")
     estimates = [found for found in map(estimator.of, space) if found is not None]
     if not estimates:
         raise InputError("no plan of the space holds for this model; superscaler plans lists others.")
     note(f"{len(estimates)} plans estimated; compiling the best")
-    found = list[Found]()
+    found, errors = list[Found](), _Errors()
     try:
-        for whole in _whole_plans(estimates, room, partial(_whole, graph, devices, memory, torch_compile)):
+        for whole in _whole_plans(estimates, room, errors, partial(_whole, graph, devices, memory, torch_compile)):
             found.append(whole)
             note(_line(whole))
             if time.monotonic() - start > seconds:
@@ -109,32 +119,45 @@ def search(
         note("interrupted; these are the best so far")
     if not found:
         raise InputError("none of the best estimates holds for this model; give constraints that leave others.")
-    found.sort(key=lambda f: (not f.prediction.fits, f.prediction.step_seconds))
-    fitting = [e.bound for e in estimates if e.peak <= _ALMOST * room]
-    return Answer(found, min([*fitting, found[0].prediction.step_seconds]), estimates)
+    found.sort(key=lambda f: (not f.prediction.fits, f.a_row))
+    fitting = [e.bound / e.choice.batch for e in estimates if e.peak <= _ALMOST * room]
+    bound = min([*fitting, found[0].a_row]) * found[0].choice.batch
+    whole_plans = {f.choice: f.prediction for f in found}
+    return Answer(found, bound, [errors.corrected(e, whole_plans.get(e.choice)) for e in estimates])
+
+
+def _undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
+    """Return the error of batches that cannot be divided among devices, with what can be."""
+    rows, fewer = nearest(cluster, batches[-1], blocks)
+    given, others = ", ".join(map(str, batches)), " or ".join(map(str, rows))
+    least = f", or {fewer} devices" if fewer else ""
+    return (
+        f"a batch of {given} cannot be divided among the {len(cluster.devices)} devices of {cluster}; take a batch of "
+        f"{others}{least}."
+    )
 
 
 def _whole_plans(
-    estimates: Sequence[Estimate], room: float, compiled: Callable[[Choice], Found | None]
+    estimates: Sequence[Estimate], room: float, errors: _Errors, compiled: Callable[[Choice], Found | None]
 ) -> Iterator[Found]:
     """Yield plans that are compiled whole, the best estimates first, until no estimate is better than the best plan.
     Each corrects the estimates of its kind.
     """
-    errors, waiting, best = _Errors(), {e.choice: e for e in estimates}, inf
+    waiting, best = {e.choice: e for e in estimates}, inf
 
     def rank(e: Estimate) -> tuple[bool, float]:
         """Those that fit come first, the fastest first; others by their bytes."""
-        return e.peak > _ALMOST * room, e.seconds if e.peak <= _ALMOST * room else e.peak
+        return e.peak > _ALMOST * room, e.a_row if e.peak <= _ALMOST * room else e.peak
 
     for count in range(min(MOST, len(estimates))):
         nearest = min(map(errors.corrected, waiting.values()), key=rank)
-        is_worse = best < inf and nearest.seconds > _NEAR * best
+        is_worse = best < inf and nearest.a_row > _NEAR * best
         if count >= _LEAST and (is_worse or nearest.peak > _ALMOST * room):
             return
         estimate = waiting.pop(nearest.choice)
         if (whole := compiled(estimate.choice)) is not None:
             errors.learn(estimate, whole.prediction)
-            best = min(best, whole.prediction.step_seconds) if whole.prediction.fits else best
+            best = min(best, whole.a_row) if whole.prediction.fits else best
             yield whole
 
 
@@ -150,8 +173,12 @@ class _Errors:
         found = p.step_seconds / e.seconds, p.fullest.peak_bytes / e.peak
         self.known.setdefault(self._kind(e.choice), []).append(found)
 
-    def corrected(self, e: Estimate) -> Estimate:
-        """Return the estimate with more seconds and bytes, or less, as those of its kind had."""
+    def corrected(self, e: Estimate, whole: Prediction | None = None) -> Estimate:
+        """Return the estimate with the seconds and bytes of the whole plan; without it with more of them, or less, as
+        those of its kind had.
+        """
+        if whole is not None:
+            return e._replace(seconds=whole.step_seconds, peak=float(whole.fullest.peak_bytes))
         own = self.known.get(self._kind(e.choice), ())
         time, room = ((_TRUST + sum(pair[k] for pair in own)) / (_TRUST + len(own)) for k in (0, 1))
         return e._replace(seconds=e.seconds * time, peak=e.peak * room)
@@ -176,46 +203,7 @@ def _line(found: Found) -> str:
 def _whole(graph: Graph, cluster: Cluster, memory: int | None, torch_compile: bool, choice: Choice) -> Found | None:
     """Return a plan that is compiled whole; None if the model does not allow it."""
     try:
-        program = compile_graph(graph, resolve(choice.spec), cluster).program
+        program = compile_graph(of_batch(graph, choice.batch), resolve(choice.spec), cluster).program
         return Found(choice.spec, choice, predict(program, cluster, memory, torch_compile))
     except PlanError:
         return None
-
-
-def reasons(answer: Answer) -> Iterator[str]:
-    """Yield a line for each decision of the best plan: what the best estimates with other values take."""
-    best, capacity = answer.best, answer.best.prediction.capacity or inf
-    mine = next(e for e in answer.estimates if e.choice == best.choice)
-    ranked = sorted(answer.estimates, key=lambda e: (e.peak > capacity, e.seconds))
-    for name in ("pp", "tp", "dp", "rows", "recompute", "zero", "schedule"):
-        own, others = getattr(best.choice, name), dict[object, Estimate]()
-        for e in ranked:
-            others.setdefault(getattr(e.choice, name), e)
-        words = [
-            f"{value} {_beside(e, mine, capacity)}" for value, e in sorted(others.items(), key=str) if value != own
-        ]
-        if words:
-            yield f"{name} {own}: {', '.join(words)}"
-
-
-def _beside(e: Estimate, mine: Estimate, capacity: float) -> str:
-    """Return an estimate beside that of the best plan, in words."""
-    return "does not fit" if e.peak > capacity else f"{e.seconds / mine.seconds - 1:+.0%}"
-
-
-def why(
-    spec: str, graph: Graph, cluster: Cluster, answer: Answer, capacity: int | None, torch_compile: bool = False
-) -> str:
-    """Return the reason against a plan beside the best one, in words."""
-    try:
-        p = predict(compile_graph(graph, resolve(spec), cluster).program, cluster, capacity, torch_compile)
-    except PlanError as error:
-        return f"it does not hold: {brief(error)}"
-    if not p.fits:
-        return f"it does not fit: {size(p.fullest.peak_bytes)} of {size(p.capacity or 0)} on a device"
-    best = answer.best.prediction
-    longer = {part: p.mean(part) - best.mean(part) for part in _PARTS}
-    part = max(longer, key=lambda name: longer[name])
-    change = p.step_seconds / best.step_seconds - 1
-    cause = f", most of it {part}: {duration(longer[part])} more a device" if change > 0 else ""
-    return f"its step takes {duration(p.step_seconds)}, {change:+.1%}{cause}"

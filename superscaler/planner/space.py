@@ -53,6 +53,11 @@ class Choice:
     blocks: tuple[int, ...] = ()
 
     @property
+    def batch(self) -> int:
+        """Return the rows of a step, of all devices."""
+        return self.dp * self.rows * self.microbatches
+
+    @property
     def use(self) -> Use:
         return Use(self.tp, self.sequence and self.tp > 1, self.recompute, self.rows)
 
@@ -94,9 +99,28 @@ class Choice:
 
 def choices(cluster: Cluster, batch: int, blocks: int, sequence: bool) -> Iterator[Choice]:
     """Yield the plans for a batch of so many rows and a model of so many blocks; some may not hold for a model."""
-    count = len(cluster.devices)
+    return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, sequence)
+
+
+def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
+    """Return the batches next to one that have plans on a cluster, the smaller first, and the most of its whole servers
+    (its devices, if it has one server) on which this batch has one.
+    """
+
+    def has_any(count: int, rows: int) -> bool:
+        return any(True for _ in _choices(count, cluster.devices_per_server, rows, blocks, False))
+
+    count, unit = len(cluster.devices), cluster.devices_per_server
+    unit = unit if count > unit else 1
+    ways = range(batch - 1, 0, -1), range(batch + 1, batch + count + 1)
+    found = [next((rows for rows in way if has_any(count, rows)), None) for way in ways]
+    fewer = next(n for n in range(count - unit, -1, -unit) if n == 0 or has_any(n, batch))
+    return [rows for rows in found if rows], fewer
+
+
+def _choices(count: int, per_server: int, batch: int, blocks: int, sequence: bool) -> Iterator[Choice]:
     for pp in (n for n in divisors(count) if n <= max(blocks, 1)):
-        for tp in (n for n in divisors(count // pp) if n <= cluster.devices_per_server):
+        for tp in (n for n in divisors(count // pp) if n <= per_server):
             dp = count // pp // tp
             for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS) if batch % dp == 0 else ():
                 plain = Choice(dp, tp, pp, rows, batch // dp // rows, sequence)

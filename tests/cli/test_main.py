@@ -98,7 +98,20 @@ def test_the_options_of_every_command() -> None:
             [*compiling, "--compare", "--cuda-graph", "--memory", "--torch-compile", "directory", "model"]
         ),
         "search": sorted(
-            [*model, "--cluster", "--memory", "--seconds", "--top", "--torch-compile", "--where", "--why-not", "model"]
+            [
+                *model,
+                "--batch",
+                "--cluster",
+                "--like",
+                "--measure",
+                "--memory",
+                "--seconds",
+                "--top",
+                "--torch-compile",
+                "--where",
+                "--why-not",
+                "model",
+            ]
         ),
         "train": sorted(
             [*compiling, *training, "--check-finite", "--out", "--seed", "--steps", "--torch-compile", "model"]

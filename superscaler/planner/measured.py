@@ -1,0 +1,50 @@
+"""Plans that take turns in training on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from superscaler.interrupt import TemporaryFolder
+from superscaler.launch.launch import call
+
+# The steps of a turn that are not timed, those that are, and the turns of each plan, the fastest of which counts.
+_WARM, _STEPS, _TURNS = 2, 6, 3
+
+
+def measured(
+    plans: Sequence[str], save: Callable[[str, Path], object], world: int, torch_compile: bool
+) -> dict[str, float]:
+    """Return the seconds of a step of each plan, trained by `world` processes of this machine. `save`: writes a plan
+    into a directory.
+
+    Plans take turns, so that what else the machine does slows all of them.
+    """
+    with TemporaryFolder() as name:
+        for number, plan in enumerate(plans):
+            save(plan, Path(name) / f"plan{number}")
+        found = call(train_in_turns, world, name, str(len(plans)), str(int(torch_compile)))
+    return dict(zip(plans, map(max, zip(*found, strict=True)), strict=True))
+
+
+def train_in_turns(folder: str, count: str, torch_compile: str) -> list[float]:
+    """Return the seconds of a step of each plan in a folder, on this rank."""
+    from superscaler.runtime.load import load
+    from superscaler.train.loop import choose_batches
+
+    found = [float("inf")] * int(count)
+    for turn in range(_TURNS):
+        for number in range(int(count)):
+            step = load(Path(folder) / f"plan{number}", torch_compile=torch_compile == "1")
+            batches = choose_batches(step, None, turn)
+            for n in range(_WARM + _STEPS):
+                if n == _WARM:
+                    step.state.communicator.barrier()
+                    start = time.perf_counter()
+                step(batches(n))
+            step.state.communicator.barrier()
+            found[number] = min(found[number], (time.perf_counter() - start) / _STEPS)
+            if step.watch is not None:
+                step.watch.close()
+    return found

@@ -1,0 +1,116 @@
+"""Searches for what is there: other batches, runs that go on, and plans that are measured."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import superscaler as ss
+from superscaler.cluster import LOCAL, PRESETS
+from superscaler.errors import InputError
+from superscaler.planner.constraints import read_batches
+from superscaler.planner.search import search
+from tests.helpers.commands import answer, run
+from tests.helpers.graphs import graph_of
+
+TINY = "gpt2:size=tiny"
+FEW = "no recompute, no zb_h1, zero < 3"
+
+
+def _machine(folder: Path, devices: int) -> Path:
+    """Write a cluster of this machine whose devices have the speeds of an A100."""
+    file = folder / f"machine{devices}.yaml"
+    file.write_text(str(ss.Cluster.of("machine", LOCAL, 1, devices, PRESETS[LOCAL].links, PRESETS["a100"].device)))
+    return file
+
+
+def test_a_batch_is_chosen_and_its_plan_is_predicted_as_a_capture_of_that_batch() -> None:
+    graph = graph_of(f"{TINY},batch=8")
+    found = search(graph, "a100:1x2", where=f"{FEW}, rows <= 4", batches=[4, 8, 16])
+    rows = [plan.prediction.step_seconds / plan.choice.batch for plan in found.plans]
+    assert rows == sorted(rows)
+    assert {plan.choice.batch for plan in found.plans} > {16}
+    for plan in found.plans[:3]:
+        own = graph_of(f"{TINY},batch={plan.choice.batch}")
+        assert ss.compile(own, plan.spec, "a100:1x2").simulate() == plan.prediction
+    best = found.best.prediction.step_seconds
+    assert 0 < found.bound <= best
+    # Estimates of plans that were compiled whole are their predictions.
+    assert {e.choice: e.seconds for e in found.estimates}[found.best.choice] == best
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("8..", "give rows of a step"), ("0", "give rows"), ("16..8", "write 8..16"), ("1e3", "give rows")],
+)
+def test_batches_that_are_none_are_refused(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read_batches(text)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_with_what_can_be() -> None:
+    """5 rows on 7 servers of 2: 10 devices in 5 groups of 2 can divide them."""
+    with pytest.raises(InputError, match=r"a batch of 5 cannot be divided among the 14 .*a batch of 7, or 10 devices"):
+        search(graph_of(f"{TINY},batch=5"), "a100:7x2")
+
+
+def test_a_checkpoint_of_another_model_or_precision_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", FEW]
+    assert run("train", TINY, "--plan", "single", "--cluster", "local:1", "--steps", 1, "--save", kept) == 0
+    found, _ = answer(capfd, "search", "--like", kept, *given)
+    assert found["batch"] == 8
+    refused = {
+        ("--precision", "bf16"): "was trained in fp32",
+        ("--optimizer", "sgd"): "was trained by AdamW with 1 parameter groups, but this model by SGD",
+        (f"{TINY},layers=3",): "lacks transformer.h.2",
+        (f"{TINY},layers=1",): "has transformer.h.1",
+        (f"{TINY},hidden=128",): r"has shape \[512, 64\]",
+        ("--measure", "2"): "trains on this machine, but --cluster is a100:1x2",
+    }
+    for more, why in refused.items():
+        assert run("search", "--like", kept, *given, *more) == 2
+        assert re.search(why, capfd.readouterr().err)
+
+
+@pytest.mark.dist
+def test_the_plan_of_the_shortest_measured_step_is_the_answer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--cluster", _machine(tmp_path, 2), "--where", f"{FEW}, rows = 4", "--measure", 2]
+    found, _ = answer(capfd, "search", TINY, *given)
+    assert len(found["measured"]) == 2
+    assert found["plan"] == min(found["measured"], key=lambda plan: found["measured"][plan])
+    assert all(seconds > 1e-4 for seconds in found["measured"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.dist(python="real")
+def test_a_job_that_loses_devices_goes_on_under_a_plan_for_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its losses are those of a run on one device that nothing happened to, within the rounding of another order."""
+    kept, command = tmp_path / "kept", [sys.executable, "-m", "superscaler", "train", TINY]
+    lost = subprocess.Popen(
+        [*command, "--plan", "hybrid:dp=2,tp=2", "--cluster", "local:4", "--steps", "100000", "--save", str(kept),
+         "--save-every", "3", "--keep", "2"], start_new_session=True,
+    )  # fmt: skip
+    while not (kept / "latest").exists():
+        time.sleep(0.2)
+        assert lost.poll() is None
+    os.killpg(lost.pid, signal.SIGKILL)
+    lost.wait()
+    machine = _machine(tmp_path, 2)
+    found, _ = answer(capfd, "search", "--like", kept, "--cluster", machine, "--where", FEW)
+    done = int((kept / "latest").read_text().strip().removeprefix("step-"))
+    given = [TINY, "--steps", done + 3]
+    again, _ = answer(capfd, "train", *given, "--plan", found["plan"], "--cluster", machine, "--resume", kept)
+    whole, _ = answer(capfd, "train", *given, "--plan", "single", "--cluster", "local:1")
+    assert again["world"] == 2
+    assert again["losses"] == pytest.approx(whole["losses"][-3:], rel=1e-4)
