@@ -53,12 +53,12 @@ def materialize(
     With a fold the schedule has the sampled places only, with `steady` the first microbatches only. If these do not
     determine all others, Unfoldable names an axis of the fold, and Aperiodic is raised for the microbatches.
     """
-    model = schedule.edges.model
-    graph, turns = schedule.edges.graph, _turns(schedule.edges)
+    model = schedule.flow.model
+    graph, turns = schedule.flow.graph, _turns(schedule.flow)
     rounded = model.rounded if graph.policy.gathers_halves else {}
     own = steady or microbatches_of(graph)
     options = LoweringOptions(
-        model.tensors, model.from_weights, costs, schedule.edges.fold, fold, graph.policy, rounded, own, turns
+        model.tensors, model.from_weights, costs, schedule.flow.fold, fold, graph.policy, rounded, own, turns
     )
     code = Code(model.tensors, world, own.inner if own else 0)
     builder = _Builder(schedule, Writer(schedule.transfers, code, options))
@@ -71,18 +71,18 @@ class _Builder:
     """A writer of the work of the sampled devices, whose code determines the code of all."""
 
     def __init__(self, schedule: Schedule, writer: Writer) -> None:
-        self.schedule, self.model = schedule, schedule.edges.model
+        self.schedule, self.model = schedule, schedule.flow.model
         self.writer, self.code, self.options = writer, writer.code, writer.options
         self.losses, self.nexts = self.model.losses, self.model.nexts
         self.values = Values(writer)
-        self.residents = Residents(schedule.edges, self.code)
-        self.functions = Functions(schedule.edges)
+        self.residents = Residents(schedule.flow, self.code)
+        self.functions = Functions(schedule.flow)
         self.loss_places = self._loss_places()
         self.loss_parts: list[list[tuple[Value, bool, int]]] = [[] for _ in self.code.of]
         # By update, the transfers of views of its weight or buffer.
         self.views: dict[Work, list[int]] = {}
         for number, transfer in enumerate(schedule.transfers):
-            for update in updates_of(schedule.edges, transfer, transfer.pieces):
+            for update in updates_of(schedule.flow, transfer, transfer.pieces):
                 self.views.setdefault(update, []).append(number)
         self._moving: dict[tuple[int, int], bool] = {}
         # Whether only the first microbatches are written.
@@ -118,7 +118,7 @@ class _Builder:
         corresponding devices, or the updates of one iteration.
         """
         if node.kind == "U":
-            return "U", self.schedule.edges.by_home[node.number].iteration
+            return "U", self.schedule.flow.by_home[node.number].iteration
         return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
 
     def program(self) -> Program:
@@ -143,13 +143,13 @@ class _Builder:
             for rank, code in with_frees({rank: self.code.of[rank] for rank in ranks}, self.options).items()
         }
         devices = tuple(made.values()) if fold is None else fold_devices(made, fold, world)
-        mesh = self.schedule.edges.graph.mesh
+        mesh = self.schedule.flow.graph.mesh
         mesh = mesh if prod(mesh.values()) == len(devices) else {}
         return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
 
     def _offloaded(self, rank: int, code: list[Instruction]) -> list[Instruction]:
         weights = {w.name for w in self.residents.weights[rank].values()}
-        keep = self.schedule.edges.graph.policy.kept_tapes
+        keep = self.schedule.flow.graph.policy.kept_tapes
         return with_offload(code, self.functions.made, weights, keep) if keep else code
 
     def _awaited(self, node: Node) -> Iterator[Work]:
@@ -162,8 +162,8 @@ class _Builder:
 
     def _pieces(self, node: Node) -> int:
         """Return the number of pieces in which an update gets its gradient."""
-        edges = self.schedule.edges
-        return edges.graph.policy.pieces.get(edges.by_home[node.number].name, 1)
+        flow = self.schedule.flow
+        return flow.graph.policy.pieces.get(flow.by_home[node.number].name, 1)
 
     def _regathered(self, segment: Segment, key: Key) -> list[Place]:
         """Return the places where a backward reads regathered weights."""
@@ -192,7 +192,7 @@ class _Builder:
             assert name is not None, (tensor, key)
             return name
         box = alias.box(at)
-        if alias.is_zero(at) or tensor in self.schedule.edges.unread:
+        if alias.is_zero(at) or tensor in self.schedule.flow.unread:
             # Another part reads the value, or nobody needs it; this one reads zeros.
             like = self.code.like(tensor, microbatch=key[1] if self.options.microbatches else -1)
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
@@ -230,7 +230,7 @@ class _Builder:
         weights = tuple(name for name in regathered if name is not None)
         run = Backward(task(segment.number, key), gradients, outputs, half, weights, sums)
         self.code.write(node.device, run)
-        at = segment.at[key] if self.schedule.edges.graph.policy.pieces else None
+        at = segment.at[key] if self.schedule.flow.graph.policy.pieces else None
         for number, output in made.items():
             if output is not None:
                 box = None if at is None else segment.aliases[number].box(at)
@@ -253,7 +253,7 @@ class _Builder:
             name = self.values.value(Place(BACKWARD, segment.number, key, number))
             row = int(segment.row_of[output.op.name][at])
             loss = self.model.origin(output.tensor)
-            is_one = loss in self.losses and self.schedule.edges.seeds_gradient(loss, row)
+            is_one = loss in self.losses and self.schedule.flow.seeds_gradient(loss, row)
             gradients.append(ONE if is_one else name)
         return tuple(gradients)
 
@@ -293,7 +293,7 @@ class _Builder:
                 if not self.writer.transfers[number].is_local:
                     self.writer.wait_before_update(number, node.device % HOSTS)
             weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))
-            if self.schedule.edges.by_home[node.number].outputs[0].tensor in self.nexts:
+            if self.schedule.flow.by_home[node.number].outputs[0].tensor in self.nexts:
                 kept.add(weight.name)
             if value is not None:
                 is_version = self.model.tensors[weight.tensor].origin
@@ -312,22 +312,22 @@ class _Builder:
         for segment in self.schedule.segments:
             for number, output in enumerate(segment.outputs):
                 if output.tensor in self.losses:
-                    keys = self.schedule.edges.rows[output.op.name].keys
-                    rows = self.schedule.edges.whole(output.op, output.slot)
+                    keys = self.schedule.flow.rows[output.op.name].keys
+                    rows = self.schedule.flow.whole(output.op, output.slot)
                     found |= {Place(FORWARD, segment.number, keys[row], number) for row in rows}
         return found
 
 
-def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
+def _turns(flow: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
     """Return, for each gradient (or piece of one) that a plan orders, the numbers of these orders and its side in
     each.
     """
     found: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for number, order in enumerate(edges.graph.orders):
+    for number, order in enumerate(flow.graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, _ in group.members if group.kind == "C" else ():
-                home = edges.home_number[edges.graph.op(name).inputs[0].tensor]
-                count = edges.graph.policy.pieces.get(name, 1)
+                home = flow.home_number[flow.graph.op(name).inputs[0].tensor]
+                count = flow.graph.policy.pieces.get(name, 1)
                 for piece in range(count) if group.microbatch is None else (group.microbatch,):
                     found.setdefault((home, piece), set()).add((number, side))
     return {piece: frozenset(orders) for piece, orders in found.items()}

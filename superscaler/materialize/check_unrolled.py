@@ -271,7 +271,7 @@ def _meeting(i: Instruction) -> Instruction | None:
 def _works(steady: SteadyState, schedule: Schedule) -> list[list[tuple[str, int]]]:
     """Return, for each work of a plan's orders, the kinds of work of segments in it."""
     segment_of = {op.name: s for s in schedule.segments for op in s.ops}
-    segment_of |= {m.name: segment_of[name] for name, m in schedule.edges.mirrors.items()}
+    segment_of |= {m.name: segment_of[name] for name, m in schedule.flow.mirrors.items()}
     found = []
     for group in steady.works:
         some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}

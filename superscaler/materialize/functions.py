@@ -16,8 +16,8 @@ from superscaler.schedule.segments import Segment
 class Functions:
     """The functions made so far. A part is a segment and the position `at` of one of its keys."""
 
-    def __init__(self, edges: Dataflow) -> None:
-        self.edges = edges
+    def __init__(self, flow: Dataflow) -> None:
+        self.flow = flow
         self.made: list[Function] = []
         self._numbers: dict[Hashable, int] = {}
         # By segment, and by the rows of its ops: those of the layers of a model are often equal.
@@ -38,7 +38,7 @@ class Functions:
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
             grads = tuple(segment.gradient_kinds)
-            is_wide = partial(self.edges.model.is_widened, rounds=self.edges.graph.policy.gathers_halves)
+            is_wide = partial(self.flow.model.is_widened, rounds=self.flow.graph.policy.gathers_halves)
             wide = tuple(n for n in grads if is_wide(names[n]))
             saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
             self._numbers[key] = len(self.made)
@@ -49,14 +49,14 @@ class Functions:
     def of(self, segment: Segment) -> "_Own":
         """Return the parts of a segment."""
         if segment.number not in self._own:
-            key = tuple(id(self.edges.rows[op.name]) for op in segment.ops)
+            key = tuple(id(self.flow.rows[op.name]) for op in segment.ops)
             if key not in self._by_rows:
                 self._by_rows[key] = self._find(segment)
             self._own[segment.number] = self._by_rows[key]
         return self._own[segment.number]
 
     def _find(self, segment: Segment) -> "_Own":
-        rows = [(self.edges.rows[op.name], segment.row_of[op.name]) for op in segment.ops]
+        rows = [(self.flow.rows[op.name], segment.row_of[op.name]) for op in segment.ops]
         lo = np.concatenate([own.lo[at] for own, at in rows], axis=1)
         hi = np.concatenate([own.hi[at] for own, at in rows], axis=1)
         forms = np.unique(hi - lo, axis=0, return_inverse=True)[1].reshape(-1).tolist()
@@ -66,7 +66,7 @@ class Functions:
         return _Own(forms, list(map(tuple, distinct.tolist())), coordinates)
 
     def _box(self, segment: Segment, op: Op, at: int) -> Box:
-        rows, row = self.edges.rows[op.name], segment.row_of[op.name][at]
+        rows, row = self.flow.rows[op.name], segment.row_of[op.name][at]
         return tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))
 
 

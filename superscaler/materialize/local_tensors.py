@@ -143,8 +143,8 @@ class Code:
 class Residents:
     """Weights of each device by name. `of`: the weights at rest, by the place of their update's read."""
 
-    def __init__(self, edges: Dataflow, code: Code) -> None:
-        self.code, self.edges = code, edges
+    def __init__(self, flow: Dataflow, code: Code) -> None:
+        self.code, self.flow = code, flow
         self.weights: list[dict[Value, Weight]] = [{} for _ in code.of]
         self.of: dict[Place, Weight] = {}
         # By place, the outputs of the step, which rest on no device.
@@ -154,18 +154,18 @@ class Residents:
 
     def load_weights(self) -> Iterator[tuple[Place, Value]]:
         """Load all weights at rest; yield the place of each and its name."""
-        nexts = self.edges.model.nexts
-        for tensor, op in self.edges.homes.items():
-            rows, held = self.edges.rows[op.name], self.edges.held(op, 0)
-            counted = set(self.edges.whole(op, 0)) if op.is_update else set()
+        nexts = self.flow.model.nexts
+        for tensor, op in self.flow.homes.items():
+            rows, produced = self.flow.rows[op.name], self.flow.produced(op, 0)
+            counted = set(self.flow.whole(op, 0)) if op.is_update else set()
             for row, key in enumerate(rows.keys):
-                rank, box = key[0], held.box(row)
-                place = Place(UPDATE, self.edges.home_number[tensor], key, 0)
+                rank, box = key[0], produced.box(row)
+                place = Place(UPDATE, self.flow.home_number[tensor], key, 0)
                 if op.is_output:
                     self.given[place] = tensor, box
                     continue
                 if tensor in nexts:
-                    self.of[place] = self.of[place._replace(segment=self.edges.home_number[nexts[tensor]])]
+                    self.of[place] = self.of[place._replace(segment=self.flow.home_number[nexts[tensor]])]
                     yield place, self.of[place].name
                     continue
                 name = self.code.fresh(rank, self.code.like(tensor, part=key[2]))

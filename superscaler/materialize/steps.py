@@ -137,16 +137,18 @@ class CollectiveStep:
         return CollectiveStep(self.how, slots, self.why)
 
     def __str__(self) -> str:
-        kind, group, take, give = self.how.kind, self.how.group, self.how.gather_slot, self.how.scatter_slot
-        along = (f" along {take}" if take >= 0 else "") + (f" to {give}" if give >= 0 else "")
-        return f"{kind}{along} over {', '.join(map(str, group))}: {_sum(self.sources)} -> {_sum(self.outs)}"
+        how = self.how
+        along = f" along {how.gather_slot}" if how.gather_slot >= 0 else ""
+        to = f" to {how.scatter_slot}" if how.scatter_slot >= 0 else ""
+        over = ", ".join(map(str, how.group))
+        return f"{how.kind}{along}{to} over {over}: {_sum(self.sources)} -> {_sum(self.outs)}"
 
-    def way(self, tensor: PTensor, source: Slot | None, out: Slot | None) -> CollectiveArg:
+    def arg(self, tensor: PTensor, source: Slot | None, out: Slot | None) -> CollectiveArg:
         """Return the layout change of a device with these slots. One without source or result gets that of the
         others.
         """
-        given, got = source or self.sources[0], out or self.outs[0]
-        view, how = extents(given.box), self.how
+        held, got = source or self.sources[0], out or self.outs[0]
+        view, how = extents(held.box), self.how
         local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
         return CollectiveArg(view, how.gather_slot, how.scatter_slot, local, shape, how.sizes)
 

@@ -43,8 +43,8 @@ def reduction(transfer: Transfer, options: LoweringOptions) -> Lowered | None:
     for (box, numbers), held in classes.items():
         slices = steps.scatter(box, held, [transfer.readers[r] for r in numbers])
         for own, pieces in (slices or {box: held}).items():
-            wanted = {r for r in numbers if own in (box, transfer.readers[r].box)}
-            sums[steps.sum(own, pieces, {transfer.readers[r].device for r in wanted})] = wanted
+            required = {r for r in numbers if own in (box, transfer.readers[r].box)}
+            sums[steps.sum(own, pieces, {transfer.readers[r].device for r in required})] = required
     items_of = {r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))}
     by_box: dict[Box, list[int]] = {}
     for r, reader in enumerate(transfer.readers):
@@ -71,15 +71,15 @@ def finer(transfer: Transfer, options: LoweringOptions) -> Lowered | None:
     ends = (*transfer.pieces, *transfer.readers)
     if not transfer.is_joint or slots.keys() != read.keys() or len(ends) != 2 * len(read):
         return None
-    held, wanted = steps.extended({d: slot.box for d, slot in slots.items()}), steps.extended(read)
-    firsts = {box: device for device, box in wanted.items()}
+    held, required = steps.extended({d: slot.box for d, slot in slots.items()}), steps.extended(read)
+    firsts = {box: device for device, box in required.items()}
     cut = match_boxes({d: held[d] for d in firsts.values()}, {d: box for box, d in firsts.items()})
-    if cut is None or cut.kind != "reduce_scatter" or len(firsts) == len(wanted):
+    if cut is None or cut.kind != "reduce_scatter" or len(firsts) == len(required):
         return None
     own = {
         device: part
         for box in firsts
-        for device, part in _cut(box, cut.scatter_slot, sorted(d for d in wanted if wanted[d] == box))
+        for device, part in _cut(box, cut.scatter_slot, sorted(d for d in required if required[d] == box))
     }
     how = match_boxes(held, own)
     if how is None or how.kind != "reduce_scatter":
@@ -209,17 +209,17 @@ class _Steps:
         Returns, by slice, the slots of its readers with the sum in their group; an empty dict if there are no such
         groups.
         """
-        wanted = {reader.device: reader.box for reader in readers}
-        slices = sorted(set(wanted.values()))
-        is_each = wanted.keys() == held.keys() and len(wanted) == len(readers)
-        lines = self._lines(slices, wanted) if is_each and len(slices) > 1 else None
-        extended = [self.extended({d: wanted[d] for d in line}) for line in lines or ()]
+        required = {reader.device: reader.box for reader in readers}
+        slices = sorted(set(required.values()))
+        is_each = required.keys() == held.keys() and len(required) == len(readers)
+        lines = self._lines(slices, required) if is_each and len(slices) > 1 else None
+        extended = [self.extended({d: required[d] for d in line}) for line in lines or ()]
         how = [match_boxes(dict.fromkeys(boxes, whole), boxes) for boxes in extended]
         found = [one for one in how if one is not None and one.kind == "reduce_scatter"]
         if not found or len(found) < len(how):
             return {}
-        made = {box: self.item(box, {d: held[d] for d in held if wanted[d] == box}) for box in slices}
-        outs = {d: self.slots[made[box]][d] for d, box in wanted.items()}
+        made = {box: self.item(box, {d: held[d] for d in held if required[d] == box}) for box in slices}
+        outs = {d: self.slots[made[box]][d] for d, box in required.items()}
         self.rounds[self.round_of[made[slices[0]]]] += self.collectives(found, held, outs)
         return {box: self.slots[n] for box, n in made.items()}
 

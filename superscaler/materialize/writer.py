@@ -267,19 +267,20 @@ class Writer:
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
         kind = KINDS[how.kind]
         first = self.transfers[bucket[0].number]
-        wide, dtype = self.options.dtype(first), self._wire_dtype(bucket[0].number, bucket[0].step)
-        is_rounded = self._casts(bucket[0].number, bucket[0].step)
-        more = how.root, wide * (wide != dtype and not is_rounded), wide * (wide != dtype and is_rounded)
+        own, dtype = self.options.dtype(first), self._wire_dtype(bucket[0].number, bucket[0].step)
+        other = own if own != dtype else ""
+        casts = self._casts(bucket[0].number, bucket[0].step)
+        more = how.root, "" if casts else other, other if casts else ""
         largest = kind.takes_largest and self._tensor(bucket[0].number).largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
-            works, sources, ways = list[Value | None](), list[Value | None](), list[CollectiveArg]()
+            works, sources, args = list[Value | None](), list[Value | None](), list[CollectiveArg]()
             for entry, (source, out) in zip(bucket, pairs, strict=True):
                 sources.append(None if source is None else self._name(entry.number, source))
                 works.append(None if out is None else self._handle(entry.number, out))
-                ways.append(entry.step.way(self._tensor(entry.number), source, out))
-            some = tuple(works), tuple(sources), how.group, tuple(ways)
+                args.append(entry.step.arg(self._tensor(entry.number), source, out))
+            some = tuple(works), tuple(sources), how.group, tuple(args)
             rank = next(slot.device for slot in pairs[0] if slot is not None)
             self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, *more))
         if kind.ends == (PART, TILE) and self.transfers[bucket[0].number].is_to_updates:
@@ -318,7 +319,7 @@ class Writer:
         return number in self._left and not self._done[number] and self._is_joined(number) and is_started
 
     def _entry(self, number: int, step: steps.CollectiveStep) -> Entry:
-        elements = step.way(self._tensor(number), *step.slots[0]).elements
+        elements = step.arg(self._tensor(number), *step.slots[0]).elements
         dtypes = (self._wire_dtype(number, step, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 

@@ -275,7 +275,7 @@ class _Blocks:
     def _layouts(self, tensor: str, is_backward: bool) -> str:
         """Return the layouts of a tensor, or of its gradient, at its producers and at its readers."""
         if (tensor, is_backward) not in self.layouts:
-            op, k = self.producers.get(tensor) or (self.compiled.schedule.edges.homes[tensor], 0)
+            op, k = self.producers.get(tensor) or (self.compiled.schedule.flow.homes[tensor], 0)
             made = self._counts(op, op.outputs[k], not is_backward, is_backward)
             read = [self._counts(reader, reader.inputs[n], is_backward, is_backward) for reader, n in self.uses[tensor]]
             read = [text for text in dict.fromkeys(read) if text != made] or [made]

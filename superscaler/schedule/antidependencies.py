@@ -16,21 +16,21 @@ from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
 Dependency = tuple[Work, Work, str]
 
 
-def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[Dependency]:
+def of_weights(flow: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[Dependency]:
     """Yield the dependencies between the update of a weight and its readers: reads of this iteration come before the
     update, those of later iterations after it.
     """
-    uses, nexts, known = edges.model.uses, edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
-    for tensor, op in edges.homes.items():
+    uses, nexts, known = flow.model.uses, flow.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
+    for tensor, op in flow.homes.items():
         if op.is_rest:
             continue
-        number, older = edges.home_number[tensor], edges.home_number.get(nexts.get(tensor, ""))
+        number, older = flow.home_number[tensor], flow.home_number.get(nexts.get(tensor, ""))
         if older is not None:
-            yield from (((UPDATE, older, k), (UPDATE, number, k), "next iteration") for k in edges.rows[op.name].keys)
+            yield from (((UPDATE, older, k), (UPDATE, number, k), "next iteration") for k in flow.rows[op.name].keys)
         for reader, k in (use for use in uses[tensor] if use[0].name in segment_of):
-            ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
+            ends = id(flow.rows[op.name]), op.inputs[0].slots, id(flow.rows[reader.name]), reader.inputs[k].slots
             if ends not in known:
-                known[ends] = _meetings(edges, (op, 0), (reader, k))
+                known[ends] = _meetings(flow, (op, 0), (reader, k))
             segment = segment_of[reader.name]
             for home, key in known[ends]:
                 yield (segment.last_kind, segment.number, key), (UPDATE, number, home), "read before update"
@@ -38,13 +38,13 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
                     yield (UPDATE, older, home), ("F", segment.number, key), "read after update"
 
 
-def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
+def updates_of(flow: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
     """Yield the updates of the weight or buffer that a moved tensor is a view of, on the devices of its pieces."""
-    base = edges.bases.get(transfer.tensor) if transfer.kind == FORWARD else None
+    base = flow.bases.get(transfer.tensor) if transfer.kind == FORWARD else None
     devices = {piece.device for piece in pieces if piece.places[0].kind == FORWARD}
     if base is not None and devices:
-        rows = edges.rows[edges.homes[base].name]
-        yield from ((UPDATE, edges.home_number[base], key) for key in rows.keys if key[0] in devices)
+        rows = flow.rows[flow.homes[base].name]
+        yield from ((UPDATE, flow.home_number[base], key) for key in rows.keys if key[0] in devices)
 
 
 def last_of(segments: Sequence[Segment], place: Place) -> Work:
@@ -52,10 +52,10 @@ def last_of(segments: Sequence[Segment], place: Place) -> Work:
     return (place.kind if place.kind == UPDATE else segments[place.segment].last_kind, *place[1:3])
 
 
-def _meetings(edges: Dataflow, one: Port, other: Port) -> list[tuple[Key, Key]]:
+def _meetings(flow: Dataflow, one: Port, other: Port) -> list[tuple[Key, Key]]:
     """Return the pairs of parts of two ops on one device whose inputs share elements."""
-    (alo, ahi), (blo, bhi) = (edges.face(op, op.inputs[k]) for op, k in (one, other))
-    keys, others = edges.rows[one[0].name].keys, edges.rows[other[0].name].keys
+    (alo, ahi), (blo, bhi) = (flow.face(op, op.inputs[k]) for op, k in (one, other))
+    keys, others = flow.rows[one[0].name].keys, flow.rows[other[0].name].keys
     at: dict[int, list[int]] = {}
     for row, key in enumerate(keys):
         at.setdefault(key[0], []).append(row)

@@ -124,12 +124,12 @@ class Dataflow:
             self._faces[key] = project(rows, operand, extents)
         return self._faces[key]
 
-    def wanted(self, op: Op, k: int) -> Required:
+    def required(self, op: Op, k: int) -> Required:
         """Return the boxes that the parts of an op read of its input `k`."""
         rows = self.rows[op.name]
         return Required(*self.face(op, op.inputs[k]), rows.device, rows.microbatch, turns=self.turns(op))
 
-    def held(self, op: Op, j: int) -> Produced:
+    def produced(self, op: Op, j: int) -> Produced:
         """Return the boxes that the parts of an op hold of its output `j`."""
         # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
         rows = self.rows[op.name]
@@ -179,7 +179,7 @@ class Dataflow:
         key = (id(self.rows[maker.name]), maker.outputs[j].slots, id(rows), reader.inputs[k].slots, k)
         if key not in self._joins:
             places = [rows.share(row, k) for row in range(len(rows))]
-            self._joins[key] = share_out(self.held(maker, j), self.wanted(reader, k), places)
+            self._joins[key] = share_out(self.produced(maker, j), self.required(reader, k), places)
         return self._joins[key]
 
     def is_here(self, made: Port, read: Port) -> bool:
@@ -200,8 +200,8 @@ class Dataflow:
         ends = (id(self.rows[maker.name]), maker.outputs[j].slots, id(self.rows[reader.name]), reader.inputs[k].slots)
         key = (*ends, id(self.labels(maker, j)), maker.is_mirror, names)
         if key not in self._joins:
-            held, wanted = self.held(maker, j), self.wanted(reader, k)
-            self._joins[key] = join(held if is_timed else replace(held, turns=()), wanted)
+            produced, required = self.produced(maker, j), self.required(reader, k)
+            self._joins[key] = join(produced if is_timed else replace(produced, turns=()), required)
         return self._joins[key]
 
     def _routed(self, made: Port, read: Port) -> list[list[int]]:
@@ -259,9 +259,9 @@ class Dataflow:
             for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
                 seen: set[Hashable] = set()
                 labels, read = self.labels(user, k), self._whole((op, j), (self.graph.op(user.of), k))
-                held = self.held(user, k)
+                produced = self.produced(user, k)
                 # One branch of misaligned replicas contributes.
-                for row in range(len(held)) if held.tree is None else branch(held.tree, held, -1, -1):
+                for row in range(len(produced)) if produced.tree is None else branch(produced.tree, produced, -1, -1):
                     addend = (j, n, labels[row])
                     for source in read[row]:
                         served[source].add(addend)
@@ -280,9 +280,9 @@ class Dataflow:
         output, name = op.outputs[j], op.name if self._turns else ""
         key = id(self.rows[op.name]), output.slots, self.extents[output.tensor], id(self.labels(op, j)), name
         if key not in self._wholes:
-            held, nowhere = self.held(op, j), np.full(1, -1, dtype=np.int64)
-            everything = Required(held.lo.min(0, keepdims=True), held.hi.max(0, keepdims=True), nowhere, nowhere)
-            self._wholes[key] = join(held, everything)[0]
+            made, nowhere = self.produced(op, j), np.full(1, -1, dtype=np.int64)
+            everything = Required(made.lo.min(0, keepdims=True), made.hi.max(0, keepdims=True), nowhere, nowhere)
+            self._wholes[key] = join(made, everything)[0]
         return self._wholes[key]
 
     def seeds_gradient(self, loss: str, row: int) -> bool:

@@ -59,7 +59,7 @@ class Relaxation:
 class Schedule:
     """Segments, the transfers between them, one global order of all nodes, and the relaxations taken."""
 
-    edges: Dataflow
+    flow: Dataflow
     segments: list[Segment]
     transfers: list[Transfer]
     order: list[Node] = field(default_factory=list)
@@ -71,7 +71,7 @@ class DependencyGraph:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.graph = schedule.edges.graph
+        self.graph = schedule.flow.graph
         self.names: list[Node] = []
         self.number: dict[Node, int] = {}
         self.after: list[list[int]] = []
@@ -79,8 +79,8 @@ class DependencyGraph:
         self.reason: dict[tuple[int, int], str] = {}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
         # Mirrors are in the segment of their op.
-        self.segment_of |= {m.name: self.segment_of[name] for name, m in schedule.edges.mirrors.items()}
-        self.nexts = schedule.edges.model.nexts
+        self.segment_of |= {m.name: self.segment_of[name] for name, m in schedule.flow.mirrors.items()}
+        self.nexts = schedule.flow.model.nexts
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
             for key in segment.keys:
@@ -146,11 +146,11 @@ class DependencyGraph:
             self.reason[a, b] = reason
 
     def _add_updates(self) -> None:
-        edges = self.schedule.edges
-        for tensor, op in edges.homes.items():
-            for key in () if op.is_rest else edges.rows[op.name].keys:
-                self._add(Node("U", edges.home_number[tensor], key))
-        for before, after, why in of_weights(edges, self.segment_of):
+        flow = self.schedule.flow
+        for tensor, op in flow.homes.items():
+            for key in () if op.is_rest else flow.rows[op.name].keys:
+                self._add(Node("U", flow.home_number[tensor], key))
+        for before, after, why in of_weights(flow, self.segment_of):
             self._link(self._at(before), self._at(after), why)
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
@@ -168,14 +168,14 @@ class DependencyGraph:
                     self._link(self._at(maker_of(segments, place)), own)
                 elif transfer.kind == FORWARD and not self.home(place.segment).is_rest:
                     self.edge(node, Node(*place[:3]), "sent before update")
-                    older = self.schedule.edges.home_number.get(self.nexts.get(transfer.tensor, ""))
+                    older = self.schedule.flow.home_number.get(self.nexts.get(transfer.tensor, ""))
                     if older is not None:
                         self.edge(Node("U", older, place.key), node, "sent after update")
                     # An older version is set before the weight changes, which it may read in place.
                     aged = (other for end in readers if end.device == piece.device for other in end.places)
                     for other in (other for other in aged if other.kind == UPDATE):
                         self.edge(Node(*other[:3]), Node(*place[:3]), "read before update")
-        for work in updates_of(self.schedule.edges, transfer, pieces):
+        for work in updates_of(self.schedule.flow, transfer, pieces):
             update, why = Node(*work), f"read before update, as {transfer.tensor}"
             self.edge(node, update, "sent before update")
             for reader in (reader for reader in readers if reader.device == update.device):
@@ -222,10 +222,10 @@ class DependencyGraph:
                 kinds = self._kinds(group, segment)
                 found.update(dict.fromkeys(Node(kind, segment.number, key) for key in keys for kind in kinds))
         microbatch = None if group.kind == "C" else group.microbatch
-        for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest), microbatch=microbatch)):
+        for name, key in parts_of(self.schedule.flow, replace(group, members=tuple(rest), microbatch=microbatch)):
             segment = self.segment_of.get(name)
             if segment is None:
-                found[Node("U", self.schedule.edges.home_number[self.graph.op(name).inputs[0].tensor], key)] = None
+                found[Node("U", self.schedule.flow.home_number[self.graph.op(name).inputs[0].tensor], key)] = None
             else:
                 found.update(dict.fromkeys(Node(kind, segment.number, key) for kind in self._kinds(group, segment)))
         if group.kind == "C":
@@ -321,7 +321,7 @@ class DependencyGraph:
 
     def home(self, number: int) -> Op:
         """Return the optimizer op of a home number."""
-        return self.schedule.edges.by_home[number]
+        return self.schedule.flow.by_home[number]
 
     def is_work(self, number: int) -> bool:
         return self.names[number].kind not in PASSED

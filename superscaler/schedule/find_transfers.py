@@ -37,12 +37,12 @@ class Side(NamedTuple):
         return [(Place(kind, -1, (*at, -1), start + n),) for n, at in enumerate(self.boxes.at)]
 
 
-def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool) -> list[Transfer]:
+def find_transfers(flow: Dataflow, segments: Sequence[Segment], joins: bool) -> list[Transfer]:
     """Return all transfers of activations, weights and gradients of a step, in the order of the tensors.
 
     With `joins`, replicas for other devices are one transfer, which waits for all of them.
     """
-    model = edges.model
+    model = flow.model
     reads, addends = dict[str, Reads](), dict[str, Reads]()
     outputs: dict[str, tuple[Segment, int]] = {}
     for segment in segments:
@@ -53,46 +53,46 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool) ->
         for number, output in enumerate(segment.outputs):
             outputs[output.tensor] = (segment, number)
     found = list[Transfer]()
-    for tensor in dict.fromkeys((*reads, *edges.readers)):
-        if tensor not in edges.makers or tensor not in model.tensors:
+    for tensor in dict.fromkeys((*reads, *flow.readers)):
+        if tensor not in flow.makers or tensor not in model.tensors:
             continue
         # Nothing moves that nobody needs.
-        is_read = tensor not in edges.unread
-        made = [_side(edges, outputs, edges.makers[tensor][0])] if is_read else []
-        taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
+        is_read = tensor not in flow.unread
+        made = [_side(flow, outputs, flow.makers[tensor][0])] if is_read else []
+        taken = [_side(flow, outputs, port) for port in flow.readers.get(tensor, ())]
         own = reads.get(tensor, []) if is_read else []
         # What rests where it is read is not gathered.
-        is_here = tensor in edges.homes and not taken
-        is_here = is_here and all(edges.is_here(made[0].port, alias.uses[0]) for *_, alias in own)
-        is_again, is_copy = edges.is_gathered_again(tensor), edges.is_copy(tensor)
-        is_late = is_again or (is_copy and edges.model.origin(tensor) not in edges.homes)
-        each = is_again and edges.graph.policy.gathers_each and not is_here
+        is_here = tensor in flow.homes and not taken
+        is_here = is_here and all(flow.is_here(made[0].port, alias.uses[0]) for *_, alias in own)
+        is_again, is_copy = flow.is_gathered_again(tensor), flow.is_copy(tensor)
+        is_late = is_again or (is_copy and flow.model.origin(tensor) not in flow.homes)
+        each = is_again and flow.graph.policy.gathers_each and not is_here
         for readers, microbatch in _by_region(own, is_late and not is_here, each):
-            taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
-            found += _move(edges, tensor, FORWARD, made, taken, joins) if taken else []
+            taken = [*(_alias(flow, *read, microbatch) for read in readers), *taken]
+            found += _move(flow, tensor, FORWARD, made, taken, joins) if taken else []
             taken = []
         for read in (read for read in own if read[1] in read[0].regathered):
-            found += _regather(edges, made[0], read, joins, is_once=is_again and not each)
+            found += _regather(flow, made[0], read, joins, is_once=is_again and not each)
         gradient = addends.pop(model.gradient(tensor), [])
-        for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
-            parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
-            microbatches = edges.graph.policy.reduced.get(port[0].name, 0)
+        for port in flow.readers.get(model.gradient(tensor), ()) if gradient else ():
+            parts = [_gradient(flow, some) for some in _merge(flow, gradient)]
+            microbatches = flow.graph.policy.reduced.get(port[0].name, 0)
             if microbatches:
                 _check_microbatches(tensor, parts, microbatches)
             moved = _move(
-                edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, microbatches
+                flow, model.origin(tensor), BACKWARD, parts, [_side(flow, outputs, port)], joins, microbatches
             )
-            count = edges.graph.policy.pieces.get(port[0].name, 0)
-            found += _in_pieces(moved, edges.extents[tensor], count) if count and edges.extents[tensor] else moved
+            count = flow.graph.policy.pieces.get(port[0].name, 0)
+            found += _in_pieces(moved, flow.extents[tensor], count) if count and flow.extents[tensor] else moved
     return found
 
 
-def _regather(edges: Dataflow, made: Side, read: Read, joins: bool, is_once: bool) -> list[Transfer]:
+def _regather(flow: Dataflow, made: Side, read: Read, joins: bool, is_once: bool) -> list[Transfer]:
     """Return the transfers that regather an alias for backwards: once, or for each microbatch."""
     tensor = read[2].tensor
 
     def moved(microbatch: int | None) -> list[Transfer]:
-        return _move(edges, tensor, FORWARD, [made], [_alias(edges, *read, microbatch, REGATHER)], joins)
+        return _move(flow, tensor, FORWARD, [made], [_alias(flow, *read, microbatch, REGATHER)], joins)
 
     found = moved(None)
     numbers = [{place.key[1] for end in transfer.readers for place in end.places} for transfer in found]
@@ -114,7 +114,7 @@ def _by_region(readers: Reads, is_late: bool, each: bool) -> list[tuple[Reads, i
 
 
 def _move(
-    edges: Dataflow,
+    flow: Dataflow,
     tensor: str,
     kind: str,
     made: Sequence[Side],
@@ -129,12 +129,12 @@ def _move(
     users = [places for side in read for places in side.places]
     found: list[Transfer] = []
     for side in made:
-        joined = [edges.join(side.port, reader.port) for reader in read]
+        joined = [flow.join(side.port, reader.port) for reader in read]
         key = kind, joins, microbatches, side.form, *map(id, joined), *(reader.form for reader in read)
         # What is joined is kept, so that its identity stays its own.
-        if key not in edges.moved:
-            edges.moved[key] = joined, _moved(tensor, kind, side, read, joined, joins, microbatches)
-        found += (like.of(tensor, side.places, users) for like in edges.moved[key][1])
+        if key not in flow.moved:
+            flow.moved[key] = joined, _moved(tensor, kind, side, read, joined, joins, microbatches)
+        found += (like.of(tensor, side.places, users) for like in flow.moved[key][1])
     return found
 
 
@@ -143,7 +143,7 @@ def _moved(
 ) -> list[Transfer]:
     """Return the transfers from one maker to all readers, with numbers in the place of places."""
     columns = zip(*(reader.boxes.columns() for reader in read), strict=True)
-    wanted = Required(*(np.concatenate(column) for column in columns))
+    required = Required(*(np.concatenate(column) for column in columns))
     starts = accumulate((len(reader.places) for reader in read), initial=0)
     users = [place for reader, start in zip(read, starts, strict=False) for (place,) in reader.numbered(start)]
     at = {row: n for n, row in enumerate(side.rows)}
@@ -152,7 +152,7 @@ def _moved(
     return [
         transfer
         for some in (_by_microbatch(side.boxes, pairs) if count else (pairs,))
-        for transfer in group(tensor, kind, side.boxes, side.numbered(0), wanted, users, some, joins)
+        for transfer in group(tensor, kind, side.boxes, side.numbered(0), required, users, some, joins)
     ]
 
 
@@ -191,62 +191,62 @@ def _check_microbatches(tensor: str, parts: Sequence[Side], count: int) -> None:
         )
 
 
-def _by_microbatch(held: Produced, pairs: list[list[int]]) -> list[list[list[int]]]:
-    microbatch = [at for _, at in held.at]
+def _by_microbatch(produced: Produced, pairs: list[list[int]]) -> list[list[list[int]]]:
+    microbatch = [at for _, at in produced.at]
     found = sorted({microbatch[source] for pair in pairs for source in pair})
     return [[[source for source in pair if microbatch[source] == at] for pair in pairs] for at in found]
 
 
-def _side(edges: Dataflow, outputs: Mapping[str, tuple[Segment, int]], port: Port) -> Side:
+def _side(flow: Dataflow, outputs: Mapping[str, tuple[Segment, int]], port: Port) -> Side:
     """Return the side of a port: an output of a segment and its gradient, or a weight at rest and its update."""
     op, slot = port
     if op.is_forward or op.is_mirror:
-        segment, number = outputs[edges.graph.op(op.of or op.name).outputs[slot].tensor]
+        segment, number = outputs[flow.graph.op(op.of or op.name).outputs[slot].tensor]
         kind, at, is_made = FORWARD if op.is_forward else BACKWARD, segment.number, op.is_forward
     else:
-        kind, at, number, is_made = UPDATE, edges.home_number[op.inputs[0].tensor], 0, slot == 0
-    places = [(Place(kind, at, key, number),) for key in edges.rows[op.name].keys]
-    boxes = edges.held(*port) if is_made else edges.wanted(*port)
+        kind, at, number, is_made = UPDATE, flow.home_number[op.inputs[0].tensor], 0, slot == 0
+    places = [(Place(kind, at, key, number),) for key in flow.rows[op.name].keys]
+    boxes = flow.produced(*port) if is_made else flow.required(*port)
     own = (boxes.labels, boxes.tree) if isinstance(boxes, Produced) else ()
     return Side(port, range(len(places)), boxes, places, (kind, *map(id, (boxes.lo, boxes.device, *own))))
 
 
 def _alias(
-    edges: Dataflow, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
+    flow: Dataflow, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
 ) -> Side:
     """Return the readers of an alias in one microbatch, or (None) in all."""
     keys = segment.key_rows
     own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))
     places = [(Place(kind, segment.number, segment.keys[at], number),) for at in own.tolist()]
-    wanted = Required(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
+    required = Required(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
     rows = alias.keys_at[own]
-    form = kind, *(column.tobytes() for column in (rows, *wanted.columns()))
-    return Side(alias.uses[0], rows.tolist(), wanted, places, form)
+    form = kind, *(column.tobytes() for column in (rows, *required.columns()))
+    return Side(alias.uses[0], rows.tolist(), required, places, form)
 
 
-def _merge(edges: Dataflow, readers: Reads) -> list[Reads]:
+def _merge(flow: Dataflow, readers: Reads) -> list[Reads]:
     """Group aliases whose gradients are alike on all keys; the gradients of a group are summed before they are sent."""
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)
-        turns = tuple(edges.turns(edges.mirrors[alias.uses[0][0].name]))
+        turns = tuple(flow.turns(flow.mirrors[alias.uses[0][0].name]))
         status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares, turns)
         found.setdefault(status, []).append((segment, number, alias))
     return list(found.values())
 
 
-def _gradient(edges: Dataflow, alike: Reads) -> Side:
+def _gradient(flow: Dataflow, alike: Reads) -> Side:
     """Return the gradient of equal aliases, by key of their segments."""
     segment, _, alias = alike[0]
     (op, k), at = alias.uses[0], alias.keys_at
-    port = edges.mirrors[op.name], k
-    held = edges.held(*port)
-    tree = None if held.tree is None else _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
-    columns, labels = held.columns(at), tuple(held.labels[row] for row in at)
-    form = *map(id, (held.lo, held.device, held.labels, held.tree)), at.tobytes()
-    held = Produced(*columns, labels, tree, held.all_routes, k, held.all_replicas, edges.fold)
+    port = flow.mirrors[op.name], k
+    produced = flow.produced(*port)
+    tree = None if produced.tree is None else _renumber(produced.tree, {int(row): key for key, row in enumerate(at)})
+    columns, labels = produced.columns(at), tuple(produced.labels[row] for row in at)
+    form = *map(id, (produced.lo, produced.device, produced.labels, produced.tree)), at.tobytes()
+    produced = Produced(*columns, labels, tree, produced.all_routes, k, produced.all_replicas, flow.fold)
     places = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in alike) for key in segment.keys]
-    return Side(port, at.tolist(), held, places, form)
+    return Side(port, at.tolist(), produced, places, form)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:

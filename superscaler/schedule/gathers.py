@@ -48,7 +48,7 @@ def _gather_together(nodes: DependencyGraph, together: Sequence[Node]) -> None:
     """
     schedule, origin = nodes.schedule, nodes.graph.model.origin
     copies = (n for n in together if n.kind == "F")
-    made = [n for n in copies if origin(schedule.segments[n.number].outputs[0].tensor) in schedule.edges.homes]
+    made = [n for n in copies if origin(schedule.segments[n.number].outputs[0].tensor) in schedule.flow.homes]
     for node in (n for n in together if n.kind == "C" and made):
         if not set(made).isdisjoint(_copiers(nodes, schedule.transfers[node.number])):
             for copy in made:

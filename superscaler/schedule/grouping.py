@@ -12,9 +12,9 @@ from superscaler.schedule.transfers import End, Place, Transfer
 def group(
     tensor: str,
     kind: str,
-    held: Produced,
+    produced: Produced,
     sources: Sequence[tuple[Place, ...]],
-    wanted: Required,
+    required: Required,
     users: Sequence[Place],
     pairs: list[list[int]],
     joins: bool,
@@ -22,15 +22,15 @@ def group(
     """Merge values that are always sent together into pieces and readers; return a transfer per connected component."""
     by_reader: dict[Hashable, list[int]] = {}
     for row, pair in enumerate(pairs):
-        by_reader.setdefault((wanted.at[row][0], wanted.corners(row), tuple(sorted(pair))), []).append(row)
+        by_reader.setdefault((required.at[row][0], required.corners(row), tuple(sorted(pair))), []).append(row)
     read = [pairs[rows[0]] for rows in by_reader.values()]
-    alike = _alike(read, lambda source: (held.at[source][0], held.corners(source)))
-    pieces = [End(held.at[s[0]][0], held.box(s[0]), tuple(p for r in s for p in sources[r])) for s, _ in alike]
-    readers = [End(wanted.at[w[0]][0], wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
+    alike = _alike(read, lambda source: (produced.at[source][0], produced.corners(source)))
+    pieces = [End(produced.at[s[0]][0], produced.box(s[0]), tuple(p for r in s for p in sources[r])) for s, _ in alike]
+    readers = [End(required.at[w[0]][0], required.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
     found = components(tensor, kind, pieces, readers, [(p, r) for p, (_, by) in enumerate(alike) for r in by])
-    if joins and held.tree is None and len(found) > 1:
+    if joins and produced.tree is None and len(found) > 1:
         labels: dict[Hashable, int] = {}
-        held_by = (tuple(held.labels[row] for row in some) for some, _ in alike)
+        held_by = (tuple(produced.labels[row] for row in some) for some, _ in alike)
         numbers = (labels.setdefault((p.box, some), len(labels)) for p, some in zip(pieces, held_by, strict=True))
         found = _joined(found, dict(zip(map(id, pieces), numbers, strict=True)))
     return [part for transfer in found for part in _by_pieces(transfer)]

@@ -93,64 +93,63 @@ def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints,
     return lo, hi
 
 
-def join(held: Produced, wanted: Required) -> list[list[int]]:
-    """Return, for each wanted row, the held rows that it takes: together its elements with their whole value."""
-    if held.tree is None:
-        return _join_labels(held, wanted)
+def join(produced: Produced, required: Required) -> list[list[int]]:
+    """Return, for each required row, the produced rows that it takes: together its elements with their whole value."""
+    if produced.tree is None:
+        return _join_labels(produced, required)
     found = []
-    for row in range(len(wanted)):
+    for row in range(len(required)):
         late: set[int] = set()
-        if held.turns and wanted.turns:
-            touched = _overlapping(held, wanted, row, np.arange(len(held))).tolist()
-            late = {r for r in touched if held.turns[r] >= wanted.turns[row]}
-        tile = branch(held.tree, held, *wanted.at[row], late)
-        found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
+        if produced.turns and required.turns:
+            touched = _overlapping(produced, required, row, np.arange(len(produced))).tolist()
+            late = {r for r in touched if produced.turns[r] >= required.turns[row]}
+        tile = branch(produced.tree, produced, *required.at[row], late)
+        found.append(_overlapping(produced, required, row, np.array(tile, dtype=np.int64)).tolist())
     return found
 
 
-def alternatives(held: Produced, wanted: Required) -> list[list[list[int]]]:
-    """Return, for each wanted row, sets of held rows: the row is complete exactly when it has one row of each set.
+def alternatives(produced: Produced, required: Required) -> list[list[list[int]]]:
+    """Return, for each required row, sets of produced rows: the row is complete when it has one row of each set.
 
     The first row of each set is one that `join` takes.
     """
-    taken = join(held, wanted)
-    if held.tree is not None:
+    taken = join(produced, required)
+    if produced.tree is not None:
         found = []
         for row, sources in enumerate(taken):
-            hits = set(_overlapping(held, wanted, row, np.arange(len(held))).tolist())
-            sets = _clauses(held.tree, held, hits, sources)
+            hits = set(_overlapping(produced, required, row, np.arange(len(produced))).tolist())
+            sets = _clauses(produced.tree, produced, hits, sources)
             found.append([sorted(some, key=lambda r: (r not in sources, r)) for some in sets])
         return found
-    same = {row: rows for rows in held.replicas(range(len(held))).values() for row in rows}
+    same = {row: rows for rows in produced.replicas(range(len(produced))).values() for row in rows}
     return [[[s, *(r for r in same[s] if r != s)] for s in sources] for sources in taken]
 
 
 Turn = tuple[tuple[int, int], ...]
 
 
-def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[list[int]]:
-    """Return, for each wanted row, the held rows that it takes when the parts of a value share out the addends of an
-    input.
+def share_out(produced: Produced, required: Required, places: Sequence[Turn]) -> list[list[int]]:
+    """Return, for each required row, the produced rows that it takes when parts share out the addends of an input.
 
-    `places` has, for each wanted row, from outer to inner value axis, its coordinate and the number of parts. An addend
-    goes to the coordinate of a part on a device and microbatch that hold it, else to that of its microbatch, else in
-    turn: of its microbatch where parts are of one. All parts share out the same tiling, so together they read every
-    addend once.
+    `places` has, for each required row, its coordinate and the number of parts, from outer to inner value axis. An
+    addend goes to the coordinate of a part on a device and microbatch that hold it, else to that of its microbatch,
+    else in turn: of its microbatch where parts are of one. All parts share out the same tiling, so together they read
+    every addend once.
     """
-    rows = list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
+    rows = list(range(len(produced))) if produced.tree is None else branch(produced.tree, produced, -1, -1)
     tile = np.array(rows, dtype=np.int64)
-    labels = [held.labels[r] for r in rows] if held.tree is None else rows
-    flat = Produced(*held.columns(tile), labels)
-    found = _join_labels(flat, wanted)
+    labels = [produced.labels[r] for r in rows] if produced.tree is None else rows
+    flat = Produced(*produced.columns(tile), labels)
+    found = _join_labels(flat, required)
     near: dict[Hashable, int] = {}
     of_microbatch: dict[Hashable, set[int]] = {}
-    for place, at in zip(places, wanted.at, strict=True):
+    for place, at in zip(places, required.at, strict=True):
         for level, (coordinate, parts) in enumerate(place):
             near.setdefault((place[:level], parts, *at), coordinate)
             of_microbatch.setdefault((place[:level], parts, at[1]), set()).add(coordinate)
     addends = list(flat.replicas(range(len(rows))).values())
     here = [[flat.at[r] for r in some] for some in addends]
-    if (fold := held.fold) is not None:
+    if (fold := produced.fold) is not None:
         # Order by fold place first, so that the result does not depend on how devices are numbered.
         for owners in here:
             owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
@@ -172,37 +171,37 @@ def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[
     return [[rows[r] for r in sources if takes(place, number[r])] for place, sources in pairs]
 
 
-def _overlapping(held: Produced, wanted: Required, row: int, rows: Ints) -> Ints:
-    common = np.maximum(held.lo[rows], wanted.lo[row]) < np.minimum(held.hi[rows], wanted.hi[row])
+def _overlapping(produced: Produced, required: Required, row: int, rows: Ints) -> Ints:
+    common = np.maximum(produced.lo[rows], required.lo[row]) < np.minimum(produced.hi[rows], required.hi[row])
     chosen: Ints = rows[common.all(axis=1)]
     return chosen
 
 
-def _join_labels(held: Produced, wanted: Required) -> list[list[int]]:
-    members = list(held.replicas(range(len(held))).values())
+def _join_labels(produced: Produced, required: Required) -> list[list[int]]:
+    members = list(produced.replicas(range(len(produced))).values())
     first = np.array([m[0] for m in members], dtype=np.int64)
-    order = _Index(held.lo[first], held.hi[first])
-    position = _positions(held, members)
-    by_device = [_by_device(held, rows) for rows in members]
+    order = _Index(produced.lo[first], produced.hi[first])
+    position = _positions(produced, members)
+    by_device = [_by_device(produced, rows) for rows in members]
 
     def nearest(c: int, row: int, near: tuple[int, int]) -> int:
         rows, of = members[c], by_device[c]
-        if held.turns and wanted.turns:
-            rows = [r for r in rows if held.turns[r] < wanted.turns[row]] or rows
-            of = _by_device(held, rows)
-        return _nearest(held, rows, of, near, position)
+        if produced.turns and required.turns:
+            rows = [r for r in rows if produced.turns[r] < required.turns[row]] or rows
+            of = _by_device(produced, rows)
+        return _nearest(produced, rows, of, near, position)
 
     # Many rows want the same box.
-    box_of = {wanted.corners(row): row for row in reversed(range(len(wanted)))}
+    box_of = {required.corners(row): row for row in reversed(range(len(required)))}
     boxes = np.array(list(box_of.values()), dtype=np.int64)
-    hits = dict(zip(box_of, order.overlapping(wanted.lo[boxes], wanted.hi[boxes]), strict=True))
-    return [[nearest(c, row, near) for c in hits[wanted.corners(row)]] for row, near in enumerate(wanted.at)]
+    hits = dict(zip(box_of, order.overlapping(required.lo[boxes], required.hi[boxes]), strict=True))
+    return [[nearest(c, row, near) for c in hits[required.corners(row)]] for row, near in enumerate(required.at)]
 
 
-def _by_device(held: Produced, rows: list[int]) -> dict[int, list[int]]:
+def _by_device(produced: Produced, rows: list[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for row in rows:
-        found.setdefault(held.at[row][0], []).append(row)
+        found.setdefault(produced.at[row][0], []).append(row)
     return found
 
 
@@ -242,15 +241,15 @@ class _Index:
         return [found[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _positions(held: Produced, members: list[list[int]]) -> dict[int, int]:
+def _positions(produced: Produced, members: list[list[int]]) -> dict[int, int]:
     """Return, for each device, its position among replicas: equal positions of readers and holders pair up.
 
     Replicas elsewhere along a fold axis do not count, so that the result is the same at every place.
     """
     position: dict[int, int] = {}
-    fold = held.fold
+    fold = produced.fold
     for rows in members:
-        devices = dict.fromkeys(held.device[rows].tolist())
+        devices = dict.fromkeys(produced.device[rows].tolist())
         if devices.keys() <= position.keys():
             continue
         count: dict[Coordinate, int] = {}
@@ -262,7 +261,7 @@ def _positions(held: Produced, members: list[list[int]]) -> dict[int, int]:
 
 
 def _nearest(
-    held: Produced,
+    produced: Produced,
     rows: list[int],
     by_device: dict[int, list[int]],
     near: tuple[int, int],
@@ -271,10 +270,10 @@ def _nearest(
     """Return the nearest of replicas, which are also given by their device."""
     if len(rows) == 1:
         return rows[0]
-    (device, micro), fold = near, held.fold
+    (device, micro), fold = near, produced.fold
     here = by_device.get(device) or by_device.get(device ^ HOSTS) or rows
-    same = [r for r in here if held.at[r][1] == micro] or here
-    owners = list(dict.fromkeys(held.at[r][0] for r in same))
+    same = [r for r in here if produced.at[r][1] == micro] or here
+    owners = list(dict.fromkeys(produced.at[r][0] for r in same))
     turn = max(device, 0)
     if fold is not None and len(owners) > 1:
         common = [fold.closeness(device, owner) for owner in owners]
@@ -283,40 +282,40 @@ def _nearest(
         owners.sort(key=fold.base if device >= 0 else fold.place)
         turn = fold.base(device) if device >= 0 else 0
     owner = owners[position.get(device, turn) % len(owners)]
-    return next(r for r in same if held.at[r][0] == owner)
+    return next(r for r in same if produced.at[r][0] == owner)
 
 
-def branch(tree: Tree, held: Produced, device: int, micro: int, late: Container[int] = ()) -> list[int]:
+def branch(tree: Tree, produced: Produced, device: int, micro: int, late: Container[int] = ()) -> list[int]:
     """Return the rows of one branch at each replication: the nearest to (device, micro) without a row in `late`."""
     if not tree.children:
         return [tree.row]
-    below = [branch(child, held, device, micro, late) for child in tree.children]
-    if _is_sum(tree, held):
+    below = [branch(child, produced, device, micro, late) for child in tree.children]
+    if _is_sum(tree, produced):
         return [row for rows in below for row in rows]
 
     def close(rows: list[int]) -> tuple[bool, float, tuple[float, ...]]:
         # The average, so that many slices elsewhere are not closer than the whole tensor here.
-        near = sum((held.at[r][0] == device) * 2 + (held.at[r][1] == micro) for r in rows) / len(rows)
-        return not any(r in late for r in rows), near, _distance(held, rows, device)
+        near = sum((produced.at[r][0] == device) * 2 + (produced.at[r][1] == micro) for r in rows) / len(rows)
+        return not any(r in late for r in rows), near, _distance(produced, rows, device)
 
     return max(below, key=close)
 
 
-def _distance(held: Produced, rows: Sequence[int], device: int) -> tuple[float, ...]:
+def _distance(produced: Produced, rows: Sequence[int], device: int) -> tuple[float, ...]:
     """Return a sort key: larger means nearer to `device`. A read without a device is ranked by distance to the sampled
     place.
     """
-    if held.fold is None:
+    if produced.fold is None:
         return ()
     if device >= 0:
-        return (sum(held.fold.closeness(device, held.at[r][0]) for r in rows) / len(rows),)
-    return tuple(-at for at in min(held.fold.place(held.at[r][0]) for r in rows))
+        return (sum(produced.fold.closeness(device, produced.at[r][0]) for r in rows) / len(rows),)
+    return tuple(-at for at in min(produced.fold.place(produced.at[r][0]) for r in rows))
 
 
-def _is_sum(tree: Tree, held: Produced) -> bool:
+def _is_sum(tree: Tree, produced: Produced) -> bool:
     """Return whether all branches below a node count, not just one."""
-    shared = held.all_routes and held.operand in tree.partial_inputs
-    counted = tree.is_replica and (held.all_replicas or (held.all_routes and tree.mirror == "route"))
+    shared = produced.all_routes and produced.operand in tree.partial_inputs
+    counted = tree.is_replica and (produced.all_replicas or (produced.all_routes and tree.mirror == "route"))
     return counted or not (tree.is_replica or shared)
 
 
@@ -324,11 +323,11 @@ def _is_sum(tree: Tree, held: Produced) -> bool:
 MOST_SETS = 64
 
 
-def _clauses(tree: Tree, held: Produced, hits: Container[int], taken: Sequence[int]) -> list[frozenset[int]]:
+def _clauses(tree: Tree, produced: Produced, hits: Container[int], taken: Sequence[int]) -> list[frozenset[int]]:
     if not tree.children:
         return [frozenset((tree.row,))] if tree.row in hits else []
-    below = [_clauses(child, held, hits, taken) for child in tree.children]
-    if _is_sum(tree, held):
+    below = [_clauses(child, produced, hits, taken) for child in tree.children]
+    if _is_sum(tree, produced):
         return [some for sets in below for some in sets]
     if prod(map(len, below)) > MOST_SETS:
         within = frozenset[int]().union(*(some for sets in below for some in sets))

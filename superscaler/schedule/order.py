@@ -38,7 +38,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
             raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
         attempt = relaxed
     schedule, order = attempt.nodes.schedule, attempt.order
-    check_regathers(attempt.edges, schedule.segments)
+    check_regathers(attempt.flow, schedule.segments)
     late = sort(attempt.nodes, attempt.orbits) if delay_gathers(attempt.nodes, order) else order
     order = late if len(late) == len(order) else order
     schedule.order = [n for n in order if n.kind not in HUBS]
@@ -51,14 +51,14 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
 class _Attempt:
     """A schedule and the longest order found. `taken`: the ops of each relaxation."""
 
-    edges: Dataflow
+    flow: Dataflow
     taken: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> DependencyGraph:
-        segments = find_segments(self.edges, self.taken.get(SPLIT, frozenset()))
+        segments = find_segments(self.flow, self.taken.get(SPLIT, frozenset()))
         return DependencyGraph(
-            Schedule(self.edges, segments, find_transfers(self.edges, segments, SEPARATE not in self.taken))
+            Schedule(self.flow, segments, find_transfers(self.flow, segments, SEPARATE not in self.taken))
         )
 
     @cached_property
@@ -85,10 +85,10 @@ class _Attempt:
 
 def _send_separately(attempt: _Attempt) -> _Attempt | None:
     """Relax: send replicas one by one, so that a reader waits only for the replicas that it reads."""
-    transfers, edges = attempt.nodes.schedule.transfers, attempt.edges
+    transfers, flow = attempt.nodes.schedule.transfers, attempt.flow
     left = {n.number for n in {*attempt.nodes.names}.difference(attempt.order) if n.kind == "C"}
     tensors = {transfers[number].tensor for number in left if transfers[number].classes}
-    ops = frozenset(edges.makers[t][0][0].name for t in tensors)
+    ops = frozenset(flow.makers[t][0][0].name for t in tensors)
     return replace(attempt, taken={**attempt.taken, SEPARATE: ops}) if ops else None
 
 
@@ -101,12 +101,12 @@ def _split(attempt: _Attempt) -> _Attempt | None:
 
 def _read_others(attempt: _Attempt) -> _Attempt | None:
     """Relax: read other replicas than the nearest. The other relaxations then start anew."""
-    edges = attempt.edges
-    names = {op.name: edges.rows[op.name] for segment in attempt.stuck for op in segment.ops}
+    flow = attempt.flow
+    names = {op.name: flow.rows[op.name] for segment in attempt.stuck for op in segment.ops}
     ops = frozenset(n for n, rows in names.items() if not rows.regular or len(set(rows.addends())) < len(rows))
     if OTHERS in attempt.taken or not ops:
         return None
-    return _Attempt(Dataflow(edges.graph, edges.fold, find_turns(edges)), {OTHERS: ops})
+    return _Attempt(Dataflow(flow.graph, flow.fold, find_turns(flow)), {OTHERS: ops})
 
 
 RELAXATIONS: Sequence[Callable[[_Attempt], _Attempt | None]] = (_send_separately, _split, _read_others)
@@ -169,7 +169,7 @@ def _orbits(nodes: DependencyGraph) -> list[int]:
     """Return, for each node, the first node that does the same on a corresponding device: in a ring, or without a
     fold, on any.
     """
-    fold, first = nodes.schedule.edges.fold, dict[Hashable, int]()
+    fold, first = nodes.schedule.flow.fold, dict[Hashable, int]()
 
     def base(place: Place | Node, is_run: bool = False) -> Hashable:
         device = fold.places[place.key[0]][0] if fold and not (is_run and nodes.passed_on) else 0

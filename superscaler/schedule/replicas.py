@@ -16,23 +16,23 @@ from superscaler.schedule.joins import alternatives
 ORDER = "*order"
 
 
-def members(edges: Dataflow, group: Group) -> Iterator[Unit]:
+def members(flow: Dataflow, group: Group) -> Iterator[Unit]:
     """Yield the parts in a group: of ops; of their mirrors in a group of kind B, I or W; of optimizer ops."""
     for name, paths in group.members:
-        op, keys = edges.graph.op(name), edges.rows[name].keys
-        named = edges.mirrors.get(name) if op.is_forward and group.kind != "F" else op
+        op, keys = flow.graph.op(name), flow.rows[name].keys
+        named = flow.mirrors.get(name) if op.is_forward and group.kind != "F" else op
         for path in paths or ((),):
-            for row in range(*rows_under(edges.graph.grids[name], path)):
+            for row in range(*rows_under(flow.graph.grids[name], path)):
                 if named is not None and (not op.is_forward or group.microbatch in (None, keys[row][1])):
                     yield named.name, keys[row]
 
 
-def find_turns(edges: Dataflow) -> Mapping[Unit, int]:
+def find_turns(flow: Dataflow) -> Mapping[Unit, int]:
     """Return the time at which each work can run. The order takes the nearest replicas if these allow one.
 
     Work that cannot run under any choice of replicas has no time.
     """
-    waits: list[tuple[Unit, list[Unit]]] = list(_needs(edges))
+    waits: list[tuple[Unit, list[Unit]]] = list(_needs(flow))
     number = {work: n for n, work in enumerate(dict.fromkeys(w for work, some in waits for w in (work, *some)))}
     left, least = [0] * len(number), [0] * len(number)
     readers: list[list[tuple[int, int, bool]]] = [[] for _ in number]
@@ -59,35 +59,35 @@ def find_turns(edges: Dataflow) -> Mapping[Unit, int]:
     return found
 
 
-def _needs(edges: Dataflow) -> Iterator[tuple[Unit, list[Unit]]]:
+def _needs(flow: Dataflow) -> Iterator[tuple[Unit, list[Unit]]]:
     """Yield (work, alternatives): the work waits for any one of them, the nearest first. Independent work has an empty
     list.
     """
-    graph, nexts = edges.graph, edges.model.nexts
+    graph, nexts = flow.graph, flow.model.nexts
     for op in graph.model.ops:
-        mirror = edges.mirrors.get(op.name)
-        for key in edges.rows[op.name].keys:
+        mirror = flow.mirrors.get(op.name)
+        for key in flow.rows[op.name].keys:
             yield (op.name, key), []
             if mirror is not None:
                 yield (mirror.name, key), [(op.name, key)]
         for k, operand in enumerate(op.inputs if op.is_forward else ()):
-            if home := edges.homes.get(operand.tensor):
+            if home := flow.homes.get(operand.tensor):
                 # A weight is read before its update.
-                at = [(key[0], (home.name, key)) for key in edges.rows[home.name].keys]
-                for key in edges.rows[op.name].keys:
+                at = [(key[0], (home.name, key)) for key in flow.rows[home.name].keys]
+                for key in flow.rows[op.name].keys:
                     last = op.name if mirror is None else mirror.name, key
                     yield from ((update, [last]) for device, update in at if device == key[0])
-            if older := edges.homes.get(nexts.get(operand.tensor, "")):
+            if older := flow.homes.get(nexts.get(operand.tensor, "")):
                 # The value of a weight in a later iteration is read after the update that makes it.
-                made = [(key[0], (older.name, key)) for key in edges.rows[older.name].keys]
-                for key in edges.rows[op.name].keys:
+                made = [(key[0], (older.name, key)) for key in flow.rows[older.name].keys]
+                for key in flow.rows[op.name].keys:
                     yield from (((op.name, key), [update]) for device, update in made if device == key[0])
-            if operand.tensor in edges.producers:
-                yield from _data(edges, edges.producers[operand.tensor], (op, k))
+            if operand.tensor in flow.producers:
+                yield from _data(flow, flow.producers[operand.tensor], (op, k))
             gradient = mirror.outputs[k].tensor if mirror is not None else ""
-            for reader in edges.readers.get(gradient, ()):
+            for reader in flow.readers.get(gradient, ()):
                 assert mirror is not None
-                yield from _data(edges, (mirror, k), reader)
+                yield from _data(flow, (mirror, k), reader)
     for number, order in enumerate(graph.orders):
         if "C" in (order.before.kind, order.after.kind):
             # Orders of communication constrain no part.
@@ -95,18 +95,18 @@ def _needs(edges: Dataflow) -> Iterator[tuple[Unit, list[Unit]]]:
         if order.turns:
             continue
         hub: Unit = (ORDER, (number, -1, -1))
-        yield from ((hub, [work]) for work in members(edges, order.before))
+        yield from ((hub, [work]) for work in members(flow, order.before))
         # The turn of a mirror is that of I, which does not wait for the needs of W.
-        yield from ((work, [hub]) for work in members(edges, order.after) if order.after.kind != "W")
+        yield from ((work, [hub]) for work in members(flow, order.after) if order.after.kind != "W")
 
 
-def _data(edges: Dataflow, made: Port, read: Port) -> Iterator[tuple[Unit, list[Unit]]]:
+def _data(flow: Dataflow, made: Port, read: Port) -> Iterator[tuple[Unit, list[Unit]]]:
     """Yield (reader, makers of the tensor or of an addend that it waits for)."""
     (maker, j), (reader, k) = made, read
-    keys = edges.rows[maker.name].keys
-    if edges.is_free(made, read):
-        found = alternatives(edges.held(maker, j), edges.wanted(reader, k))
+    keys = flow.rows[maker.name].keys
+    if flow.is_free(made, read):
+        found = alternatives(flow.produced(maker, j), flow.required(reader, k))
     else:
-        found = [[[row] for row in rows] for rows in edges.join(made, read)]
-    for key, groups in zip(edges.rows[reader.name].keys, found, strict=True):
+        found = [[[row] for row in rows] for rows in flow.join(made, read)]
+    for key, groups in zip(flow.rows[reader.name].keys, found, strict=True):
         yield from (((reader.name, key), [(maker.name, keys[row]) for row in some]) for some in groups)

@@ -2,7 +2,7 @@
 
 A segment ends once the gradients of its weights are large enough to be sent, so that they travel while others are
 computed. All parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance
-per key. The level of an op is the number of cut edges on the longest path to it. Ops of one segment have one level, so
+per key. The level of an op is the number of cut flow on the longest path to it. Ops of one segment have one level, so
 no path leaves a segment and comes back.
 """
 
@@ -144,23 +144,23 @@ class Segment:
         return common_module(op.module for op in self.ops)
 
 
-def find_segments(edges: Dataflow, alone: frozenset[str]) -> list[Segment]:
+def find_segments(flow: Dataflow, alone: frozenset[str]) -> list[Segment]:
     """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
-    ops = edges.model.forward_ops
-    marks, stretches = _signatures(edges.graph), _stretches(edges)
+    ops = flow.model.forward_ops
+    marks, stretches = _signatures(flow.graph), _stretches(flow)
     local: dict[tuple[str, str], bool] = {}
     levels: dict[str, int] = {}
     for op in ops:
         levels[op.name] = 0
         for k, operand in enumerate(op.inputs):
-            if operand.tensor not in edges.producers:
+            if operand.tensor not in flow.producers:
                 continue
-            producer, _ = edges.producers[operand.tensor]
+            producer, _ = flow.producers[operand.tensor]
             free = marks[op.name] == marks[producer.name] and not {op.name, producer.name} & alone
-            joins = free and op.from_data == producer.from_data and edges.is_local(op, k)
+            joins = free and op.from_data == producer.from_data and flow.is_local(op, k)
             joins &= stretches[op.name] == stretches[producer.name]
             # A gradient that another op takes further, as those of blocks of attention, leaves the segment.
-            is_graded = op.has_mirror and edges.model.tensors[operand.tensor].requires_grad
+            is_graded = op.has_mirror and flow.model.tensors[operand.tensor].requires_grad
             joins &= producer.has_mirror or not is_graded
             local[producer.name, op.name] = joins and local.get((producer.name, op.name), True)
             levels[op.name] = max(levels[op.name], levels[producer.name] + (not joins))
@@ -171,28 +171,28 @@ def find_segments(edges: Dataflow, alone: frozenset[str]) -> list[Segment]:
             parent[root(parent, reader)] = root(parent, source)
     members: dict[str, list[Op]] = {}
     # Recomputed ops without a backward that make values for nobody do not run.
-    for op in (op for op in ops if op.has_mirror or any(o.tensor not in edges.unread for o in op.outputs)):
+    for op in (op for op in ops if op.has_mirror or any(o.tensor not in flow.unread for o in op.outputs)):
         members.setdefault(root(parent, op.name), []).append(op)
     position = {op.name: at for at, op in enumerate(ops)}
     groups = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
     segments = [
-        _segment(edges, number, position[name], levels[group[0].name], group)
+        _segment(flow, number, position[name], levels[group[0].name], group)
         for number, (name, group) in enumerate(groups)
     ]
-    _find_outputs(edges, segments)
+    _find_outputs(flow, segments)
     return segments
 
 
-def check_regathers(edges: Dataflow, segments: Sequence[Segment]) -> None:
+def check_regathers(flow: Dataflow, segments: Sequence[Segment]) -> None:
     """Raise ScheduleError for a `Regather` that changes nothing, because `keep_gathered` keeps what its ops read."""
     regions: dict[str, list[Segment]] = {}
-    for segment in (s for s in segments if edges.graph.policy.gathered_once and s.ops[0].regather):
+    for segment in (s for s in segments if flow.graph.policy.gathered_once and s.ops[0].regather):
         regions.setdefault(segment.ops[0].regather, []).append(segment)
     for region, some in regions.items():
-        read = {edges.model.origin(alias.tensor) for segment in some for alias in segment.aliases}
-        kept = sorted(read & edges.graph.policy.gathered_once)
+        read = {flow.model.origin(alias.tensor) for segment in some for alias in segment.aliases}
+        kept = sorted(read & flow.graph.policy.gathered_once)
         if kept and not any(segment.regathered for segment in some):
-            entries = edges.graph.journal
+            entries = flow.graph.journal
             asked = next(e for e in entries if e.detail == "Regather()" and e.op in (region, first(region)))
             keeping = next(e for e in reversed(entries) if e.verb == "keep_gathered")
             raise ScheduleError(
@@ -202,23 +202,23 @@ def check_regathers(edges: Dataflow, segments: Sequence[Segment]) -> None:
             )
 
 
-def _stretches(edges: Dataflow) -> dict[str, int]:
+def _stretches(flow: Dataflow) -> dict[str, int]:
     """Number the ops, whole blocks alike: the number grows once a device has enough gradients to be worth a sum."""
     found: dict[str, int] = {}
     of_block: dict[str, int] = {}
     counted: set[str] = set()
     number = weight = 0
-    for op in edges.model.forward_ops:
+    for op in flow.model.forward_ops:
         block = block_of(op.module) or op.name
-        if block not in of_block and weight >= SEGMENT_BYTES and edges.graph.policy.overlaps:
+        if block not in of_block and weight >= SEGMENT_BYTES and flow.graph.policy.overlaps:
             number, weight = number + 1, 0
         found[op.name] = of_block.setdefault(block, number)
         for operand in op.inputs:
-            tensor = edges.model.tensors[operand.tensor]
-            if operand.tensor not in edges.homes or not tensor.requires_grad or operand.tensor in counted:
+            tensor = flow.model.tensors[operand.tensor]
+            if operand.tensor not in flow.homes or not tensor.requires_grad or operand.tensor in counted:
                 continue
             counted.add(operand.tensor)
-            layout = layout_of(edges.graph.grids[op.name], operand, True, is_gradient=True)
+            layout = layout_of(flow.graph.grids[op.name], operand, True, is_gradient=True)
             if layout is None or layout.shape[1] > 1:
                 size = prod(tensor.shape) * width(tensor.trained.dtype)
                 weight += size // (1 if layout is None else prod(layout.shape[2]))
@@ -259,47 +259,47 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     return {name: frozenset(signature) for name, signature in found.items()}
 
 
-def _segment(edges: Dataflow, number: int, position: int, level: int, ops: tuple[Op, ...]) -> Segment:
-    own = edges.rows[ops[0].name]
-    keys = tuple(own.keys[row] for row in edges.in_order(own))
+def _segment(flow: Dataflow, number: int, position: int, level: int, ops: tuple[Op, ...]) -> Segment:
+    own = flow.rows[ops[0].name]
+    keys = tuple(own.keys[row] for row in flow.in_order(own))
     segment = Segment(number, position, level, ops, keys)
     for op in ops:
-        at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
+        at = {key: row for row, key in enumerate(flow.rows[op.name].keys)}
         segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)
-    segment.aliases = _aliases(edges, segment)
+    segment.aliases = _aliases(flow, segment)
     if ops[0].regather and segment.has_mirror:
-        comes = (edges.is_gathered_again(a.tensor) or _is_gathered(edges, a) for a in segment.aliases)
+        comes = (flow.is_gathered_again(a.tensor) or _is_gathered(flow, a) for a in segment.aliases)
         segment.regathered = tuple(n for n, is_regathered in enumerate(comes) if is_regathered)
     return segment
 
 
-def _is_gathered(edges: Dataflow, alias: Alias) -> bool:
+def _is_gathered(flow: Dataflow, alias: Alias) -> bool:
     """Return whether each part reads more of an activation than any part of its maker holds, all with the whole
     value.
     """
-    if alias.tensor not in edges.producers or alias.tensor in edges.unread:
+    if alias.tensor not in flow.producers or alias.tensor in flow.unread:
         return False
-    held = edges.held(*edges.producers[alias.tensor])
-    rows = range(len(held.lo))
-    is_whole = len(held.replicas(rows)) == len(set(map(held.corners, rows)))
-    return is_whole and (held.hi - held.lo).prod(axis=1).max() < (alias.hi - alias.lo).prod(axis=1).min()
+    produced = flow.produced(*flow.producers[alias.tensor])
+    rows = range(len(produced.lo))
+    is_whole = len(produced.replicas(rows)) == len(set(map(produced.corners, rows)))
+    return is_whole and (produced.hi - produced.lo).prod(axis=1).max() < (alias.hi - alias.lo).prod(axis=1).min()
 
 
-def _aliases(edges: Dataflow, segment: Segment) -> tuple[Alias, ...]:
+def _aliases(flow: Dataflow, segment: Segment) -> tuple[Alias, ...]:
     made = {o.tensor for op in segment.ops for o in op.outputs}
     found: dict[Hashable, Alias] = {}
     for op in segment.ops:
-        rows, at = edges.rows[op.name], segment.row_of[op.name]
+        rows, at = flow.rows[op.name], segment.row_of[op.name]
         for k, operand in enumerate(op.inputs):
             if operand.tensor in made:
                 continue
-            lo, hi = (side[at] for side in edges.face(op, operand))
-            contributes = op.has_mirror and edges.model.tensors[operand.tensor].requires_grad
-            labels = _normal([edges.labels(edges.mirrors[op.name], k)[row] for row in at]) if contributes else None
+            lo, hi = (side[at] for side in flow.face(op, operand))
+            contributes = op.has_mirror and flow.model.tensors[operand.tensor].requires_grad
+            labels = _normal([flow.labels(flow.mirrors[op.name], k)[row] for row in at]) if contributes else None
             tree = None if rows.regular else id(rows)
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
-            is_weight = operand.tensor not in edges.producers or edges.producers[operand.tensor][0].from_weights
+            is_weight = operand.tensor not in flow.producers or flow.producers[operand.tensor][0].from_weights
             own = operand.tensor, (), lo, hi, labels, rows, at, shares, is_weight
             # Another op may list the same parts in another order: rows and keys_at stay those of the first use.
             known = found.setdefault(status, Alias(*own))
@@ -314,9 +314,9 @@ def _normal(labels: list[Hashable]) -> Labels:
     return tuple(number.setdefault(label, len(number)) for label in labels)
 
 
-def _find_outputs(edges: Dataflow, segments: list[Segment]) -> None:
-    read = {a.tensor for s in segments for a in s.aliases} | set(edges.readers)
-    gradient, losses = edges.model.gradient, edges.model.losses
+def _find_outputs(flow: Dataflow, segments: list[Segment]) -> None:
+    read = {a.tensor for s in segments for a in s.aliases} | set(flow.readers)
+    gradient, losses = flow.model.gradient, flow.model.losses
     with_gradient = {gradient(a.tensor) for s in segments for a in s.aliases if a.labels is not None}
     with_gradient |= set(map(gradient, losses))
     for segment in segments:

@@ -128,7 +128,7 @@ def _line_of(error: BaseException, files: Mapping[str, str]) -> str:
 class _Search:
     def __init__(self, exact: Compiled, whole: Values, gradients: Values, events: Events) -> None:
         self.exact, self.whole, self.gradients, self.events = exact, whole, gradients, events
-        self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
+        self.flow, self.model = exact.whole_schedule.flow, exact.graph.model
         self.unread = unread_twins(self.model)
         self.floor = {"F": 0.0, "B": FLOOR * max(map(largest, gradients.values()), default=0.0)}
         # Partial values seen so far, by tensor and row.
@@ -162,7 +162,7 @@ class _Search:
 
     def _output(self, op: Op, j: int, row: int, made: Tensor) -> str:
         """Return the fault of an output of a part; for a value part, once all parts are there."""
-        rows, operand = self.edges.rows[op.name], op.outputs[j]
+        rows, operand = self.flow.rows[op.name], op.outputs[j]
         box = ranges(operand, self.model.tensors[operand.tensor], rows.box(row))
         whole = all(rows.box(row)[i] == (0, op.indices[i].size) for i in op.summed(operand))
         if whole and not rows.shares[row]:
@@ -170,7 +170,7 @@ class _Search:
             return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_op_text(op)}"
         parts = self.parts.setdefault(operand.tensor, {})
         parts[row] = made
-        branch = self.edges.whole(op, j)
+        branch = self.flow.whole(op, j)
         if row not in branch or not all(r in parts for r in branch):
             return ""
         tensor = self.model.tensors[operand.tensor]
@@ -208,7 +208,7 @@ class _Search:
         skipped = {operand.tensor for op in segment.ops for operand in op.inputs}
         for output, given in zip(saved, event.given, strict=True):
             row = int(segment.row_of[output.op.name][at])
-            rows = self.edges.rows[output.op.name]
+            rows = self.flow.rows[output.op.name]
             name = self.model.origin(output.tensor)
             if rows.routes or output.tensor in skipped or name not in self.gradients:
                 continue

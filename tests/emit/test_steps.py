@@ -101,7 +101,7 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
     """What parts of equal sizes compute does not depend on where they are."""
     compiled = ss.compile(graph_of(spec), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
     program, schedule = compiled.program, compiled.schedule
-    functions = Functions(schedule.edges)
+    functions = Functions(schedule.flow)
     texts: dict[tuple[int, int], set[str]] = {}
     parts = 0
     for segment in schedule.segments:
@@ -110,7 +110,7 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
             shared = functions.made[functions.number(segment, at)]
             boxes = []
             for op in segment.ops:
-                held, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]
+                held, row = schedule.flow.rows[op.name], segment.row_of[op.name][at]
                 boxes.append(tuple(zip(held.lo[row].tolist(), held.hi[row].tolist(), strict=True)))
             own = Function(shared.ops, tuple(boxes), shared.inputs, shared.input_of, shared.outputs, shared.module)
             text = _source(_Writer(program, own, frozenset()).write())

@@ -69,7 +69,7 @@ PLANS = {
 @pytest.mark.parametrize("words", PLANS.values(), ids=PLANS)
 def test_cuts(words: dict[str, int]) -> None:
     moe = next(op for op in mixtral().ops if op.target == "ss.experts")
-    rows = equal(mixtral(), split(words)).compiled.schedule.edges.rows[moe.name]
+    rows = equal(mixtral(), split(words)).compiled.schedule.flow.rows[moe.name]
     assert len({tuple(map(int, row)) for row in rows.lo}) == 2
 
 

@@ -247,7 +247,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
         for op in schedule.segments[node.number].ops if node.kind in "FB" else ():
             at[node.kind, op.name, node.key] = number
         if node.kind == "U":
-            at["U", schedule.edges.by_home[node.number].name, node.key] = number
+            at["U", schedule.flow.by_home[node.number].name, node.key] = number
     orders = {(b, a) for o in needs.graph.orders for b in needs.members(o.before) for a in needs.members(o.after)}
     assert all(at[before] < at[after] for before, after in orders)
     for after, sources in needs.some:
@@ -378,7 +378,7 @@ def test_plans_that_need_another_replica_than_the_nearest_equal_the_unsplit_grap
     cluster = Cluster.local(4)
     error, where = largest_error(finish(complete_placement(graph.copy(), cluster), cluster), values)  # type: ignore[arg-type]
     assert error < 1e-9, where
-    monkeypatch.setattr("superscaler.schedule.order.find_turns", lambda edges: {})
+    monkeypatch.setattr("superscaler.schedule.order.find_turns", lambda flow: {})
     assert "cycle" in verdict(graph)[1]
 
 
@@ -410,7 +410,7 @@ def test_updates_of_a_device_may_be_ordered() -> None:
     schedule, message = verdict(graph)
     assert message == ""
     assert schedule is not None
-    names = [schedule.edges.by_home[node.number].name for node in schedule.order if node.kind == "U"]
+    names = [schedule.flow.by_home[node.number].name for node in schedule.order if node.kind == "U"]
     assert names == ["update.w1", "update.w0"]
     graph.orders.append(Order(_of(graph, "update.w0"), _of(graph, "update.w1"), "plan.py:1"))
     assert (
