@@ -134,7 +134,7 @@ class Planned:
         """
         assert self.step is not None
         self._agree("updates the weights")
-        self.step.set_options(self._optimizer.param_groups)
+        self.step.groups.set(self._optimizer.param_groups)
         weights = state.by_name(self._around)
         state.take(self.step, self._around, self._optimizer)
         gradients.update(self.step, weights)
@@ -187,7 +187,7 @@ class Planned:
             self.step.watch.begun += 1
         if step is None:
             return None, {}
-        step.set_options(self._optimizer.param_groups)
+        step.groups.set(self._optimizer.param_groups)
         return step, {name: tensors[name] for name in step.inputs}
 
     def put(self) -> None:

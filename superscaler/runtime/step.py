@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -19,15 +17,15 @@ from superscaler.comm.alike import Alike
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
 from superscaler.runtime import evaluation
-from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.batch import Padding, check_batches, put_together, rows_read
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged, for_schedules
+from superscaler.runtime.nonfinite import watched
+from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged
+from superscaler.runtime.parameter_groups import ParameterGroups
 from superscaler.runtime.replay.replays import Recorder, Replays
 from superscaler.runtime.replayable.refusals import check_plan, check_scaler
 from superscaler.runtime.scaling import Scaler
-from superscaler.specs.options import CHOSEN, SCHEDULED
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -79,8 +77,7 @@ class Step:
         rows = rows_read(plan, self.rank)
         self.alike = Alike(rank.communicator, rows, rank.dtype) if self.world > 1 and self.inputs else None
         self._function = programs[plan["programs"][self.rank]].step
-        # All parameter groups, also those without a weight on this rank: all ranks must agree whether they are equal.
-        self._options = [{**group, "lr": float(group["lr"])} for group in plan["optimizer"]["groups"]]
+        self.groups = ParameterGroups(plan["optimizer"], rank)
 
     def __call__(
         self,
@@ -105,12 +102,12 @@ class Step:
             )
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
-        self._follow()
+        self.groups.follow()
         self.state.batch, self.state.updates.clip = batch, clip
         self.state.beside = self.alike.numbers(batch) if self.alike else None
         # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
-            loss: Tensor = finite.run(self, self._function) if check_finite else self._run()
+            loss: Tensor = watched.run(self, self._function) if check_finite else self._run()
         if self.alike is not None and self.state.beside is not None:
             self.alike.check(self.state.beside, batch, self.state.steps)
         return loss
@@ -194,8 +191,8 @@ class Step:
         return {
             "weights": {name: weight.detach() for name, weight in state.weights.items()},
             "optimizer": updates.optimizer.state_dict() if updates.optimizer else None,
-            "lr": self.rates(),
-            "options": self.options(),
+            "lr": self.groups.rates(),
+            "options": self.groups.options(),
             "steps": state.steps,
             "scaler": updates.scaler.state_dict() if updates.scaler else None,
         }
@@ -220,7 +217,7 @@ class Step:
             updates.optimizer.load_state_dict(saved["optimizer"])
         if updates.scaler and saved.get("scaler"):
             updates.scaler.load_state_dict(saved["scaler"])
-        self.set_options(saved.get("options") or [{"lr": rate} for rate in saved.get("lr", self.rates())])
+        self.groups.set(saved.get("options") or [{"lr": rate} for rate in saved.get("lr", self.groups.rates())])
         state.steps = saved["steps"]
 
     def save(self, directory: str | Path, keep: int | None = None) -> Path:
@@ -283,65 +280,18 @@ class Step:
         Assign a number if all groups have one rate, else one for each group: `step.lr = [r * 0.5 for r in step.lr]`.
         Raises InputError for a number that would make different rates equal, and for another number of rates.
         """
-        rates = self.rates()
-        return rates[0] if len(set(rates)) == 1 else tuple(rates)
+        return self.groups.lr
 
     @lr.setter
     def lr(self, value: float | Sequence[float]) -> None:
-        now = self.rates()
-        given: Sequence[Any] = value if isinstance(value, Sequence) else [value] * len(now)
-        if given is not value and len(set(now)) > 1:
-            raise InputError(
-                f"the {len(now)} parameter groups have the learning rates {', '.join(map(str, now))}, which {value} "
-                "would make equal; assign one for each group, as step.lr = [rate * 0.5 for rate in step.lr]."
-            )
-        if len(given) != len(now):
-            raise InputError(
-                f"{len(given)} learning rates were assigned, but the optimizer has {len(now)} parameter groups; "
-                "assign one for each group."
-            )
-        if not all(isinstance(rate, Real) and 0 <= float(rate) < math.inf for rate in given):
-            raise InputError(f"step.lr cannot be {value!r}; a learning rate is a finite number of 0 or more.")
-        self.set_rates(given)
+        self.groups.lr = value
 
-    @cached_property
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Return an optimizer for schedules of `torch.optim.lr_scheduler`, whose parameter groups have the options that
         steps take: `schedule = CosineAnnealingLR(step.optimizer, 100)`.
         """
-        return for_schedules(self.plan["optimizer"]["name"], self.options())
-
-    def set_rates(self, rates: Sequence[Any]) -> None:
-        """Set the learning rate of each parameter group of the user's optimizer."""
-        self.set_options([{"lr": rate} for rate in rates])
-
-    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set options of each parameter group of the user's optimizer, the learning rate among them."""
-        shown = self.optimizer.param_groups if "optimizer" in vars(self) else []
-        for number, own in (*enumerate(self._options), *enumerate(shown), *self.groups().items()):
-            known = {*own, *SCHEDULED}.difference(CHOSEN)
-            own |= {key: x for key, x in groups[number].items() if key in known}
-            own["lr"] = float(own["lr"])
-
-    def _follow(self) -> None:
-        """Take the options that schedules have set."""
-        if "optimizer" in vars(self):
-            self.set_options(self.optimizer.param_groups)
-
-    def groups(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's groups on this rank by number: those of its weights."""
-        numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
-        optimizer = self.state.updates.optimizer
-        return dict(zip(numbers, optimizer.param_groups if optimizer else [], strict=True))
-
-    def options(self) -> list[dict[str, Any]]:
-        """Return the options of each parameter group of the user's optimizer, as they are now."""
-        self._follow()
-        return [dict(group) for group in self._options]
-
-    def rates(self) -> list[float]:
-        """Return the learning rate of each parameter group of the user's optimizer."""
-        return [group["lr"] for group in self.options()]
+        return self.groups.scheduled
 
     def close(self) -> None:
         if self.watch is not None:

@@ -49,7 +49,7 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     if step.state.updates.scaler and head["scaler"]:
         step.state.updates.scaler.load_state_dict(head["scaler"])
     if head["optimizer"]:
-        step.set_options(_options(step, head["optimizer"]))
+        step.groups.set(_options(step, head["optimizer"]))
     step.state.steps = head["step"]
     step.state.seed = step.state.seed if head["seed"] is None else head["seed"]
     return head
@@ -186,7 +186,7 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
     not skipped. Raises InputError for a state of another optimizer.
     """
     found: dict[str, dict[str, Any]] = {}
-    made, groups, head = dict[tuple[int, torch.dtype], set[str]](), step.groups(), stored.head["optimizer"]
+    made, groups, head = dict[tuple[int, torch.dtype], set[str]](), step.groups.here(), stored.head["optimizer"]
     for entry in (entry for entry in step.state.tables["weights"] if entry["trained"]):
         name, ranges = located(step.plan, entry)
         name = next(n for n in _called(step, name) if n in stored.tensors)

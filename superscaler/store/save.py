@@ -7,7 +7,7 @@ has one shard per rank, each with elements that no other shard has, and a manife
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,14 @@ _POLL = 0.02
 _SHOWN = 60.0
 
 
+class OptimizerGroups(Protocol):
+    """The options of the optimizer's parameter groups. `here`: those with a weight on this rank, by number."""
+
+    def here(self) -> dict[int, dict[str, Any]]: ...
+    def options(self) -> list[dict[str, Any]]: ...
+    def set(self, groups: Iterable[Mapping[str, Any]]) -> None: ...
+
+
 class TrainingStep(Protocol):
     """The part of `superscaler.runtime.step.Step` that checkpoints read and set: the state of one rank of a plan."""
 
@@ -39,9 +47,8 @@ class TrainingStep(Protocol):
     world: int
     directory: Path | None
 
-    def groups(self) -> dict[int, dict[str, Any]]: ...
-    def options(self) -> list[dict[str, Any]]: ...
-    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
+    @property
+    def groups(self) -> OptimizerGroups: ...
 
 
 @dataclass
@@ -259,7 +266,7 @@ def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
 
 def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entries of a manifest beside its tensors."""
-    state, chosen, now = step.state, step.plan["optimizer"], step.options()
+    state, chosen, now = step.state, step.plan["optimizer"], step.groups.options()
     more = {"precision": chosen["precision"]} if chosen.get("precision") else {}
     # As in torch, training goes on with them under a plan of others.
     kept = [{key: x for key, x in group.items() if key not in ("lr", *CHOSEN)} for group in now]

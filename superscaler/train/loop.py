@@ -102,7 +102,7 @@ def _schedule(step: Step, options: RankOptions, start: int) -> LRScheduler | Non
     if options.schedule is None and not options.warmup:
         return None
     rates = [group["lr"] for group in step.plan["optimizer"]["groups"]]
-    step.set_options([{"lr": rate, "initial_lr": rate} for rate in rates])
+    step.groups.set([{"lr": rate, "initial_lr": rate} for rate in rates])
     found = schedule_of(step.optimizer, options.schedule, options.warmup, options.steps)
     advance(found, start)
     return found

@@ -128,11 +128,11 @@ def start_of(step: Step, options: RankOptions) -> tuple[int, int]:
     if options.resume is None:
         return 0, options.seed
     check_resume(options.resume, options.steps, options.data)
-    planned = step.options()
+    planned = step.groups.options()
     manifest = restore(step, options.resume)
     # A schedule follows from the plan's rate.
     left_out = ("lr",) if options.schedule is not None or options.warmup else ()
-    if (changed := _changed(planned, step.options(), left_out)) and step.rank == 0:
+    if (changed := _changed(planned, step.groups.options(), left_out)) and step.rank == 0:
         say(f"note: the optimizer has options of the checkpoint, not of the plan: {'; '.join(changed)}")
     training = manifest["training"]
     return manifest["step"], options.seed if training is None else training["seed"]

@@ -186,7 +186,7 @@ from superscaler.models import build
 def train(folder, batches, restores, **options):
     step, found = ss.load(folder, **options), []
     for number, batch in enumerate(batches):
-        step.set_rates([rate * 0.9 for rate in step.rates()])
+        step.groups.set({"lr": rate * 0.9} for rate in step.groups.rates())
         if number == 1 and restores:
             step.save(folder + "/../kept", keep=1)
         if number == 5 and restores:

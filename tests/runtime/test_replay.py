@@ -76,7 +76,7 @@ def trained(
     def work(step: Step, recorder: Emulator | None) -> Any:
         found = []
         for number in range(WARM + 4):
-            step.set_rates([rate * 0.9 for rate in step.rates()])
+            step.groups.set({"lr": rate * 0.9} for rate in step.groups.rates())
             if change is not None:
                 change(step, number)
             if step.replays is not None and number == WARM + 1:

@@ -170,10 +170,10 @@ def test_schedules_made_before_or_after_a_load_go_on_as_torchs(name: str, way: s
     def ours(step: Step) -> list[list[list[float]]]:
         found = []
         for load in (lambda: step.restore(tmp_path), lambda: step.load_state_dict(kept[step.rank][0])):
-            step.__dict__.pop("optimizer", None)
+            step.groups.__dict__.pop("scheduled", None)
             schedule = resumed(make, way, lambda: step.optimizer, load, kept[step.rank][1])
             found.append(rates_of(step.optimizer, lambda: trained(step, 1), schedule))
-            assert step.rates() == [group["lr"] for group in step.groups().values()] == found[-1][-1]
+            assert step.groups.rates() == [group["lr"] for group in step.groups.here().values()] == found[-1][-1]
         return found
 
     on_ranks(planned().compiled, save)

@@ -208,7 +208,7 @@ def saved(model: str, plan: str, optimizer: str, folder: Path) -> dict[str, Tens
 
     def work(step: Step) -> Any:
         train(step, model, range(3))
-        step.lr = [0.5 * rate for rate in step.rates()]
+        step.lr = [0.5 * rate for rate in step.groups.rates()]
         step.save(folder)
         return state(step)
 
@@ -247,7 +247,7 @@ def test_steps_after_a_resume_are_those_of_the_module(there: str, folders: Path)
         found = []
         for number in range(len(BETWEEN)):
             assert step.restore(folders / f"exact-{number}") == 3
-            assert (step.rates(), step.state.steps, step.state.seed) == ([5e-3, 1.5e-3], 3, 0)
+            assert (step.groups.rates(), step.state.steps, step.state.seed) == ([5e-3, 1.5e-3], 3, 0)
             found.append((train(step, "exact", range(3, 5)), state(step)))
         return found
 

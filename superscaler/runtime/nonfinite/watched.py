@@ -25,7 +25,18 @@ from superscaler.ir.text.model import parse_model
 from superscaler.ir.text.program import parse_program
 from superscaler.ops.table import ops_of_lines
 from superscaler.runtime.emitted_lines import PARSING, op_at
-from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
+from superscaler.runtime.nonfinite.origins import (
+    BACKWARD,
+    GIVEN,
+    KINDS,
+    SUM,
+    Bad,
+    Line,
+    Origin,
+    Watch,
+    counted,
+    tensors_in,
+)
 from superscaler.runtime.tapes import Sums
 from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep
