@@ -3,9 +3,9 @@
     python benchmarks/certificate.py [--plans tensor,hybrid] [--most 100] [--numbers 30] [--show 5]
 
 Every instruction is left out, repeated and exchanged with the next; every number, flag and name of every instruction,
-weight and function is another (`tests/helpers/single.py`); several are others that look right one by one, as a weight
-that is loaded again after its update, or two messages of one number (`tests/helpers/several.py`). `certificate` and
-`deadlock` count what these checks refuse.
+weight and function is another; several are others that look right one by one, as a weight that is loaded again after
+its update, or two messages of one number (`tests/helpers/mutants.py`). `certificate` and `deadlock` count what these
+checks refuse.
 Of what is left `ran` mutants ran two steps in float64: `equal` gave the numbers of the plan, `fails` did not run to the
 end, `MISSED` gave others. `--most` bounds the mutants of a class and plan, `--numbers` those that run; both are drawn
 at random, always the same ones.

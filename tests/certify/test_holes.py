@@ -11,7 +11,7 @@ from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Folded
 from superscaler.ir.program import Combine, Free, Function, Load, Program, Recv, Send, Slice, Update, Value, Wait
-from tests.helpers.mutations import Code, at, named
+from tests.helpers.changes import Code, at, codes, exchanged, named, with_codes
 from tests.helpers.outcome import differs
 from tests.helpers.small_plans import exact
 
@@ -39,15 +39,6 @@ def hole(plan: str, says: str, is_right: bool = False) -> Callable[[Edit], Edit]
     return keep
 
 
-def codes(program: Program) -> list[Code]:
-    return [[i for i in d.instructions if not isinstance(i, Free)] for d in program.devices]
-
-
-def with_codes(program: Program, code: list[Code]) -> Program:
-    devices = zip(program.devices, code, strict=True)
-    return replace(program, devices=tuple(replace(d, instructions=tuple(c)) for d, c in devices))
-
-
 def copy_of(code: Code, out: Value, source: Value) -> Combine:
     """Return what gives a weight at rest another name."""
     box = code[at(code, Load, out=source)].box
@@ -71,13 +62,11 @@ def slices_of_a_weight_under_the_names_of_each_other(program: Program) -> Progra
     code = codes(program)
     n, other = next(n for n, i in enumerate(code[0]) if isinstance(i, Update) and FIRST in i.weights), named("other")
     update = code[0][n]
-    a, b = (update.weights.index(name) for name in (FIRST, SECOND))
-    gradients = list(update.gradients)
-    gradients[a], gradients[b] = gradients[b], gradients[a]
+    gradients = exchanged(update.gradients, *(update.weights.index(name) for name in (FIRST, SECOND)))
     first, second = (copy_of(code[0], *pair) for pair in ((other, FIRST), (FIRST, SECOND)))
     last = replace(copy_of(code[0], SECOND, FIRST), pieces=(other,))
     code[0][n : n + 1] = [first, Free((FIRST,)), second, Free((SECOND,)), last]
-    code[0].insert(n + 5, replace(update, gradients=tuple(gradients)))
+    code[0].insert(n + 5, replace(update, gradients=gradients))
     return with_codes(program, code)
 
 

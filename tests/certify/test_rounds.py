@@ -2,9 +2,8 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import Collective, Device, Free, Instruction, Program, reads, writes
 from superscaler.plans import resolve
+from tests.helpers.changes import leaves, turned
 from tests.helpers.graphs import graph_of
 from tests.helpers.rewrites import SProgram, offloaded, swapped
 
@@ -130,35 +130,16 @@ def test_a_fault_that_only_a_later_round_meets_is_found(wrong: Callable[[tuple[R
         check_program(compiled(*PLANS[0]).changed(change))
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths to all numbers and flags in an instruction."""
-    if isinstance(value, int):
-        yield path
-    inner = range(len(value)) if isinstance(value, tuple) else []
-    for name in [f.name for f in fields(value) if f.compare] if is_dataclass(value) else inner:
-        yield from leaves(value[name] if isinstance(value, tuple) else getattr(value, name), (*path, name))
-
-
-def stepped(value: Any, path: tuple[Any, ...], step: int) -> Any:
-    """Return an instruction with another number at a path."""
-    if not path:
-        return not value if isinstance(value, bool) else value + step
-    if not isinstance(value, tuple):
-        return replace(value, **{path[0]: stepped(getattr(value, path[0]), path[1:], step)})
-    items = [stepped(item, path[1:], step) if n == path[0] else item for n, item in enumerate(value)]
-    return getattr(value, "_make", tuple)(items)
-
-
 def mutated(loop: Loop, draw: random.Random) -> Loop:
     """Return a loop with one change, mostly the same one in all repetitions."""
     bodies = [list(loop.first), list(loop.second)]
     at, to = (draw.randrange(len(loop.first)) for _ in range(2))
     kind, step = draw.choice(("drop", "twice", "move", *["number"] * 6)), draw.choice((1, -1, 2, 5))
-    path = draw.choice([*leaves(bodies[0][at])])
+    path = draw.choice([path for path, value in leaves(bodies[0][at], names=False) if isinstance(value, int)])
     for body in bodies:
         i = body.pop(at)
         if kind == "number":
-            body.insert(at, stepped(i, path, step))
+            body.insert(at, turned(i, path, lambda x: not x if isinstance(x, bool) else x + step))
         elif kind != "drop":
             body[to:to] = [i] * (1 + (kind == "twice"))
     second = loop.second if kind == "number" and not draw.randrange(8) else tuple(bodies[1])

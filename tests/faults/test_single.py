@@ -12,10 +12,11 @@ import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
-from superscaler.ir.program import Accumulate, Backward, Collective, Device, Forward, Program, Recv, Send
+from superscaler.ir.program import Accumulate, Backward, Collective, Forward, Program, Recv, Send
 from superscaler.models import build
+from tests.helpers.changes import later, left_out, turns, with_change, without_frees
+from tests.helpers.mutants import mutants
 from tests.helpers.outcome import SCOPES, differs, judge, sweep
-from tests.helpers.single import mutants, without_frees
 from tests.helpers.small_plans import PLANS, exact
 
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
@@ -54,11 +55,10 @@ def test_messages_that_start_together_in_another_order_at_one_end_are_refused() 
     for device in program.devices:
         for n, (a, b) in enumerate(pairwise(device.instructions)):
             if isinstance(a, Send | Recv) and type(a) is type(b) and a.peer == b.peer:
-                code = (*device.instructions[:n], b, a, *device.instructions[n + 2 :])
-                changed = replace(device, instructions=code)
-                devices = tuple(changed if d.rank == device.rank else d for d in program.devices)
+                changed = with_change(program, [device.rank], later(n))
+                assert changed is not None
                 with pytest.raises(ScheduleError, match="deadlocks"):
-                    check_rendezvous(replace(program, devices=devices))
+                    check_rendezvous(changed)
                 found += 1
     assert found
 
@@ -67,17 +67,11 @@ def test_the_source_of_a_broadcast_gives_the_shape_that_it_says() -> None:
     program = exact("broadcasts").program
     rank, at = next((d.rank, n) for d in program.devices for n, i in enumerate(d.instructions)
                     if isinstance(i, Collective) and i.kind == "broadcast" and any(i.sources))  # fmt: skip
-
-    def changed(device: Device) -> Device:
-        i = device.instructions[at]
-        assert isinstance(i, Collective)
-        ways = tuple(replace(way, shape=(way.shape[0] - 1, *way.shape[1:])) for way in i.ways)
-        code = (*device.instructions[:at], replace(i, ways=ways), *device.instructions[at + 1 :])
-        return replace(device, instructions=code)
-
-    devices = tuple(changed(d) if d.rank == rank else d for d in program.devices)
+    smaller = turns(("instructions", at, "ways", 0, "shape", 0), lambda size: size - 1)
+    changed = with_change(program, [rank], smaller)
+    assert changed is not None
     with pytest.raises(ScheduleError, match=rf"device {rank}, instruction {at}: broadcast of"):
-        check_program(replace(program, devices=devices))
+        check_program(changed)
 
 
 @pytest.mark.slow
@@ -100,7 +94,7 @@ def _check(name: str, scope: str, most: int | None, numbers: int) -> None:
 def test_a_bug_in_one_device_of_1024_is_found(large: Program, kind: type) -> None:
     devices, device = list(large.devices), large.devices[777]
     at = next(n for n, i in enumerate(device.instructions) if isinstance(i, kind))
-    devices[777] = replace(device, instructions=device.instructions[:at] + device.instructions[at + 1 :])
+    devices[777] = left_out(at)(device)
     with pytest.raises(ScheduleError, match=r"device 777, instruction \d+: "):
         check_program(replace(large, devices=tuple(devices)))
 

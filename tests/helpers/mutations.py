@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from superscaler.certify.certificate import CHECKS
-from superscaler.compiler import Compiled, finish
+from superscaler.compiler import Compiled
 from superscaler.ir import program as p
-from superscaler.models import build
-from superscaler.plan import capture, compile
 from superscaler.verify import compare_with_eager
-from superscaler.verify.oracles import retype
+from tests.helpers.changes import at, codes, named, renamed, with_change, with_codes, without_frees
+from tests.helpers.mutants import changes
 from tests.helpers.ran import rewritten
-from tests.helpers.small_plans import Noise
+from tests.helpers.small_plans import Noise, Small, exact_of
+from tests.helpers.small_plans import named as of_library
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0
@@ -44,6 +44,19 @@ TP4 = "hybrid:dp=1,tp=4,vocabulary=false"
 WORLD = {GRID: 4, TP4: 4, DP: 2, TP: 2, PIPE: 2}
 
 
+def chosen(rank: int, kind: str, what: str) -> Edit:
+    """Return the first change of a class of a device which says `what`."""
+
+    def edit(exact: Compiled, code: list[Code]) -> Compiled:
+        found = changes(exact.program, rank)
+        change = next(change for one, told, change in found if one == kind and what in told)
+        changed = with_change(exact.program, [rank], change)
+        assert changed is not None
+        return replace(exact, program=changed)
+
+    return edit
+
+
 def mutation(spec: str, *culprits: str, model: str = "mlp") -> Callable[[Edit], Edit]:
     def keep(edit: Edit) -> Edit:
         TABLE.append(Mutation(edit.__name__.replace("_", " "), model, spec, culprits, edit))
@@ -55,36 +68,17 @@ def mutation(spec: str, *culprits: str, model: str = "mlp") -> Callable[[Edit], 
 @cache
 def intact(model: str, spec: str) -> Compiled:
     """Return a plan in float64 without Free, which an edit would have to keep up to date."""
-    torch.manual_seed(0)
-    if model == "noise":
-        module, args, kwargs = Noise(), (torch.randn(8, 6),), {}
-    else:
-        built = build(model)
-        module, args, kwargs = built.module, built.args, dict(built.kwargs)
-    halves = [list(module.parameters())[::2], list(module.parameters())[1::2]]
-    groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
-    plan = compile(capture(module, args, kwargs, torch.optim.AdamW(groups)), spec, f"local:{WORLD[spec]}")
-    exact = finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)
-    code = [[i for i in d.instructions if not isinstance(i, p.Free)] for d in exact.program.devices]
-    return with_code(exact, code)
-
-
-def with_code(exact: Compiled, code: Sequence[Code]) -> Compiled:
-    devices = zip(exact.program.devices, code, strict=True)
-    return with_program(
-        exact, replace(exact.program, devices=tuple(replace(d, instructions=tuple(c)) for d, c in devices))
-    )
-
-
-def with_program(exact: Compiled, program: p.Program) -> Compiled:
-    return replace(exact, program=program)
+    make = (lambda: (Noise(), (torch.randn(8, 6),), {})) if model == "noise" else of_library(model)
+    exact = exact_of(Small(make, spec, WORLD[spec]))
+    whole = replace(exact.program, devices=tuple(exact.program.devices))
+    return replace(exact, program=without_frees(whole))
 
 
 def mutate(mutation: Mutation) -> Compiled:
     """Return the plan with the bug: what `edit` returns, or its plan with the instructions that it changed."""
     exact = intact(mutation.model, mutation.spec)
-    code = [list(d.instructions) for d in exact.program.devices]
-    return mutation.edit(exact, code) or with_code(exact, code)
+    code = codes(exact.program)
+    return mutation.edit(exact, code) or replace(exact, program=with_codes(exact.program, code))
 
 
 def report(mutation: Mutation) -> tuple[str, str]:
@@ -94,39 +88,9 @@ def report(mutation: Mutation) -> tuple[str, str]:
     return "" if result["equal"] else (checks or ["numbers"])[0], result["first_difference"]
 
 
-def at(code: Code, of: type, /, **fields: Any) -> int:
-    """Return where the first instruction of a kind is whose fields read as given, or have what reads so."""
-
-    def is_it(value: Any, told: Any) -> bool:
-        several = isinstance(value, tuple) and not hasattr(value, "_fields")
-        return any(is_it(v, told) for v in value) if several else str(value) == str(told)
-
-    return next(
-        n
-        for n, i in enumerate(code)
-        if isinstance(i, of) and all(is_it(getattr(i, name), told) for name, told in fields.items())
-    )
-
-
 def change(code: Code, of: type, where: dict[str, Any], **new: Any) -> None:
     n = at(code, of, **where)
     code[n] = replace(code[n], **new)
-
-
-def rename(code: Code, old: p.Value, new: p.Value) -> None:
-    """Let all readers of a value read another one."""
-
-    def turn(value: Any) -> Any:
-        if isinstance(value, tuple) and not isinstance(value, p.Value):
-            return tuple(turn(v) for v in value)
-        return new if value == old else value
-
-    for n, i in enumerate(code):
-        code[n] = replace(i, **{name: turn(getattr(i, name)) for name in p.FIELDS[type(i), p.Role.READ]})
-
-
-def named(name: str) -> p.Value:
-    return p.Value.parse(name)
 
 
 def skip_collective(code: Code, work: str) -> None:
@@ -135,7 +99,7 @@ def skip_collective(code: Code, work: str) -> None:
     waited = at(code, p.Wait, work=work)
     out, (source,) = code[waited].out, code[started].sources
     del code[waited], code[started]
-    rename(code, out, source)
+    code[:] = renamed(code, out, source)
 
 
 def bucket_of(code: Code) -> tuple[int, p.Collective]:
@@ -149,7 +113,7 @@ def edit_op(exact: Compiled, op: str, new: Callable[[Any], Any]) -> Compiled:
     found = [n for n, f in enumerate(functions) if any(o.name == op for o in f.ops)]
     function = functions[found[-1]]
     functions[found[-1]] = replace(function, ops=tuple(new(o) if o.name == op else o for o in function.ops))
-    return with_program(exact, replace(exact.program, functions=tuple(functions)))
+    return replace(exact, program=replace(exact.program, functions=tuple(functions)))
 
 
 def remove_op(function: p.Function, name: str) -> p.Function:
@@ -167,6 +131,22 @@ def remove_op(function: p.Function, name: str) -> p.Function:
     return replace(function, ops=tuple(ops), boxes=boxes, coordinates=coordinates, outputs=outputs)
 
 
+# Single changes, of those that `mutants` makes of all plans.
+
+
+CHOSEN = (
+    ("order of a group reversed on one device", TP, 1, "group order", "product_2", "all_gather of linear_product_2"),
+    ("send dropped", PIPE, 0, "delete", "Send of linear_m2", "recv of linear", "Recv of d_linear_m2_work"),
+    ("loss counted on one device only", DP, 1, "flag", "counted", "cross_entropy_loss"),
+    ("replica of a weight not updated", DP, 1, "entry", "entry 4 of weights", "layers.1.bias"),
+    ("weight in another optimizer group by the program", TP, 0, "weight group", "layers_0_bias", "layers.0.bias"),
+    ("use of a tied weight left out", TP, 0, "piece", "entry 0", "the gradient of transformer.wte.weight"),
+)
+for name, spec, rank, kind, what, *culprits in CHOSEN:
+    model = "gpt2:size=tiny" if "tied" in name else "mlp"
+    TABLE.append(Mutation(name, model, spec, tuple(culprits), chosen(rank, kind, what)))
+
+
 # Communication.
 
 
@@ -181,11 +161,6 @@ def members_of_a_gather_exchanged(exact: Compiled, code: list[Code]) -> None:
         change(mine, p.Collective, {"kind": "all_gather"}, group=(0, 2, 1, 3))
 
 
-@mutation(TP, "all_gather of linear_product_2")
-def order_of_a_group_reversed_on_one_device(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], p.Collective, {"kind": "all_gather"}, group=(1, 0))
-
-
 @mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
 def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
     waits = [n for n, i in enumerate(code[1]) if isinstance(i, p.Wait) and i.out.name == "linear"][:2]
@@ -194,11 +169,6 @@ def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
     code[1][waits[1]] = replace(b, work=a.work)
     received = [n for n, i in enumerate(code[1]) if isinstance(i, p.Recv)][:2]
     code[1].insert(received[0] + 1, code[1].pop(received[1]))
-
-
-@mutation(PIPE, "recv of linear", "Recv of d_linear_m2_work")
-def send_dropped(exact: Compiled, code: list[Code]) -> None:
-    del code[0][[n for n, i in enumerate(code[0]) if isinstance(i, p.Send)][2]]
 
 
 # What runs, and when.
@@ -213,7 +183,7 @@ def backward_before_its_forward(exact: Compiled, code: list[Code]) -> None:
 def op_dropped_from_the_schedule_too(exact: Compiled, code: list[Code]) -> Compiled:
     functions = [remove_op(f, "gelu") if any(o.name == "gelu" for o in f.ops) else f for f in exact.program.functions]
     segments = [replace(s, ops=tuple(o for o in s.ops if o.name != "gelu")) for s in exact.schedule.segments]
-    changed = with_program(exact, replace(exact.program, functions=tuple(functions)))
+    changed = replace(exact, program=replace(exact.program, functions=tuple(functions)))
     return replace(changed, schedule=replace(exact.schedule, segments=segments))
 
 
@@ -232,7 +202,7 @@ def wrong_rows_of_a_weight_at_rest(exact: Compiled, code: list[Code]) -> Compile
     first, second = exact.program.devices
     weights = tuple(replace(w, box=v.box) for w, v in zip(second.weights, first.weights, strict=True))
     devices = (first, replace(second, weights=(weights[0], *second.weights[1:])))
-    return with_program(exact, replace(exact.program, devices=devices))
+    return replace(exact, program=replace(exact.program, devices=devices))
 
 
 @mutation(DP, "rand_like", model="noise")
@@ -243,26 +213,7 @@ def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compi
     return rewritten(exact, replace(exact.emitted, tables=tables))
 
 
-@mutation(DP, "cross_entropy_loss")
-def loss_counted_on_one_device_only(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], p.Loss, {}, counted=(False,))
-
-
 # Updates.
-
-
-def without_update(code: Code, weight: str) -> None:
-    n = at(code, p.Update)
-    update = code[n]
-    assert isinstance(update, p.Update)
-    k = update.weights.index(named(weight))
-    weights, gradients = ((*x[:k], *x[k + 1 :]) for x in (update.weights, update.gradients))
-    code[n] = replace(update, weights=weights, gradients=gradients)
-
-
-@mutation(DP, "layers.1.bias")
-def replica_of_a_weight_not_updated(exact: Compiled, code: list[Code]) -> None:
-    without_update(code[1], "layers_1_bias")
 
 
 def with_table(exact: Compiled, rank: int, tensor: str, **new: Any) -> Compiled:
@@ -278,24 +229,9 @@ def weight_frozen_on_one_device(exact: Compiled, code: list[Code]) -> Compiled:
     return with_table(exact, 1, "head.weight", trained=False)
 
 
-@mutation(TP, "layers.0.bias")
-def weight_in_another_optimizer_group_by_the_program(exact: Compiled, code: list[Code]) -> Compiled:
-    first, *rest = exact.program.devices
-    weights = tuple(replace(w, group=1 - w.group) if w.tensor == "layers.0.bias" else w for w in first.weights)
-    return with_program(exact, replace(exact.program, devices=(replace(first, weights=weights), *rest)))
-
-
 @mutation(TP, "gelu_1")
 def value_freed_before_its_last_read(exact: Compiled, code: list[Code]) -> None:
     code[0].insert(at(code[0], p.Forward, task="s2"), p.Free((named("gelu_1"),)))
-
-
-@mutation(TP, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
-def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], p.Combine)
-    combine = code[0][n]
-    assert isinstance(combine, p.Combine)
-    code[0][n] = replace(combine, pieces=combine.pieces[1:], boxes=combine.boxes[1:])
 
 
 # What was emitted, where the program is right.

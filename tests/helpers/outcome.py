@@ -21,8 +21,7 @@ from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.program import Program
 from superscaler.runtime.load import modules
 from superscaler.runtime.step import build_step
-from tests.helpers.several import mutants
-from tests.helpers.single import Mutant
+from tests.helpers.mutants import Mutant, mutants
 from tests.helpers.small_plans import exact
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.

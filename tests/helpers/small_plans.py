@@ -175,11 +175,15 @@ PLANS: dict[str, Small] = {
 
 @cache
 def exact(name: str) -> Compiled:
+    return exact_of(PLANS[name])
+
+
+def exact_of(small: Small) -> Compiled:
     """Return a plan in float64, dropout off."""
     torch.manual_seed(0)
-    module, args, kwargs = PLANS[name].model()
+    module, args, kwargs = small.model()
     halves = [list(module.parameters())[::2], list(module.parameters())[1::2]]
     groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
     graph = captured_once("small plans", module, args, kwargs, torch.optim.AdamW(groups))
-    plan = ss.compile(graph, PLANS[name].plan, f"local:{PLANS[name].world}")
+    plan = ss.compile(graph, small.plan, f"local:{small.world}")
     return finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)

@@ -1,4 +1,5 @@
-"""Single mutations of a program: one instruction, name, number or flag of one device, or of a function, is another.
+"""Mutants of a plan: one instruction, name, number or flag of one device, or of a function, is another; or several are,
+that look right one by one: names, numbers and places that belong to others.
 
 Every mutant has a class, the key of a row in the table of `benchmarks/certificate.py`. Equal plans give equal mutants.
 """
@@ -6,9 +7,9 @@ Every mutant has a class, the key of a row in the table of `benchmarks/certifica
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -17,9 +18,28 @@ from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
 from superscaler.ir.mask import extents
 from superscaler.ops.call import ranges
+from tests.helpers.changes import (
+    Change,
+    Code,
+    Path,
+    again,
+    code_of,
+    device_of,
+    exchanged,
+    later,
+    leaves,
+    left_out,
+    pairs,
+    put,
+    renamed,
+    sets,
+    shown,
+    spliced,
+    turns,
+    with_change,
+    without_frees,
+)
 
-Change = Callable[[p.Device], p.Device]
-Path = tuple[str | int, ...]
 # How many other names are tried for one that is read, and other places for an input of a function.
 TRIED = 3
 # The class of a changed number, by its field.
@@ -41,6 +61,9 @@ MOVING = ("box", "at", "flag", "weight box", "weight flag")
 GAPS = ("gradients", "sources", "sums")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
+Found = Iterator[tuple[str, str, Change]]
+Shapes = Mapping[p.Value, tuple[bool, tuple[int, ...], str]]
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -50,28 +73,30 @@ class Mutant:
 
 
 def mutants(exact: Compiled, scope: str = "one device") -> Iterator[Mutant]:
-    """Yield the mutants of a plan: first those without frees, then those of the frees.
+    """Yield the mutants of a plan, of a device those without frees before those of the frees.
 
     One device of each distinct program is changed; of a folded one, all places that were compiled alike ("all places"),
     those at place 1 only, which tell how numbers move along the fold ("place 1"), or a device of the plan in full ("one
     device").
     """
     whole = exact.program if scope != "one device" else replace(exact.program, devices=tuple(exact.program.devices))
-    program = without_frees(whole)
-    for ranks in scopes(exact, program, scope):
-        for kind, what, change in _of_device(program, device_of(program, ranks[0])):
-            mutated = with_change(program, ranks, change) if scope != "place 1" or kind in MOVING else None
+    bare = without_frees(whole)
+    for ranks in _scopes(exact, bare, scope):
+        found = [(bare, change) for change in changes(bare, ranks[0])]
+        if scope == "place 1":
+            found = [(bare, change) for _, change in found if change[0] in MOVING]
+            found += [(bare, change) for change in _of_place(device_of(bare, ranks[0]))]
+        else:
+            found += [(whole, change) for change in _of_frees(device_of(whole, ranks[0]))]
+        for program, (kind, what, change) in found:
+            mutated = with_change(program, ranks, change)
             if mutated is not None:
                 yield Mutant(kind, f"device {ranks[-1]}: {what}", mutated)
-        for what, change in _of_frees(device_of(whole, ranks[0])) if scope != "place 1" else ():
-            mutated = with_change(whole, ranks, change)
-            if mutated is not None:
-                yield Mutant("free", f"device {ranks[-1]}: {what}", mutated)
-    for kind, what, functions in _of_functions(program) if scope != "place 1" else ():
-        yield Mutant(kind, what, replace(program, functions=functions))
+    yield from _of_functions(bare) if scope != "place 1" else ()
+    yield from _of_numbers(bare) if not isinstance(bare.devices, Folded) else ()
 
 
-def scopes(exact: Compiled, program: p.Program, scope: str) -> list[list[int]]:
+def _scopes(exact: Compiled, program: p.Program, scope: str) -> list[list[int]]:
     """Return the groups of devices that are changed alike."""
     devices = program.devices
     if not isinstance(devices, Folded):
@@ -81,137 +106,49 @@ def scopes(exact: Compiled, program: p.Program, scope: str) -> list[list[int]]:
     return samples if scope == "all places" else [some[1:] for some in samples]
 
 
-def device_of(program: p.Program, rank: int) -> p.Device:
-    devices = program.devices
-    return devices.compiled[rank] if isinstance(devices, Folded) else devices[rank]
-
-
-def with_change(program: p.Program, ranks: Sequence[int], change: Change) -> p.Program | None:
-    """Return the program with some devices changed, None where nothing is."""
-    new = {rank: change(device_of(program, rank)) for rank in ranks}
-    if all(new[rank] == device_of(program, rank) for rank in ranks):
-        return None
-    devices = program.devices
-    if not isinstance(devices, Folded):
-        return replace(program, devices=tuple(new.get(d.rank, d) for d in devices))
-    if any(not 0 <= d < devices.world for device in new.values() for d in _peers(device)):
-        return None
-    folded = replace(devices, compiled={**devices.compiled, **new})
-    alike = (list(map(type, d.instructions)) for d in folded.compiled.values())
-    if any(kinds != list(map(type, new[ranks[0]].instructions)) for kinds in alike) and len(new) < len(folded.compiled):
-        return replace(program, devices=folded)
-    # What does not move along a fold is read at place 0 only.
-    is_new = any(a != b for a, b in zip(folded, devices, strict=True))
-    return replace(program, devices=folded) if is_new else None
-
-
-def _peers(device: p.Device) -> Iterator[int]:
-    for i in device.instructions:
-        yield from getattr(i, "group", ())
-        yield getattr(i, "peer", 0)
-
-
-def without_frees(program: p.Program) -> p.Program:
-    def bare(device: p.Device) -> p.Device:
-        return replace(device, instructions=tuple(i for i in device.instructions if not isinstance(i, p.Free)))
-
-    return program.changed(bare)
-
-
-# Paths to what an instruction holds.
-
-
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield names, numbers, flags and texts in tuples and dataclasses, each with how to get there."""
-    if isinstance(value, p.Value) or not (isinstance(value, tuple) or is_dataclass(value)):
-        yield path, value
-    elif isinstance(value, tuple):
-        for k, item in enumerate(value):
-            yield from leaves(item, (*path, k))
-    else:
-        for f in fields(value):
-            yield from leaves(getattr(value, f.name), (*path, f.name))
-
-
-def put(value: Any, path: Path, turn: Callable[[Any], Any]) -> Any:
-    """Return the value with what is at a path turned into something else."""
-    if not path:
-        return turn(value)
-    at, rest = path[0], path[1:]
-    if isinstance(at, str):
-        return replace(value, **{at: put(getattr(value, at), rest, turn)})
-    items = [put(v, rest, turn) if k == at else v for k, v in enumerate(value)]
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-
-
-def _at(n: int, turn: Callable[[p.Instruction], p.Instruction]) -> Change:
-    """Return the change of instruction `n`."""
-    return code_of(lambda code: [*code[:n], turn(code[n]), *code[n + 1 :]])
-
-
-def code_of(turn: Callable[[Sequence[p.Instruction]], Sequence[p.Instruction]]) -> Change:
-    return lambda device: replace(device, instructions=tuple(turn(device.instructions)))
-
-
-def _set(n: int, path: Path, new: Any) -> Change:
-    return _at(n, lambda i: put(i, path, lambda _: new))
-
-
-def _add(n: int, path: Path, by: int) -> Change:
-    return _at(n, lambda i: put(i, path, lambda x: x + by))
-
-
-Found = Iterator[tuple[str, str, Change]]
-
-
-def _of_device(program: p.Program, device: p.Device) -> Found:
+def changes(program: p.Program, rank: int) -> Found:
+    """Yield the changes of a device without frees, each with its class and what it is."""
+    device, known = device_of(program, rank), list[p.Value]()
     kinds = shapes(program, device)
-    known: list[p.Value] = []
     for n, i in enumerate(device.instructions):
         told = f"instruction {n}, {shown(i)}"
-        yield "delete", f"{told} is left out", code_of(lambda code, n=n: [*code[:n], *code[n + 1 :]])
-        yield "duplicate", f"{told} runs twice", code_of(lambda code, n=n: [*code[: n + 1], *code[n:]])
+        yield "delete", f"{told} is left out", left_out(n)
+        yield "duplicate", f"{told} runs twice", again(n)
         if n + 1 < len(device.instructions):
-            yield (
-                "swap",
-                f"{told} runs after the next one",
-                code_of(lambda code, n=n: [*code[:n], code[n + 1], code[n], *code[n + 2 :]]),
-            )
+            yield "swap", f"{told} runs after the next one", later(n)
         for kind, what, change in _of_instruction(program, i, n):
             yield kind, f"{told}: {what}", change
-        for what, change in _of_reads(device.rank, i, n, known, kinds):
+        for what, change in _of_reads(rank, i, n, known, kinds):
             yield "read", f"{told}: {what}", change
+        for kind, what, change in _of_several(device, i, n, known, kinds):
+            yield kind, f"{told}: {what}", change
         known += [name for name in p.writes(i) if name not in known]
     yield from _of_weights(program, device)
 
 
 def _of_instruction(program: p.Program, i: p.Instruction, n: int) -> Found:
-    for path, value in leaves(i):
-        name = next(word for word in reversed(path) if isinstance(word, str))
-        where = ".".join(map(str, path))
+    for inner, value in leaves(i):
+        name = next(word for word in reversed(inner) if isinstance(word, str))
+        where, path = ".".join(map(str, inner)), ("instructions", n, *inner)
         if isinstance(value, bool):
-            yield "flag", f"{where} is {not value}", _at(n, lambda i, to=path: put(i, to, lambda x: not x))
+            yield "flag", f"{where} is {not value}", turns(path, lambda x: not x)
         elif isinstance(value, int) and name in NUMBERS:
             for by in (-1, 1):
-                yield NUMBERS[name], f"{where} is {value + by}, not {value}", _add(n, path, by)
+                yield NUMBERS[name], f"{where} is {value + by}, not {value}", _added(path, by)
         elif name == "dtype":
             other = "float32" if value == "float64" else "float64"
-            yield "dtype", f"{where} is {other}", _set(n, path, other)
+            yield "dtype", f"{where} is {other}", sets(path, other)
         elif name == "tensor" and isinstance(i, p.Load):
             for other in _like(program, value):
-                yield "tensor", f"{where} is {other}", _set(n, path, other)
-        elif isinstance(value, p.Value) and isinstance(i, p.Backward | p.Collective) and path[0] in GAPS:
-            yield "gap", f"{where} is nothing", _set(n, path, None)
+                yield "tensor", f"{where} is {other}", sets(path, other)
+        elif isinstance(value, p.Value) and isinstance(i, p.Backward | p.Collective) and inner[0] in GAPS:
+            yield "gap", f"{where} is nothing", sets(path, None)
     if isinstance(i, p.Collective):
         for kind in KINDS:
             if kind != i.kind:
-                yield "kind", f"it is {kind}", _set(n, ("kind",), kind)
+                yield "kind", f"it is {kind}", sets(("instructions", n, "kind"), kind)
         for a, b in pairs(len(i.group)):
-            yield (
-                "group order",
-                f"members {a} and {b} change places",
-                _at(n, lambda i, a=a, b=b: replace(i, group=_exchanged(i.group, a, b))),
-            )
+            yield "group order", f"members {a} and {b} change places", _exchanged(n, "group", a, b)
     for group in ENTRIES.get(type(i), ()):
         for k in range(len(getattr(i, group[0]))):
             kind = "piece" if isinstance(i, p.Combine) else "entry"
@@ -220,10 +157,16 @@ def _of_instruction(program: p.Program, i: p.Instruction, n: int) -> Found:
                 yield kind, f"entry {k} of {group[0]} is there twice", _entries(n, group, [*range(1000), k])
     for name in (*p.FIELDS[type(i), p.Role.WRITE], *p.FIELDS[type(i), p.Role.SUM]):
         value = getattr(i, name)
-        if not isinstance(value, p.Value):
-            for a, b in pairs(len(value)):
-                change = _at(n, lambda i, f=name, a=a, b=b: replace(i, **{f: _exchanged(getattr(i, f), a, b)}))
-                yield "write", f"{name} {a} and {b} change places", change
+        for a, b in pairs(len(value)) if not isinstance(value, p.Value) else ():
+            yield "write", f"{name} {a} and {b} change places", _exchanged(n, name, a, b)
+
+
+def _added(path: Path, by: int) -> Change:
+    return turns(path, lambda x: x + by)
+
+
+def _exchanged(n: int, field: str, a: int, b: int) -> Change:
+    return turns(("instructions", n, field), lambda items: exchanged(items, a, b))
 
 
 def _entries(n: int, group: tuple[str, ...], kept: Sequence[int]) -> Change:
@@ -231,22 +174,11 @@ def _entries(n: int, group: tuple[str, ...], kept: Sequence[int]) -> Change:
         sides = {name: getattr(i, name) for name in group}
         return replace(i, **{name: tuple(side[k] for k in kept if k < len(side)) for name, side in sides.items()})
 
-    return _at(n, turn)
-
-
-def pairs(count: int) -> list[tuple[int, int]]:
-    """Return neighbours, and the ends."""
-    return [*pairwise(range(count)), *([(0, count - 1)] if count > 2 else [])]
-
-
-def _exchanged(items: tuple[Any, ...], a: int, b: int) -> tuple[Any, ...]:
-    order = list(range(len(items)))
-    order[a], order[b] = b, a
-    return tuple(items[k] for k in order)
+    return turns(("instructions", n), turn)
 
 
 def _of_reads(
-    rank: int, i: p.Instruction, n: int, known: Sequence[p.Value], kinds: Mapping[p.Value, Any]
+    rank: int, i: p.Instruction, n: int, known: Sequence[p.Value], kinds: Shapes
 ) -> Iterator[tuple[str, Change]]:
     """Let each name that is read be another one of equal shape that was made before."""
     for name in (*p.FIELDS[type(i), p.Role.READ], *p.FIELDS[type(i), p.Role.SUM]):
@@ -258,7 +190,7 @@ def _of_reads(
             # What is most alike comes first: the same tensor in another microbatch, or from another device.
             others = sorted(draw.sample(others, len(others)), key=lambda v: v.name != old.name)[:TRIED]
             for other in others:
-                yield f"{'.'.join(map(str, path))} is {other}, not {old}", _set(n, path, other)
+                yield f"{'.'.join(map(str, path))} is {other}, not {old}", sets(("instructions", n, *path), other)
 
 
 def shapes(program: p.Program, device: p.Device) -> dict[p.Value, tuple[bool, tuple[int, ...], str]]:
@@ -313,72 +245,146 @@ def _like(program: p.Program, name: str) -> list[str]:
 def _of_weights(program: p.Program, device: p.Device) -> Found:
     for k, weight in enumerate(device.weights):
         told = f"weight {weight.name}"
-
-        def turned(turn: Callable[[Any], Any], k: int = k) -> Change:
-            return lambda d: replace(d, weights=(*d.weights[:k], turn(d.weights[k]), *d.weights[k + 1 :]))
-
-        for path, value in leaves(weight):
-            where = ".".join(map(str, path))
+        for inner, value in leaves(weight):
+            where, path = ".".join(map(str, inner)), ("weights", k, *inner)
             if isinstance(value, bool):
-                change = turned(lambda w, to=path: put(w, to, lambda x: not x))
-                yield "weight host" if path[0] == "host" else "weight flag", f"{told}: {where} is {not value}", change
-            elif isinstance(value, int) and path[0] != "name":
+                kind = "weight host" if inner[0] == "host" else "weight flag"
+                yield kind, f"{told}: {where} is {not value}", turns(path, lambda x: not x)
+            elif isinstance(value, int) and inner[0] != "name":
                 for by in (-1, 1):
-                    change = turned(lambda w, to=path, by=by: put(w, to, lambda x: x + by))
-                    yield f"weight {path[0]}", f"{told}: {where} is {value + by}, not {value}", change
+                    yield f"weight {inner[0]}", f"{told}: {where} is {value + by}, not {value}", _added(path, by)
         for other in _like(program, weight.tensor):
-            yield "weight tensor", f"{told} is {other}", turned(lambda w, t=other: replace(w, tensor=t))
+            yield "weight tensor", f"{told} is {other}", sets(("weights", k, "tensor"), other)
         yield "weight", f"{told} is left out", lambda d, k=k: replace(d, weights=d.weights[:k] + d.weights[k + 1 :])
 
 
-def _of_frees(device: p.Device) -> Iterator[tuple[str, Change]]:
+def _of_frees(device: p.Device) -> Found:
     """Free each name before what reads it last, or before it is made where nothing reads it; and twice."""
     code = device.instructions
     for n, i in enumerate(code):
         for name in i.names if isinstance(i, p.Free) else ():
             last = max(m for m in range(n) if name in (*p.reads(code[m]), *p.writes(code[m])))
-
-            def moved(code: Sequence[p.Instruction], n: int = n, name: p.Value = name, last: int = last) -> Any:
-                kept = replace(code[n], names=tuple(v for v in code[n].names if v != name))
-                return [*code[:last], p.Free((name,)), *code[last:n], *([kept] if kept.names else []), *code[n + 1 :]]
-
-            yield f"{name} is freed before instruction {last}, {shown(code[last])}", code_of(moved)
+            yield "free", f"{name} is freed before instruction {last}, {shown(code[last])}", _freed(n, name, last)
         if isinstance(i, p.Free):
-            yield f"{shown(i)} twice", code_of(lambda code, n=n: [*code[: n + 1], *code[n:]])
+            yield "free", f"{shown(i)} twice", again(n)
 
 
-def shown(i: p.Instruction) -> str:
-    """Return an instruction by its kind and the names that it makes, or else reads."""
-    names = p.writes(i) or (i.names if isinstance(i, p.Free) else p.reads(i))
-    return f"{type(i).__name__} of {', '.join(map(str, names[:3]))}{' ...' if len(names) > 3 else ''}"
+def _freed(n: int, name: p.Value, last: int) -> Change:
+    def moved(code: Code) -> Code:
+        free = code[n]
+        assert isinstance(free, p.Free)
+        rest = tuple(v for v in free.names if v != name)
+        return [*code[:last], p.Free((name,)), *code[last:n], *([p.Free(rest)] if rest else []), *code[n + 1 :]]
+
+    return code_of(moved)
+
+
+# Several fields.
+
+
+def _of_place(device: p.Device) -> Found:
+    """Let places of a fold run other instructions."""
+    for n, i in enumerate(device.instructions):
+        yield "other place", f"{shown(i)} is left out", left_out(n)
+        yield "other place", f"{shown(i)} is a Free", spliced(n, n + 1, p.Free(p.writes(i)[:1]))
+
+
+def _of_several(device: p.Device, i: p.Instruction, n: int, known: Sequence[p.Value], kinds: Shapes) -> Found:
+    match i:
+        case p.Update():
+            loads = {load.out: load for load in device.instructions if isinstance(load, p.Load)}
+            for name in (*i.weights, *i.buffers):
+                yield "reload", f"{name} is loaded again", spliced(n + 1, n + 1, p.Free((name,)), loads[name])
+            for a, b in combinations(i.weights, 2):
+                if loads[a].tensor == loads[b].tensor and extents(loads[a].box) == extents(loads[b].box):
+                    what = f"{a} and {b} have each other's names"
+                    yield "other slice", what, _swapped(n, i, a, b, extents(loads[a].box))
+        case p.Combine():
+            for largest in (False, True):
+                nothing = replace(i, pieces=(), boxes=(), largest=largest)
+                yield "no pieces", f"the {'largest' if largest else 'sum'} of nothing", spliced(n, n + 1, nothing)
+        case p.Accumulate() if not i.in_place:
+            yield "in place", "in place", _renamed(n, replace(i, out=i.into, in_place=True), i.out, i.into)
+        case p.Recv() | p.Collective() | p.Copy():
+            for work in p.writes(i):
+                for other in random.Random(f"{n} {work}").sample(known, min(TRIED, len(known))):
+                    if not kinds[other][0]:
+                        yield "handle", f"its handle is {other}", _renamed(n, _written(i, work, other), work, other)
+        case p.Wait():
+            twice = replace(i, out=i.out._replace(number=99))
+            yield "waited twice", "waited for again", spliced(n + 1, n + 1, twice)
+
+
+def _written(i: p.Instruction, old: p.Value, new: p.Value) -> p.Instruction:
+    (name,) = p.FIELDS[type(i), p.Role.WRITE]
+    for path in [path for path, value in leaves(getattr(i, name), (name,)) if value == old]:
+        i = put(i, path, new)
+    return i
+
+
+def _renamed(n: int, new: p.Instruction, old: p.Value, name: p.Value) -> Change:
+    """Return the change of instruction `n` and of the name in what reads it later."""
+    return code_of(lambda code: [*code[:n], new, *renamed(code[n + 1 :], old, name)])
+
+
+def _swapped(n: int, update: p.Update, a: p.Value, b: p.Value, view: tuple[int, ...]) -> Change:
+    """Return the change of an update under the names of each other's slice, with the gradients of these."""
+    whole, third = tuple((0, size) for size in view), a._replace(number=99)
+    copies = [p.Combine(out, (of,), (whole,), view, view, "float64") for out, of in ((third, a), (a, b), (b, third))]
+    new = replace(update, gradients=exchanged(update.gradients, update.weights.index(a), update.weights.index(b)))
+    return spliced(n, n + 1, copies[0], p.Free((a,)), copies[1], p.Free((b,)), copies[2], new)
+
+
+def _of_numbers(program: p.Program) -> Iterator[Mutant]:
+    """Let two messages from one device to another have one number, at both ends."""
+    for device in program.devices:
+        sent: dict[int, list[int]] = {}
+        for i in device.instructions:
+            if isinstance(i, p.Send):
+                sent.setdefault(i.peer, []).append(i.message)
+        for peer, numbers in sent.items():
+            for a, b in pairs(len(numbers)):
+                what = f"device {device.rank}: message {numbers[b]} to device {peer} is {numbers[a]}, too"
+                change = {device.rank: (p.Send, peer), peer: (p.Recv, device.rank)}
+                ends = {rank: (*end, numbers[b], numbers[a]) for rank, end in change.items()}
+                devices = (_numbered(d, *ends[d.rank]) if d.rank in ends else d for d in program.devices)
+                yield Mutant("message twice", what, replace(program, devices=tuple(devices)))
+
+
+def _numbered(device: p.Device, kind: type, peer: int, old: int, new: int) -> p.Device:
+    def turn(i: p.Instruction) -> p.Instruction:
+        is_it = isinstance(i, kind) and isinstance(i, p.Send | p.Recv) and (i.peer, i.message) == (peer, old)
+        return replace(i, message=new) if is_it else i
+
+    return code_of(lambda code: [*map(turn, code)])(device)
 
 
 # Functions.
 
 
-def _of_functions(program: p.Program) -> Iterator[tuple[str, str, tuple[p.Function, ...]]]:
+def _of_functions(program: p.Program) -> Iterator[Mutant]:
     used = {i.function for d, _ in program.distinct for i in d.instructions if isinstance(i, p.Forward)}
-    for n, function in enumerate(program.functions):
-        for kind, what, new in _of_function(program, function) if n in used else ():
-            yield (
-                f"function {kind}",
-                f"function {n}: {what}",
-                (*program.functions[:n], new, *program.functions[n + 1 :]),
-            )
+    for n in sorted(used):
+        for kind, what, new in _of_function(program, program.functions[n]):
+            functions = (*program.functions[:n], new, *program.functions[n + 1 :])
+            yield Mutant(f"function {kind}", f"function {n}: {what}", replace(program, functions=functions))
 
 
 def _of_function(program: p.Program, f: p.Function) -> Iterator[tuple[str, str, p.Function]]:
     for path, value in leaves(f.boxes):
         for by in (-1, 1):
-            new = put(f.boxes, path, lambda x, by=by: x + by)
-            yield "box", f"boxes.{'.'.join(map(str, path))} is {value + by}, not {value}", replace(f, boxes=new)
+            what = f"boxes.{'.'.join(map(str, path))} is {value + by}, not {value}"
+            yield "box", what, put(f, ("boxes", *path), value + by)
+    for (at, k), (lo, hi) in (((at, k), r) for at, box in enumerate(f.boxes) for k, r in enumerate(box)):
+        for by in (-1, 1):
+            what = f"boxes.{at}.{k} is {lo + by}:{hi + by}, not {lo}:{hi}"
+            yield "start", what, put(f, ("boxes", at, k), (lo + by, hi + by))
     most = max((c for where in f.coordinates for c in where), default=0)
     for path, value in leaves(f.coordinates):
         for by in (-1, 1):
             if 0 <= value + by <= most:
-                new = put(f.coordinates, path, lambda x, by=by: x + by)
                 what = f"coordinates.{'.'.join(map(str, path))} is {value + by}, not {value}"
-                yield "coordinate", what, replace(f, coordinates=new)
+                yield "coordinate", what, put(f, ("coordinates", *path), value + by)
     sizes = {n: _input(program, f, n) for n in set(f.input_of.values())}
     for (op, k), n in f.input_of.items():
         others = [m for m in sizes if m != n and sizes[m] == sizes[n]]
@@ -386,7 +392,7 @@ def _of_function(program: p.Program, f: p.Function) -> Iterator[tuple[str, str, 
             new = replace(f, input_of={**f.input_of, (op, k): other})
             yield "input", f"input {k} of {op} is alias {other}, not {n}", new
     for a, b in pairs(len(f.outputs)):
-        yield "output", f"outputs {a} and {b} change places", replace(f, outputs=_exchanged(f.outputs, a, b))
+        yield "output", f"outputs {a} and {b} change places", replace(f, outputs=exchanged(f.outputs, a, b))
     for name, count in (("grads", len(f.inputs)), ("wide", len(f.inputs)), ("again", len(f.inputs)),
                         ("saved", len(f.outputs))):  # fmt: skip
         numbers = getattr(f, name)
@@ -407,17 +413,13 @@ def _input(program: p.Program, f: p.Function, number: int) -> Any:
 def _of_ops(program: p.Program, f: p.Function) -> Iterator[tuple[str, str, p.Function]]:
     tensors = program.model.tensors
     for k, op in enumerate(f.ops):
-
-        def turned(new: Any, k: int = k) -> p.Function:
-            return replace(f, ops=(*f.ops[:k], new, *f.ops[k + 1 :]))
-
         sizes = [(tensors[o.tensor].extents, tensors[o.tensor].dtype) for o in (*op.inputs, *op.outputs)]
         kept = [m for m in range(len(f.ops)) if m != k]
         parts = {name: tuple(getattr(f, name)[m] for m in kept) for name in ("ops", "boxes", "coordinates")}
         yield "op", f"{op.name} is left out", replace(f, **parts)
-        yield "op", f"{op.name} is of the next module", turned(replace(op, name=f"{op.name}_1"))
+        yield "op", f"{op.name} is of the next module", put(f, ("ops", k, "name"), f"{op.name}_1")
         if len(op.inputs) > 1 and sizes[0] == sizes[1]:
-            yield "op", f"{op.name} reads its inputs in reverse", turned(replace(op, inputs=op.inputs[::-1]))
+            yield "op", f"{op.name} reads its inputs in reverse", put(f, ("ops", k, "inputs"), op.inputs[::-1])
         if len(set(sizes)) == 1 and len(op.inputs) == 1 and len(op.args) == 1:
             other = "aten.neg.default" if op.target != "aten.neg.default" else "aten.tanh.default"
-            yield "op", f"{op.name} is {other}", turned(replace(op, target=other, kwargs=()))
+            yield "op", f"{op.name} is {other}", put(f, ("ops", k), replace(op, target=other, kwargs=()))
