@@ -32,7 +32,7 @@ from superscaler.report.subject import Subject, subject
 from superscaler.runtime.load import load
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import DeviceMemory
-from superscaler.simulate.predict import fullest, memory_line, predict
+from superscaler.simulate.predict import fullest, memory_line, precision_of, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
@@ -140,6 +140,11 @@ class Plan:
         """
         with phase("simulate"):
             return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph)
+
+    @property
+    def precision(self) -> str:
+        """Return the dtypes of most products and of most weights, in words."""
+        return precision_of(self.compiled.graph.model)
 
     def memory(self) -> str:
         """Return the predicted memory of the plan in one line, and whether the cluster's devices have it."""

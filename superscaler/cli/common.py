@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -88,7 +88,8 @@ class ModelRequest:
         str | None,
         option(
             "--precision",
-            "bf16, or fp16 with loss scaling: of the weights, whose updates are float32; fp32: as they are.",
+            "bf16, or fp16 with loss scaling: of the weights, whose updates are float32; fp32: as they are. Default: "
+            "that of the fastest products where --cluster names GPUs, else fp32.",
             "NAME",
         ),
     ] = None
@@ -123,6 +124,10 @@ class ModelRequest:
             )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr is {self.lr}, but a learning rate is a finite number above 0.")
+
+    def on(self, cluster: Cluster) -> Self:
+        """Return the request in the precision of a cluster, unless it asks for one."""
+        return self if self.precision or self.autocast else replace(self, precision=cluster.precision)
 
     def capture(self) -> tuple[Graph, BuiltModel]:
         """Build and capture the model with an optimizer over its trained parameters, for fp16 with a default scaler.
@@ -225,7 +230,7 @@ class PlanRequest(ModelRequest):
         sprogram, cluster = self.read()
         from superscaler.plan import compile as compile_graph
 
-        graph, built = self.capture()
+        graph, built = self.on(cluster).capture()
         return compile_graph(graph, sprogram, cluster), built
 
     def compile_evaluation(self, built: BuiltModel) -> Plan:
@@ -234,7 +239,7 @@ class PlanRequest(ModelRequest):
 
         sprogram, cluster = self.read()
         built.module.eval()
-        return compile_graph(self._captured(built)(None), sprogram, cluster)
+        return compile_graph(self.on(cluster)._captured(built)(None), sprogram, cluster)
 
 
 def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Cluster) -> Any:

@@ -27,15 +27,18 @@ def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed 
     check_out(out)
     sprogram, devices = request.read()
     from superscaler.plan import compile_to
+    from superscaler.simulate.predict import precision_of
 
-    graph, built = request.capture()
+    graph, built = request.on(devices).capture()
     summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
-    printer.show(summary, _totals(seconds, counts), *saved(out, devices, is_new))
+    precision = precision_of(graph.model)
+    printer.show(f"precision: {precision}", summary, _totals(seconds, counts), *saved(out, devices, is_new))
     warn_of_servers(printer, request.plan, devices)
     printer.result = {
         "model": built.name,
         "plan": request.plan,
         "cluster": str(devices),
+        "precision": precision,
         "out": None if out is None else str(out),
         "unchanged": not is_new,
         "seconds": seconds,

@@ -51,5 +51,7 @@ def report(
         if file is not None:
             save(subjects, file)
             written[str(file)] = file.stat().st_size
+    for found in subjects:
+        printer.show(f"{found.title}: {found.simulation.prediction.precision}")
     printer.show("\n".join(f"written to {file} ({size(count)})" for file, count in written.items()))
     printer.result = {"written": written}

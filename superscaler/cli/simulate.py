@@ -13,9 +13,7 @@ import typer
 from superscaler.cli.common import ModelRequest, command, option, path, warn_of_servers
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
-from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
-from superscaler.specs.options import HALVES
 from superscaler.specs.sizes import duration, read_bytes
 
 if TYPE_CHECKING:
@@ -251,8 +249,7 @@ def _show_plans(printer: Printer, plans: Mapping[str, Found], seconds: Mapping[s
 
 def _shapes(request: ModelRequest, cluster: Cluster) -> Graph:
     """Return the graph of a model without data: shapes are all that a prediction needs."""
-    model, precision = _without_memory(request.model), _precision(request, cluster)
-    return replace(request, model=model, precision=precision, no_check=True).capture()[0]
+    return replace(request.on(cluster), model=_without_memory(request.model), no_check=True).capture()[0]
 
 
 def _without_memory(model: str) -> str:
@@ -261,13 +258,6 @@ def _without_memory(model: str) -> str:
     if name.endswith(".py") or "device=" in keys:
         return model
     return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
-
-
-def _precision(request: ModelRequest, cluster: Cluster) -> str | None:
-    """Return the requested precision. The default on a GPU is that of its fastest products."""
-    if request.precision or request.autocast or cluster.kind == LOCAL or cluster.device_kind is None:
-        return request.precision
-    return next((name for name, dtype in HALVES.items() if dtype in cluster.device_kind.flops), None)
 
 
 def _rank(p: Prediction) -> tuple[bool, float]:

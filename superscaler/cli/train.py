@@ -49,7 +49,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
             f"{request.model} {why}, so there is nothing to train; return a scalar loss, or an "
             "object with .loss, from forward. For inference compile the model and call its step."
         )
-    printer.show(compiled.memory())
+    printer.show(f"precision: {compiled.precision}", compiled.memory())
     # The directory of --out, or one that is removed afterwards.
     with nullcontext(out) if out else TemporaryFolder("superscaler-plan-") as folder:
         if training.eval:

@@ -75,6 +75,7 @@ def validate(
     compiled, _ = request.compile()
     printer.result = compiled.validate()
     printer.show(
+        f"precision: {compiled.precision}",
         compiled.summary(),
         "the plan holds: every part is covered, no device waits forever, its code does what the program says",
         *_of_compiled(printer.result),
@@ -95,11 +96,13 @@ def _compare(printer: Printer, request: Request, manifest: bool) -> bool:
     if request.plan or request.cluster:
         raise InputError(f"the plan in {request.directory} has a cluster; leave --plan and --cluster out.")
     from superscaler.cli.verify import real_batch
-    from superscaler.verify.against import compare_directory
+    from superscaler.verify.against import compare_directory, precision_of
     from superscaler.verify.plan_dir import validate_directory
 
     checks = validate_directory(Path(request.directory), manifest)
-    graph, built = replace(request, no_cache=True).capture()
+    # Autocast casts the weights of the plan as they are.
+    kept = None if request.autocast else precision_of(Path(request.directory))
+    graph, built = replace(request, no_cache=True, precision=request.precision or kept).capture()
     found = compare_directory(graph, Path(request.directory), real_batch(built))
     printer.result = {**checks, **found}
     what = f"{found['operators']} operators and {found['weights']} weights"

@@ -39,7 +39,7 @@ def verify(
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
     compiled, built = request.compile()
     printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes, torch_compile)
-    printer.show(_certificate(printer.result))
+    printer.show(_certificate(printer.result, compiled.precision))
     return bool(printer.result["equal"])
 
 
@@ -59,7 +59,7 @@ def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:
     return built.make_batch(0)
 
 
-def _certificate(result: Mapping[str, Any]) -> str:
+def _certificate(result: Mapping[str, Any], precision: str) -> str:
     ages, most = span(result["stale"]), max(result["stale"])
     stale = f"stale by {ages}: as W(t+1) = W(t) - lr grad(W(t-n)) on one device, n={ages}" if most else ""
     verdict = stale or "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
@@ -78,7 +78,8 @@ def _certificate(result: Mapping[str, Any]) -> str:
     ran = _RUNS[result["reference"]].replace("two", f"{most + 2}" if most else "two")
     error, allowed = result["trained_error"], result["trained_allowed"]
     rounding = f"\n  in {result['trained_dtype']}: {error:.2g}, where the rounding of eager steps allows {allowed:.2g}"
-    return f"{verdict} ({ran}{where}){errors}{options}{rounding if allowed else ''}{checks}{why}"
+    first = f"{verdict} ({ran}{where})\n  precision: {precision}"
+    return f"{first}{errors}{options}{rounding if allowed else ''}{checks}{why}"
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:

@@ -17,6 +17,7 @@ from superscaler.cluster.seconds import Topology, Way, least, lines, ways
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import Numbered, checked
 from superscaler.specs.file_errors import reading
+from superscaler.specs.options import FULL, HALVES
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SHAPE = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
@@ -165,6 +166,18 @@ class Cluster:
     def servers(self) -> int:
         """Return the number of servers."""
         return len(self.devices) // self.devices_per_server
+
+    @property
+    def precision(self) -> str:
+        """The precision of models on this cluster, unless one is asked for: that of the fastest products of its GPUs.
+
+        >>> Cluster.parse("a100:1x8").precision, Cluster.parse("v100:1x8").precision, Cluster.parse("local:8").precision
+        ('bf16', 'fp16', 'fp32')
+        """
+        kind = self.device_kind
+        if kind is None or (self.kind == LOCAL and not (kind.speeds and kind.speeds.units)):
+            return FULL
+        return next((name for name, dtype in HALVES.items() if dtype in kind.flops), FULL)
 
     @property
     def is_local(self) -> bool:

@@ -100,7 +100,7 @@ def simulate(
     samples, tokens = _batch(program.model)
     prediction = Prediction(
         cluster=str(cluster),
-        precision=_precision(program.model, dtype),
+        precision=precision_of(program.model),
         step_seconds=table.seconds,
         low=table.seconds - work.saved(table, _FAST),
         high=table.seconds - work.saved(table, _SLOW),
@@ -300,9 +300,13 @@ def _batch(model: Model) -> tuple[int, int]:
     return first.shape[0] * model.iterations, prod(first.shape) * model.iterations if is_tokens else 0
 
 
-def _precision(model: Model, dtype: str) -> str:
-    """Return the dtypes of products and of trained weights."""
-    weights = Counter[str]()
+def precision_of(model: Model) -> str:
+    """Return the dtypes of most products and of most weights, in words."""
+    made, weights = Counter[str](), Counter[str]()
+    for op in model.forward_ops:
+        dtypes = [model.tensors[o.tensor].dtype for o in op.inputs]
+        made[next((d for d in dtypes if "float" in d), "float32")] += op.flops
     for tensor in model.parameters():
         weights[tensor.dtype] += prod(tensor.shape)
+    dtype = max(made, key=lambda d: made[d], default="float32")
     return f"products in {dtype}, weights in {max(weights, key=lambda d: weights[d], default=dtype)}"

@@ -127,6 +127,7 @@ def words(p: Prediction) -> str:
 
 def _lines(p: Prediction) -> Iterator[str]:
     full = p.fullest
+    yield f"precision: {p.precision}"
     yield "  ".join(f"{name} {size(count)}" for name, count in full.memory.items() if count)
     largest = "; ".join(f"{size(count)} {name}" for name, count in full.largest)
     yield f"the peak is in {full.peak_at}" + (f": {largest}" if largest else "")
@@ -149,7 +150,6 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield f"{p.step_seconds / p.bound:.2f}x of what this hardware allows" + _said(_losses(p))
     if p.links:
         yield "bytes of a step: " + ", ".join(f"{name} {size(count)}" for name, count in p.links.items() if count)
-    yield f"precision: {p.precision}"
 
 
 def _losses(p: Prediction) -> list[tuple[float, str]]:

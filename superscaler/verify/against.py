@@ -17,6 +17,7 @@ from superscaler.ir.model import Model
 from superscaler.ir.text.model import parse_model, print_model
 from superscaler.ir.variants import once, renamed, without_sources, without_twins
 from superscaler.report.identity import kept_values, own_operators
+from superscaler.specs.options import FULL, HALVES
 from superscaler.store.folder import Whole
 from superscaler.store.operators import homes
 from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan
@@ -51,6 +52,15 @@ def compare_directory(graph: Graph, directory: Path, batch: Values | None) -> di
         first = next(_of_numbers(mine, theirs, {**drawn, **(batch or captured.batch)}), "")
     counts = {"operators": len(mine.ops), "weights": len(weights), "rewritten": len(rewritten)}
     return {"equal": not first, "first_difference": first, **counts}
+
+
+def precision_of(directory: Path) -> str:
+    """Return the precision in which the model of a plan directory was captured, as --precision takes it."""
+    saved = parse_model(read_plan(directory, has_hashes=False).text(MODEL_FILE))
+    kept = {tensor.dtype for tensor in saved.parameters()}
+    found = next((name for name, dtype in HALVES.items() if dtype in kept), FULL)
+    # The weights of a module that is trained in halves as it is have no copies.
+    return saved.optimizer.precision or FULL if saved.loss else found
 
 
 def _plain(model: Model) -> Model:
