@@ -16,13 +16,13 @@ from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.loops import NONE
 from superscaler.ir.names import RESERVED, unlike_gradient
-from superscaler.ir.program import FIELDS, VALUES, Role, Shape, Value, Weight
+from superscaler.ir.program import FIELDS, VALUES, Facts, Role, Shape, Value, Weight
 
 Modules = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(Facts):
     """Waits one after the other, which end their handles."""
 
     outs: tuple[Value, ...]

@@ -16,7 +16,7 @@ from superscaler.groups import group_by
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, kinds_of, runs_of
-from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Value, Weight
+from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Role, Value, Weight
 from superscaler.ir.running.meetings import Message, meetings
 from superscaler.remembered import remembered
 
@@ -175,11 +175,8 @@ def _refined(devices: Sequence[Device]) -> list[Cohort]:
     number: dict[Hashable, int] = {}
     messages = {d.rank: [m for m in meetings(d.instructions, d.rank) if isinstance(m[2], Message)] for d in devices}
     # The position of each end of a message in the code of its device.
-    places = {(key, type(i)): at for some in messages.values() for at, i, key in some}
-    meets = {
-        rank: tuple(places.get((key, Recv if isinstance(i, Send) else Send), -1) for _, i, key in some)
-        for rank, some in messages.items()
-    }
+    places = {(key, i.is_send): at for some in messages.values() for at, i, key in some}
+    meets = {rank: tuple(places.get((key, not i.is_send), -1) for _, i, key in some) for rank, some in messages.items()}
     color = {d.rank: number.setdefault((form(d), meets[d.rank]), len(number)) for d in devices}
     links = {d.rank: list(_links(d)) for d in devices}
     while True:

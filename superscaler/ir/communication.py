@@ -15,36 +15,38 @@ from superscaler.ir import program as p
 from superscaler.ir.fold import Folded
 from superscaler.ir.layout import Path, Provenance
 from superscaler.ir.loops import Rolled, weighted
-from superscaler.ir.model import width
 from superscaler.ir.running.machine import Domain, Walk, execute
-from superscaler.ir.running.meetings import MESSAGES, Message, meetings
+from superscaler.ir.running.meetings import Message, Turn, meetings
 
 Meeting = tuple[object, ...]
-Communication = p.Collective | p.Send | p.Recv | p.Update
-# What may be between messages that start together.
-_BETWEEN = (p.Slice, p.Free)
+_WAYS = {p.Meets.GROUP: "collective", p.Meets.PEER: "messages", p.Meets.HOST: "copies"}
 # By meeting, the devices that must be there, and the instruction.
-Batch = dict[Meeting, tuple[frozenset[int], Communication]]
+Batch = dict[Meeting, tuple[frozenset[int], p.Instruction]]
 
 
-def batches(code: Sequence[object]) -> dict[int, int]:
-    """Return the ranges of messages that start together: several of one point, with at most slices between them."""
+def batches(code: Sequence[p.Facts]) -> dict[int, int]:
+    """Return the ranges of messages that start together: several of one point, with at most what `is_between`."""
     found: dict[int, int] = {}
     first, point = -1, -1
     for at, i in enumerate(code):
-        if isinstance(i, MESSAGES):
+        if i.meets is p.Meets.PEER:
             if i.point == point:
                 found[first] = at
             else:
                 first, point = at, i.point
-        elif not isinstance(i, _BETWEEN):
+        elif not i.is_between:
             point = -1
     return found
 
 
+def is_met(i: p.Instruction) -> bool:
+    """Return whether other devices take part in an instruction: in communication, and in updates for global norms."""
+    return i.updates or i.meets in (p.Meets.GROUP, p.Meets.PEER)
+
+
 def _communication(i: p.Instruction) -> p.Instruction | None:
     """Return communication, or a placeholder for other instructions between messages."""
-    return i if isinstance(i, Communication) else None if isinstance(i, _BETWEEN) else p.Loss((), ())
+    return i if is_met(i) else None if i.is_between else p.Loss((), ())
 
 
 def starts(device: p.Device, world: int) -> list[Batch]:
@@ -62,21 +64,21 @@ def starts(device: p.Device, world: int) -> list[Batch]:
 
 def _meetings(
     code: Sequence[p.Instruction], rank: int, everyone: frozenset[int]
-) -> Iterator[tuple[int, Communication, Meeting, frozenset[int]]]:
+) -> Iterator[tuple[int, p.Instruction, Meeting, frozenset[int]]]:
     """Yield each communication of a device: its place, itself, its key with all that must be equal at its ends, and the
     devices that meet.
     """
     sent, count = set[object](), Counter[object]()
-    updates = [(at, i, ()) for at, i in enumerate(code) if isinstance(i, p.Update) and not i.is_early]
+    updates = [(at, i, ()) for at, i in enumerate(code) if i.updates and not i.is_early]
     for at, i, key in sorted([*meetings(code, rank), *updates], key=itemgetter(0)):
-        if isinstance(i, p.Collective):
-            yield at, i, (key, i.kind, i.dtype, i.bytes), frozenset(i.group)
+        if isinstance(key, Turn):
+            yield at, i, (key, *i.agreed), frozenset(i.group)
             continue
-        if isinstance(i, p.Send):
+        if i.is_send:
             if key in sent:
                 raise ScheduleError(
-                    f"device {rank} sends {i.source} to device {i.peer} as message {i.message}, the number of another "
-                    "one to that device."
+                    f"device {rank} sends {p.reads(i)[0]} to device {i.peer} as message {i.message}, the number of "
+                    "another one to that device."
                 )
             sent.add(key)
         # Messages that start together arrive in their order, too: NCCL knows no tags.
@@ -85,18 +87,17 @@ def _meetings(
         count[way] += 1
 
 
-def _described(i: Communication) -> str:
-    if isinstance(i, p.Collective):
-        return f"{i.kind} of {_shown(i.works if any(i.works) else i.sources)} over devices {i.group}"
-    if isinstance(i, p.Send):
-        return f"send of {i.source} to device {i.peer}"
-    if isinstance(i, p.Update):
+def _described(i: p.Instruction) -> str:
+    if i.updates:
         return "its last update, for the gradients of all devices"
-    return f"recv of {_shown([i.work])} from device {i.peer}"
+    if i.is_send:
+        return f"send of {p.reads(i)[0]} to device {i.peer}"
+    shown = _shown(p.writes(i) or p.reads(i))
+    return f"{i.kind} of {shown} over devices {i.group}" if i.group else f"recv of {shown} from device {i.peer}"
 
 
-def _shown(works: Sequence[p.Value | None]) -> str:
-    return some([str(work._replace(is_handle=False, number=1)) for work in works if work is not None], 4)
+def _shown(works: Sequence[p.Value]) -> str:
+    return some([str(work._replace(is_handle=False, number=1)) for work in works], 4)
 
 
 def _check_members(left: Sequence[Sequence[Batch]], world: int) -> None:
@@ -145,7 +146,7 @@ class _Rendezvous(Domain[Batch, None]):
             self.there[meeting].add(self.device)
         return True
 
-    def unmet(self, batch: Batch) -> Iterator[Communication]:
+    def unmet(self, batch: Batch) -> Iterator[p.Instruction]:
         """Yield the communication of a batch for which an end is missing, or to which the device does not belong."""
         for meeting, (members, i) in batch.items():
             if not members <= self.there[meeting] or self.device not in members:
@@ -157,9 +158,9 @@ def bytes_moved(program: p.Program) -> int:
     found = Counter[int]()
     for device, copies in program.distinct:
         for i, weight in weighted(device.instructions):
-            if isinstance(i, p.Collective):
+            if i.meets is p.Meets.GROUP:
                 found[len(i.group)] += copies * weight * i.bytes * links(i.kind, len(i.group))
-            elif isinstance(i, p.Send):
+            elif i.is_send:
                 found[1] += copies * weight * i.bytes
     # Each member of a collective has counted all that the collective puts on links.
     return sum(moved // members for members, moved in found.items())
@@ -222,18 +223,13 @@ def paths(program: p.Program) -> list[Path]:
 
 
 def _started(i: p.Instruction, rank: int) -> Iterator[tuple[Provenance, str, str, tuple[int, ...], int, int]]:
-    if isinstance(i, p.Send):
-        for note in i.notes:
-            yield note, "messages", "send", (rank, i.peer), 1, i.bytes
-    elif isinstance(i, p.Copy):
-        for note in i.notes:
-            yield note, "copies", "to_host" if i.to_host else "to_device", (rank, rank), 1, i.bytes
-    elif isinstance(i, p.Collective):
-        for note, way in zip(i.notes, i.ways, strict=True):
-            yield note, "collective", i.kind, _group(i), len(i.ways), way.elements * width(i.dtype)
+    if i.notes:
+        way, group = _WAYS[i.meets], _group(i) or (rank, rank if i.peer < 0 else i.peer)
+        for note, size in zip(i.notes, i.sizes, strict=True):
+            yield note, way, i.kind, group, len(i.sizes), size
 
 
-def _group(i: p.Collective) -> tuple[int, ...]:
+def _group(i: p.Instruction) -> tuple[int, ...]:
     """Return the group in the order in which clusters price it: the only receiver last."""
     return i.group if i.root < 0 else (*i.group[: i.root], *i.group[i.root + 1 :], i.group[i.root])
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import prod
 
-from superscaler.ir.communication import Communication
+from superscaler.ir.communication import is_met
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import extents
@@ -129,7 +129,7 @@ class _Builder:
         for rank in ranks:
             code = self.code.of[rank]
             # Global norms are sums over all devices: each takes part in a last update, after all that others wait for.
-            last = next((i for i in reversed(code) if isinstance(i, Communication)), None)
+            last = next((i for i in reversed(code) if is_met(i)), None)
             if not isinstance(last, Update):
                 code.append(Update((), ()))
             updates = [(at, i) for at, i in enumerate(code) if isinstance(i, Update)]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from superscaler.collectives import KINDS
-from superscaler.ir.fields import CollectiveArg
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.model import PTensor
 from superscaler.ir.orders import Policy
+from superscaler.ir.program import CollectiveArg
 from superscaler.materialize.collectives import Match
 from superscaler.materialize.rvd.route import Route
 from superscaler.materialize.rvd.search import Cache

@@ -17,7 +17,7 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, width
-from superscaler.ir.program import Forward, Program, Value
+from superscaler.ir.program import Program, Value, calls
 from superscaler.planner.kinds import reduced, runs
 from superscaler.planner.space import Choice, Use
 from superscaler.plans import resolve
@@ -144,7 +144,7 @@ def kept_bytes(program: Program, torch_compile: bool = False) -> int:
     segments, device = Segments(program, True, torch_compile), program.devices[0]
     tasks, weights = segments.tasks(device), {weight.name for weight in device.weights}
     named, others = dict[Value, int](), 0
-    for i in (i for i in device.instructions[:] if isinstance(i, Forward) and i.task.microbatch == 0):
+    for i in (i for _, i in calls(device.instructions[:]) if i.task.microbatch == 0):
         is_again = any(op.origin for op in program.functions[i.function].ops)
         segment = tasks[i.task]
         ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 from superscaler.cluster import Cluster
-from superscaler.cluster.seconds import COPIES
 from superscaler.compiler import Compiled
 from superscaler.groups import collect, group_by
 from superscaler.ir.communication import TransferRow, bytes_moved, paths
@@ -20,7 +19,7 @@ from superscaler.ir.layout import Path, layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Op, Operand, width
 from superscaler.ir.orders import Action
-from superscaler.ir.program import Backward, Collective, Copy, Fetch, Forward, Instruction, Offload, Program, Send
+from superscaler.ir.program import Instruction, Meets, Program, calls
 from superscaler.ir.variants import without_twins
 from superscaler.report.event_notes import OUTSIDE, home_of
 from superscaler.report.model import collapse, describe, span
@@ -69,14 +68,11 @@ def summary(compiled: Compiled) -> str:
     stages = _stages(compiled.graph)
     for name, ranks in groups.items():
         code = compiled.program.devices[ranks[0]].instructions
-        kinds = Counter(i.kind for i in code if isinstance(i, Collective))
-        kinds["send"] = sum(isinstance(i, Send) for i in code)
-        kinds.update(COPIES[not i.to_host] for i in code if isinstance(i, Copy))
-        kinds.update(f"{type(i).__name__.lower()} of a tape" for i in code if isinstance(i, Offload | Fetch))
-        runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
+        kinds = Counter(map(_sent, code))
+        runs = Counter(_letter(compiled.program, i) for i in code if i.runs_segment)
         work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRBIW" if runs[kind] or kind in "FB")
-        sent = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
-        functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
+        sent = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if kind) or "no communication"
+        functions = (compiled.program.functions[i.function] for _, i in calls(code))
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
         order = _microbatches(compiled, code, stages)
@@ -86,9 +82,16 @@ def summary(compiled: Compiled) -> str:
     return "\n".join(lines)
 
 
-def _letter(program: Program, i: Forward | Backward) -> str:
+def _sent(i: Instruction) -> str:
+    """Return the kind of transfer that a device starts for others or its host; "" for none. Losses do not count."""
+    if i.meets in (Meets.NOBODY, Meets.ALL) or (i.meets is Meets.PEER and not i.is_send):
+        return ""
+    return i.kind if i.task is None else f"{type(i).__name__.lower()} of a tape"
+
+
+def _letter(program: Program, i: Instruction) -> str:
     """Return the letter of a kind of work: F, R (recomputed forward), C (copy), B, or I or W for half of it."""
-    if isinstance(i, Backward):
+    if i.is_mirror:
         return {"": "B", "input": "I", "weight": "W"}[i.half]
     ops = program.functions[i.function].ops
     return "C" if any(op.is_copy for op in ops) else "R" if any(op.origin for op in ops) else "F"
@@ -102,11 +105,11 @@ def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mappi
     program, segments = compiled.program, compiled.schedule.segments
     # Forwards outside stages that keep nothing and are not recomputed only prepare data: they are left out.
     numbered = []
-    for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
-        ops = segments[i.task.segment].ops
+    for i, task in ((i, i.task) for i in code if i.runs_segment and i.task is not None and i.task.microbatch >= 0):
+        ops = segments[task.segment].ops
         stage = stages.get(ops[0].origin or ops[0].name, "")
-        if stage != "" or isinstance(i, Backward) or program.functions[i.function].grads or any(o.region for o in ops):
-            numbered.append(f"{stage}{_letter(program, i)}{i.task.microbatch}")
+        if stage != "" or i.is_mirror or program.functions[i.function].grads or any(o.region for o in ops):
+            numbered.append(f"{stage}{_letter(program, i)}{task.microbatch}")
     return " ".join(word for word, _ in groupby(numbered))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from superscaler.errors import some
 from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Op, width
+from superscaler.ir.model import Op
 from superscaler.ir.parts import block_of
 from superscaler.materialize.local_tensors import unique_identifiers
 from superscaler.report.journal import Row
@@ -70,9 +69,8 @@ class Details:
 
     def columns(self, code: Sequence[p.Instruction], used: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the kind, the number of the detail and the microbatch of each used instruction of a program."""
-        for i in code:
-            if isinstance(i, p.Forward):
-                self._functions.setdefault(i.task.segment, self.program.functions[i.function])
+        for _, i in p.calls(code):
+            self._functions.setdefault(i.task.segment, self.program.functions[i.function])
         found = np.full((3, max(len(code), 1)), -1)
         for at in used[used >= 0].tolist():
             i = code[at]
@@ -93,22 +91,16 @@ class Details:
                 # The first name of a bucket stands for all.
                 title = f"{i.kind} of {self._said(i)}"
                 where = "devices " + some(tuple(map(str, i.group)))
-                return Kind.TRANSFER, self._transfer(i, title, i.kind, i.bytes, where)
+                return Kind.TRANSFER, self._transfer(i, title, where)
             case p.Send():
-                return Kind.TRANSFER, self._transfer(i, f"send {self._said(i)}", "send", i.bytes, f"to device {i.peer}")
+                return Kind.TRANSFER, self._transfer(i, f"send {self._said(i)}", f"to device {i.peer}")
             case p.Recv():
-                title = f"receive {self._said(i)}"
-                return Kind.TRANSFER, self._transfer(
-                    i, title, "send", prod(i.shape) * width(i.dtype), f"from device {i.peer}"
-                )
+                return Kind.TRANSFER, self._transfer(i, f"receive {self._said(i)}", f"from device {i.peer}")
             case p.Copy():
-                kind = "to_host" if i.to_host else "to_device"
-                title = f"copy {self._said(i)} {'to the host' if i.to_host else 'back from the host'}"
-                return Kind.COPY, self._transfer(i, title, kind, i.bytes, "")
+                return Kind.COPY, self._transfer(i, f"copy {self._said(i)} {_way(i)}", "")
             case p.Offload() | p.Fetch():
                 homes = heading(_homes(map(home_of, self._functions[i.task.segment].ops)))
-                way = "to the host" if isinstance(i, p.Offload) else "back from the host"
-                return Kind.COPY, Detail(f"copy what the backward of {homes} needs {way}")
+                return Kind.COPY, Detail(f"copy what the backward of {homes} needs {_way(i)}")
             case p.Update():
                 weights = [self._tensors.get(w.name, w.name) for w in i.weights]
                 title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
@@ -121,24 +113,23 @@ class Details:
     def _segment(self, i: p.Forward | p.Backward) -> tuple[Kind, Detail]:
         ops = self._functions[i.task.segment].ops
         kind, verb = Kind.FORWARD, "forward"
-        if isinstance(i, p.Backward):
+        if i.is_mirror:
             kind = Kind.WEIGHTS if i.half == "weight" else Kind.BACKWARD
             verb = {"": "backward", "input": "gradients of activations", "weight": "gradients of weights"}[i.half]
         elif any(op.origin for op in ops):
             kind, verb = Kind.AGAIN, "forward, again,"
         homes = _homes(map(home_of, ops))
-        letter = "I" if isinstance(i, p.Backward) and i.half == "input" else kind.sign
+        letter = "I" if i.half == "input" else kind.sign
         operators = f"{len(ops)} operators: {some([op.name for op in ops], 5)}"
         return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=self._asked(ops))
 
-    def _transfer(self, i: p.Instruction, title: str, kind: str, size: int, devices: str) -> Detail:
+    def _transfer(self, i: p.Instruction, title: str, devices: str) -> Detail:
         values = _values(i)
         tensor = self._tensors.get(values[0].name, "") if values else ""
         home = self._home_of(tensor)
-        notes = getattr(i, "notes", ())
-        why = notes[0].reason if notes else self._why(home, kind, bool(values and values[0].is_gradient))
+        why = i.notes[0].reason if i.notes else self._why(home, i.kind, bool(values and values[0].is_gradient))
         every = some([self._tensors.get(v.name, v.name) for v in values])
-        return Detail(title, "", every, size, devices, "", why, self._asked(self._ops[tensor]))
+        return Detail(title, "", every, i.bytes, devices, "", why, self._asked(self._ops[tensor]))
 
     def _said(self, i: p.Instruction) -> str:
         values = _values(i)
@@ -180,6 +171,10 @@ def _homes(homes: Any) -> list[str]:
     return list(dict.fromkeys(homes))
 
 
+def _way(i: p.Instruction) -> str:
+    return "to the host" if i.to_host else "back from the host"
+
+
 def _values(i: p.Instruction) -> tuple[p.Value, ...]:
     values = p.names(i, p.Role.READ) or p.names(i, p.Role.WRITE) or p.names(i, p.Role.LAST)
     return tuple(v for v in values if v.name != "one")
@@ -187,9 +182,9 @@ def _values(i: p.Instruction) -> tuple[p.Value, ...]:
 
 def _key(i: p.Instruction) -> Hashable:
     """Return a key that is equal for instructions with equal details."""
-    if isinstance(i, p.Tasked):
-        return type(i), i.task.segment, getattr(i, "half", "")
-    if isinstance(i, p.Loss):
-        return (p.Loss,)
+    if i.task is not None:
+        return type(i), i.task.segment, i.half
+    if i.meets is p.Meets.ALL:
+        return (type(i),)
     values = tuple((v.name, v.is_gradient) for v in _values(i))
-    return type(i), values, getattr(i, "kind", ""), getattr(i, "group", ()), getattr(i, "peer", -1)
+    return type(i), values, i.kind, i.group, i.peer

@@ -25,11 +25,6 @@ from superscaler.specs.file_errors import reading
 from superscaler.specs.sizes import duration
 
 _REMEDY = "record a run of this plan with superscaler train --profile N --run DIR"
-# Kinds of calls by instruction.
-_KINDS: Mapping[type, str] = {
-    p.Collective: "collective", p.Send: "send", p.Recv: "recv", p.Copy: "copy", p.Offload: "offload", p.Fetch: "fetch",
-    p.Slice: "slice", p.Loss: "loss", p.Update: "update",
-}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -65,7 +60,7 @@ class _Rank:
     def meetings(self) -> Iterator[tuple[int, Hashable]]:
         """Yield the communication that the rank starts, with a key that all ends share. A copy has one end."""
         yield from ((at, key) for at, _, key in meetings(self.code, self.rank))
-        yield from ((at, (self.rank, at)) for at, i in enumerate(self.code) if isinstance(i, p.Copy))
+        yield from ((at, (self.rank, at)) for at, i in enumerate(self.code) if i.meets is p.Meets.HOST)
 
 
 def measured(folder: Path, program: p.Program, code: str, details: Details) -> tuple[Timeline, str]:
@@ -132,14 +127,11 @@ def _numbers(code: Sequence[p.Instruction]) -> dict[str, int]:
     """Return the number of the instruction of each call, by the name of its event."""
     found, counts = dict[str, int](), Counter[str]()
     for at, i in enumerate(code):
-        if isinstance(i, p.Forward):
-            found[f"forward {i.task}"] = at
-        elif isinstance(i, p.Backward):
-            found[f"backward{i.half and '_' + i.half} {i.task}"] = at
-        elif isinstance(i, p.Update) and not i.weights and i.is_early:
-            # Emitted code leaves it out.
-            continue
-        elif kind := _KINDS.get(type(i), ""):
+        kind = type(i).__name__.lower()
+        if i.runs_segment:
+            found[f"{kind}{i.half and '_' + i.half} {i.task}"] = at
+        elif i.weights or not i.is_early:
+            # Emitted code leaves other updates out.
             found[f"{kind} {counts[kind]}"] = at
             counts[kind] += 1
     return found
@@ -152,9 +144,9 @@ def _events(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float)
     streams, cells = ["compute"], list[tuple[float, ...]]()
     for e in rank.events:
         # An update waits for all that was sent, the sum of the loss for all devices: both start nothing of their own.
-        is_wait = e.is_wait or isinstance(rank.code[e.at], p.Loss)
+        is_wait = e.is_wait or rank.code[e.at].meets is p.Meets.ALL
         own = min(max(there.get(e.at, e.start), e.start), e.end) if is_wait else e.start
-        late = found[e.at][1] if is_wait and e.at in found and isinstance(rank.code[e.at], p.Collective) else -1
+        late = found[e.at][1] if is_wait and e.at in found and rank.code[e.at].group else -1
         cells.append((COMPUTE, e.at, e.at if is_wait else -1, late, e.start, e.end, own))
     for at in sorted(there):
         if at in rank.over:
@@ -170,12 +162,9 @@ def _events(rank: _Rank, met: Mapping[Hashable, tuple[float, int]], zero: float)
 
 
 def _stream(i: p.Instruction) -> str:
-    match i:
-        case p.Collective():
-            return f"devices {', '.join(map(str, i.group))}"
-        case p.Recv():
-            return f"from {i.peer}"
-    return "copies"
+    if i.group:
+        return f"devices {', '.join(map(str, i.group))}"
+    return "copies" if i.meets is p.Meets.HOST else f"from {i.peer}"
 
 
 def _met(ranks: Sequence[_Rank]) -> dict[Hashable, tuple[float, int]]:

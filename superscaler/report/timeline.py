@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from superscaler.groups import group_by
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Collective, Copy, Fetch, Loss, Offload, Program, Recv, Send
+from superscaler.ir.program import Meets, Program
 from superscaler.ir.running.meetings import Message, message
 from superscaler.report.event_notes import Details
 from superscaler.report.kinds import Kind
@@ -19,8 +19,6 @@ from superscaler.simulate.timetable import COMPUTE, Events, Link, Timetable
 
 # The most events of a timeline; devices beyond them are counted, not shown.
 MOST = 400_000
-_COPIES = (Copy, Offload, Fetch)
-_STARTS = (Collective, Send, Recv, *_COPIES, Loss)
 # Cut from the ends of events, as a share of the step: what rounding leaves.
 _EQUAL = 1e-9
 
@@ -138,10 +136,10 @@ class _Lanes:
         start, end, met, waited = row.start[at, 0], row.end[at, 0], row.met[at, 0], row.waited[at]
         of = np.where(waited >= 0, waited, row.instruction[at])
         kind, detail, microbatch = (column[of] for column in about)
-        is_copy = np.array([isinstance(row.code[i], _COPIES) for i in of.tolist()], dtype=bool)
+        meets = [row.code[i].meets for i in of.tolist()]
+        is_copy = np.array([m is Meets.HOST for m in meets], dtype=bool)
         if stream == COMPUTE:
-            is_start = np.array([isinstance(row.code[i], _STARTS) for i in of.tolist()], dtype=bool)
-            kind = np.where(is_start, int(Kind.LAUNCH), kind)
+            kind = np.where(np.array([m is not Meets.NOBODY for m in meets], dtype=bool), int(Kind.LAUNCH), kind)
         kind = np.where(waited >= 0, np.where(is_copy, int(Kind.COPYING), int(Kind.EXPOSED)), kind)
         # A wait is a bubble until all ends of its communication are there.
         least = self.seconds * _EQUAL
@@ -176,11 +174,11 @@ class _Lanes:
         device = int(row.devices[0])
         for number, at in enumerate(of.tolist(), self.count):
             self.posts[device, at] = number
-            match row.code[at]:
-                case Send() as i:
-                    self.sent[message(i, device)] = number
-                case Recv() as i:
-                    self.received[number] = message(i, device)
+            i = row.code[at]
+            if i.is_send:
+                self.sent[message(i, device)] = number
+            elif i.meets is Meets.PEER:
+                self.received[number] = message(i, device)
 
     def finish(self) -> list[Lane]:
         """Return the lanes, once the sources of their events are set."""

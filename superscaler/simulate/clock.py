@@ -19,20 +19,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.communication import batches
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import (
-    Backward,
-    Collective,
-    Copy,
-    Fetch,
-    Loss,
-    Offload,
-    Program,
-    Recv,
-    Send,
-    Task,
-    Update,
-    Wait,
-)  # fmt: skip
+from superscaler.ir.program import Meets, Program, Task
 from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.times import Floats, Times, earliest, even, is_later, later, latest, of_rows, sooner
 from superscaler.simulate.timetable import COMPUTE, Events, Timetable
@@ -43,6 +30,8 @@ from superscaler.timing import without_garbage_collection
 
 # The seconds of the instruction with a number on the devices of a cohort: one number, or one for each of them.
 Work = Callable[[Cohort, int], float | Floats]
+# Meetings with a device that comes last.
+_MANY = (Meets.GROUP, Meets.ALL)
 # The bytes of the tape of a task that is copied to the host.
 Moved = Callable[[Cohort, Task], int]
 
@@ -108,32 +97,36 @@ class _Clock:
             given = self.work(run.cohort, at)
             if given if isinstance(given, float) else np.any(given):
                 yield from self._work(run, step, even(given))
-            match step.first:
-                case Collective():
+            match step.first.meets:
+                case Meets.GROUP:
                     self.communication.collective(run, step, turn)
-                case Send() | Recv():
+                case Meets.PEER:
                     self.communication.message(run, step, turn)
-                case Copy(bytes=size, to_host=to_host):
-                    run.handles[step.handles_at(turn)[0]] = self.communication.copy(run, size, to_host=to_host)
-                case Offload() | Fetch():
-                    task = step.moved("task", turn)
-                    size, to_host = self.moved(run.cohort, task), isinstance(step.first, Offload)
-                    run.tapes[task] = self.communication.copy(run, size, to_host=to_host)
-                case Loss() if self.program.model.loss and self.program.world > 1:
+                case Meets.HOST:
+                    self._copy(run, step, turn)
+                case Meets.ALL if self.program.model.loss and self.program.world > 1:
                     yield from self._wait(run, self.communication.loss(run))
         run.is_done = True
 
+    def _copy(self, run: Run, step: Step, turn: int) -> None:
+        """Start a copy of a value or of a tape, which the next use of the tape waits for."""
+        i = step.first
+        if i.task is None:
+            run.handles[step.handles_at(turn)[0]] = self.communication.copy(run, i.bytes, i.to_host)
+        else:
+            task = step.moved("task", turn)
+            run.tapes[task] = self.communication.copy(run, self.moved(run.cohort, task), i.to_host)
+
     def _needed(self, run: Run, step: Step, turn: int) -> Sequence[Post]:
         """Return the communication that a step waits for."""
-        match step.first:
-            case Wait():
-                return (run.handles.pop(step.handles_at(turn)[0]),)
-            case Backward() | Fetch() if run.tapes:
-                return [run.tapes[task] for task in [step.moved("task", turn)] if task in run.tapes]
-            case Update():
-                # The optimizer waits for sends and copies.
-                found, run.unflushed = run.unflushed, []
-                return found
+        i = step.first
+        if i.is_wait:
+            return (run.handles.pop(step.handles_at(turn)[0]),)
+        if i.needs_tape and run.tapes:
+            return [run.tapes[task] for task in [step.moved("task", turn)] if task in run.tapes]
+        if i.updates:
+            found, run.unflushed = run.unflushed, []
+            return found
         return ()
 
     # Work.
@@ -144,7 +137,7 @@ class _Clock:
             run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
                 seconds = yield from self._settled(run, seconds)
-        run.work("optimizer" if isinstance(step.first, Update) else "compute", seconds)
+        run.work("optimizer" if step.first.updates else "compute", seconds)
 
     def _settled(self, run: Run, seconds: Times) -> Generator[None, None, Times]:
         """Return the seconds of work beside transfers, once they are known until its end."""
@@ -223,8 +216,8 @@ def _events(run: Run) -> Events:
 
 
 def _late(posts: Sequence[Post | None], row: int) -> Ints:
-    is_collective = (p is not None and isinstance(p.run.cohort.code[p.at], Collective | Loss) for p in posts)
-    return np.array([p.last(row) if known and p else -1 for p, known in zip(posts, is_collective, strict=True)])
+    meets = (Meets.NOBODY if p is None else p.run.cohort.code[p.at].meets for p in posts)
+    return np.array([p.last(row) if p and m in _MANY else -1 for p, m in zip(posts, meets, strict=True)])
 
 
 def _table(times: Sequence[Times], rows: int) -> Floats:

@@ -16,14 +16,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.loops import weighted
 from superscaler.ir.model import Optimizer
 from superscaler.ir.parts import block_of
-from superscaler.ir.program import (
-    Backward,
-    Collective,
-    Forward,
-    Program,
-    Tasked,
-    Weight,
-)
+from superscaler.ir.program import Program, Weight
 from superscaler.ops.table import ops_of_lines
 from superscaler.runtime.optimizer import LISTED, is_listed
 from superscaler.simulate.kernels import Segments
@@ -190,7 +183,7 @@ class _Summary:
         before = self.curve[at - 1].tolist() if at else [0] * len(CATEGORIES)
         parts = dict(zip(CATEGORIES, before, strict=True))
         parts[CATEGORIES[TEMPORARY]] = peak - sum(before)
-        groups = {i.group for i, _ in weighted(run.code) if isinstance(i, Collective) and len(i.group) > 1}
+        groups = {i.group for i, _ in weighted(run.code) if len(i.group) > 1}
         overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
         overhead += round(overheads.fragmentation * peak)
         alive = [s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at)]
@@ -237,7 +230,7 @@ class _Summary:
     def _place(self, at: int) -> str:
         """Return the work of an instruction in words, as `the backward of transformer.h.31 (microbatch 0)`."""
         i = self.run.code[at]
-        if not isinstance(i, Forward | Backward):
+        if not i.runs_segment or i.task is None:
             return self.program.describe(i)
         function = self.program.functions[self.run.functions[i.task]]
         blocks = [b for b in dict.fromkeys(block_of(op.module) or op.module for op in function.ops) if b]
@@ -249,14 +242,14 @@ class _Summary:
         """Yield the tensors of a storage; of a tape those that autograd keeps, with the ops that made them."""
         made = self.run.code[storage.born] if storage.born >= 0 else None
         made_by = type(made).__name__ if made is not None else "at rest"
-        if isinstance(made, Tasked) and storage.tape is not None:
+        if made is not None and made.task is not None and storage.tape is not None:
             number = self.run.functions[made.task]
             function, ops = self.program.functions[number], self.ops_of[number]
             for size, n in storage.tape.others:
                 name, module = (ops[n].name, ops[n].module) if n >= 0 else ("a tensor", "")
                 yield Held(size, name, module or function.module or made_by, made.task.microbatch)
             return
-        module = self.program.functions[made.function].module if isinstance(made, Forward) else ""
+        module = self.program.functions[made.function].module if made is not None and made.function >= 0 else ""
         made_by = "optimizer" if storage.category == OPTIMIZER else module or made_by
         name_of = storage.name
         yield Held(storage.bytes, str(name_of or ""), made_by, name_of.microbatch if name_of else -1)

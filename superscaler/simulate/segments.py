@@ -14,17 +14,16 @@ from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.program import (
     Backward,
-    Collective,
     Device,
     Forward,
     Function,
     Instruction,
-    Offload,
     Program,
-    Slice,
+    Role,
     Task,
     Value,
-    Wait,
+    calls,
+    names,
 )  # fmt: skip
 from superscaler.ir.running.machine import Domain, Lap, Walk, execute
 from superscaler.ops.call import ranges
@@ -95,8 +94,8 @@ class Segments:
         if not any(self._placed.values()):
             return [cohort.samples[0]], np.zeros(len(cohort), dtype=np.int64)
         functions, numbers = self.program.functions, dict[tuple[Box, ...], int]()
-        calls = {(i.function, i.at): n for n, i in enumerate(cohort.code[:]) if isinstance(i, Forward)}
-        moved = [(f, cohort.data(n, "at").tolist()) for (f, _), n in calls.items() if self._placed.get(f)]
+        last = {(i.function, i.at): n for n, i in calls(cohort.code[:])}
+        moved = [(f, cohort.data(n, "at").tolist()) for (f, _), n in last.items() if self._placed.get(f)]
         found = []
         for row in range(len(cohort)):
             parts = tuple(part for f, at in moved for part in self._parts(functions[f], at[row], _BY_PLACE))
@@ -127,12 +126,12 @@ class Segments:
         """Return the bytes of each tape that goes to the host, without weights and what stays."""
         if device.rank not in self._moved:
             found, code = self.tasks(device), device.instructions[:]
-            forwards = {i.task: i for i in code if isinstance(i, Forward)}
+            forwards = {i.task: i for _, i in calls(code)}
             rest = {weight.name for weight in device.weights}
             self._moved[device.rank] = {
-                i.task: _moved_bytes(found[i.task], forwards[i.task], rest.union(i.alive))
+                i.task: _moved_bytes(found[i.task], forwards[i.task], rest.union(names(i, Role.READ)))
                 for i in code
-                if isinstance(i, Offload)
+                if i.task is not None and i.to_host
             }
         return self._moved[device.rank]
 
@@ -148,12 +147,12 @@ class Segments:
                 task = step.moved("task", turn)
                 forwards.append((task, i, step, turn))
                 if dtypes:
-                    names = enumerate(step.moved("inputs", turn))
-                    rounded[task] = tuple((n, dtypes[name]) for n, name in names if name in dtypes)
-            elif isinstance(i, Collective) and i.given:
-                dtypes |= {work: i.dtype for work in step.handles_at(turn) if work is not None}
-            elif isinstance(i, Wait | Slice) and dtypes:
-                source = step.moved("work" if isinstance(i, Wait) else "source", turn)
+                    given = enumerate(step.moved("inputs", turn))
+                    rounded[task] = tuple((n, dtypes[name]) for n, name in given if name in dtypes)
+            elif i.rounded:
+                dtypes |= {work: i.rounded for work in step.handles_at(turn) if work is not None}
+            elif i.whole is not None and dtypes:
+                source = step.moved("whole", turn)
                 dtypes |= {step.moved("out", turn): dtypes[source]} if source in dtypes else {}
             elif isinstance(i, Backward):
                 task = step.moved("task", turn)

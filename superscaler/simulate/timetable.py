@@ -71,8 +71,8 @@ class Events:
 
 def place(i: Instruction) -> tuple[int, int, int]:
     """Return the microbatch, the part and the segment of an instruction, -1 for none."""
-    if (task := getattr(i, "task", None)) is not None:
-        return task.microbatch, task.part, task.segment
+    if i.task is not None:
+        return i.task.microbatch, i.task.part, i.task.segment
     value = next(iter(names(i, Role.WRITE) or names(i, Role.READ)), None)
     return (-1, 0, -1) if value is None else (value.microbatch, value.part, -1)
 

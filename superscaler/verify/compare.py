@@ -12,7 +12,7 @@ from superscaler.artifact import slots_of
 from superscaler.compiler import Compiled
 from superscaler.frontend.base.oracle import Reference, dense, largest, largest_gap
 from superscaler.ir.mask import Mask
-from superscaler.ir.program import Give, Weight
+from superscaler.ir.program import Weight, gives
 from superscaler.runtime.executor import put, take
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
 from superscaler.verify.results import Result
@@ -125,9 +125,9 @@ class Comparison:
                 self._found("gradient_error", error, weight, rank, "the gradient of ", here)
 
     def _outputs(self, results: Sequence[Result], expected: Reference, here: str) -> None:
-        gives = any(op.is_output for op in self.model.ops)
-        for rank, device in enumerate(self.exact.program.devices if gives else ()):
-            for i in (i for i in device.instructions if isinstance(i, Give)):
+        has_outputs = any(op.is_output for op in self.model.ops)
+        for rank, device in enumerate(self.exact.program.devices if has_outputs else ()):
+            for i in gives(device.instructions):
                 whole = expected.outputs[i.tensor]
                 want = take(whole, slots_of(self.model, i.tensor), i.box)
                 text = f"the output {Mask(i.tensor, i.box)} on device {rank}{here}"

@@ -16,7 +16,7 @@ from superscaler.errors import RuntimeFailure
 from superscaler.frontend.base.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.model import Model, Op
-from superscaler.ir.program import Forward, Function, Program
+from superscaler.ir.program import Function, Program, calls
 from superscaler.ir.variants import once, unread_twins, without_twins
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
@@ -187,7 +187,7 @@ class _Search:
     def _inner(self, node: Node, segment: Segment, event: Event) -> str:
         """Return the first wrong op inside a segment, on the segment's recorded inputs."""
         code = self.exact.program.devices[node.key[0]].instructions
-        ran = next(i for i in code if isinstance(i, Forward) and i.task == task(node.number, node.key))
+        ran = next(i for _, i in calls(code) if i.task == task(node.number, node.key))
         function = self.exact.program.functions[ran.function]
         every = [(op, j) for op in function.ops for j in range(len(op.outputs))]
         shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))

@@ -13,7 +13,7 @@ from superscaler.certify.interpret import Interpreter
 from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Collective, Free, Instruction, Program, Recv, Send, Wait, writes
+from superscaler.ir.program import ROLES, Collective, Free, Instruction, Program, Recv, Send, Wait, writes
 from tests.helpers.small_plans import exact
 
 
@@ -68,7 +68,7 @@ def test_cohorts_are_all_devices_with_the_data_of_each(name: str) -> None:
     devices = list(program.devices)
     for cohort in found:
         for at, i in enumerate(cohort.code):
-            for field in (name for name in ("peer", "group", "at", "box") if hasattr(i, name)):
+            for field in {"peer", "group", "at", "box"} & ROLES[type(i)].keys():
                 for row, device in enumerate(cohort.devices.tolist()):
                     own = getattr(devices[device].instructions[at], field)
                     assert cohort.data(at, field)[row].tolist() == np.array(own).tolist()

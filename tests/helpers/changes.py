@@ -169,5 +169,6 @@ def with_change(program: p.Program, ranks: Sequence[int], change: Change) -> p.P
 
 def _peers(device: p.Device) -> Iterator[int]:
     for i in device.instructions:
-        yield from getattr(i, "group", ())
-        yield getattr(i, "peer", 0)
+        yield from i.group
+        if i.meets is p.Meets.PEER:
+            yield i.peer

@@ -71,7 +71,7 @@ def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
 
 def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
     plan = exact(graph_of("gpt2:size=tiny,layers=4,batch=16", "SGD"), halved("pipeline_1f1b:microbatches=1"))
-    code = [getattr(i, "half", type(i).__name__) for i in plan.program.devices[1].instructions]
+    code = [i.half or type(i).__name__ for i in plan.program.devices[1].instructions]
     assert [half for half in code if half in ("input", "weight")] == ["input", "weight"] * 2
     # The gradient that the other stage waits for starts before those of weights are made.
     assert "Send" in code[len(code) - code[::-1].index("input") : len(code) - code[::-1].index("weight")]

@@ -14,11 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.ir.grid import Ints
-from superscaler.ir.program import Collective, Instruction, Recv, Send
-
-Started = Send | Recv | Collective
-# A union would be made for each instruction.
-MESSAGES = (Send, Recv)
+from superscaler.ir.program import Instruction, Meets
 
 
 class Message(NamedTuple):
@@ -36,18 +32,18 @@ class Turn(NamedTuple):
     number: int
 
 
-def message(i: Send | Recv, rank: int) -> Message:
+def message(i: Instruction, rank: int) -> Message:
     """Return the key of a message that a device sends or receives."""
-    return Message(rank, i.peer, i.message) if isinstance(i, Send) else Message(i.peer, rank, i.message)
+    return Message(rank, i.peer, i.message) if i.is_send else Message(i.peer, rank, i.message)
 
 
-def meetings(code: Sequence[Instruction], rank: int) -> Iterator[tuple[int, Started, Message | Turn]]:
+def meetings(code: Sequence[Instruction], rank: int) -> Iterator[tuple[int, Instruction, Message | Turn]]:
     """Yield the communication with other devices that a device starts: its place in the code, and its key."""
     turns = Counter[tuple[int, ...]]()
     for at, i in enumerate(code):
-        if isinstance(i, MESSAGES):
+        if i.meets is Meets.PEER:
             yield at, i, message(i, rank)
-        elif isinstance(i, Collective):
+        elif i.meets is Meets.GROUP:
             yield at, i, Turn(i.group, turns[i.group])
             turns[i.group] += 1
 

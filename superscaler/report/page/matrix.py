@@ -11,7 +11,7 @@ from superscaler.collectives import KINDS, TILE
 from superscaler.groups import group_by
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.communication import links
-from superscaler.ir.program import Collective, Program, Send
+from superscaler.ir.program import Instruction, Program
 from superscaler.ir.running.meetings import Ends
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.simulate.times import Floats
@@ -35,14 +35,14 @@ def bytes_between(program: Program) -> tuple[Floats, int]:
     found = np.zeros((rows, rows))
     for cohort in cohorts(program):
         for at, i in enumerate(cohort.code):
-            if isinstance(i, Send):
+            if i.is_send:
                 np.add.at(found, (cohort.devices // share, cohort.data(at, "peer") // share), i.bytes)
-            elif isinstance(i, Collective) and len(i.group) > 1:
+            elif len(i.group) > 1:
                 _collective(found, cohort, at, i, share)
     return found, share
 
 
-def _collective(found: Floats, cohort: Cohort, at: int, i: Collective, share: int) -> None:
+def _collective(found: Floats, cohort: Cohort, at: int, i: Instruction, share: int) -> None:
     ends, members = Ends.of(cohort.devices, cohort.data(at, "group")), len(i.group)
     each = i.bytes * links(i.kind, members) / members
     steps = range(1, members) if KINDS[i.kind].ends == (TILE, TILE) else (1,)

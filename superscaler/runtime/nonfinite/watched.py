@@ -20,7 +20,7 @@ from superscaler.collectives import KINDS as COLLECTIVES
 from superscaler.comm.communicator import Handle, PeerLost
 from superscaler.errors import RuntimeFailure
 from superscaler.ir.model import Op
-from superscaler.ir.program import Forward, Task
+from superscaler.ir.program import Task, calls
 from superscaler.ir.text.model import parse_model
 from superscaler.ir.text.program import parse_program
 from superscaler.ops.table import ops_of_lines
@@ -273,7 +273,7 @@ class WatchedRank:
                 file = Path(self.segments).name.replace("segments.py", PROGRAM_FILE)
                 program = parse_program((self.step.directory / file).read_text(), model)
             code = program.devices[self.step.rank].instructions
-            numbers = {str(i.task): i.function for i in code if isinstance(i, Forward)}
+            numbers = {str(i.task): i.function for _, i in calls(code)}
             ops = [ops_of_lines(function, model.tensors) for function in program.functions]
             self._functions = {task: ops[number] for task, number in numbers.items()}
         return (self._functions or {}).get(tag)

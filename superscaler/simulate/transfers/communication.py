@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
-from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from superscaler.collectives import KINDS, ONE
-from superscaler.ir.model import width
 from superscaler.ir.program import Collective, Program, Recv, Send
 from superscaler.ir.running.meetings import Ends, rows_of
 from superscaler.simulate.repeats.steps import Step
@@ -78,8 +76,7 @@ class Communication:
         self._ways: dict[Hashable, _Way] = {}
 
     def collective(self, run: Run, step: Step, turn: int) -> None:
-        i = step.first
-        assert isinstance(i, Collective)
+        i = cast("Collective", step.first)
         if len(i.group) == 1:
             # Nothing moves.
             done = Post(run, run.at, run.clock, len(run.own), [], met=run.clock, end=run.clock)
@@ -111,10 +108,8 @@ class Communication:
         )
 
     def message(self, run: Run, step: Step, turn: int) -> None:
-        i, cohort = step.first, run.cohort
-        assert isinstance(i, Send | Recv)
-        is_send, at = isinstance(i, Send), run.at
-        size = i.bytes if isinstance(i, Send) else prod(i.shape) * width(i.dtype)
+        i, cohort, at = cast("Send | Recv", step.first), run.cohort, run.at
+        is_send, size = i.is_send, i.bytes
         peers = (i.peer,) if cohort.fold is not None else tuple(cohort.data(at, "peer").tolist())
         way = self._way((cohort.number, is_send, peers, size), lambda: self._message(run, i, is_send, peers, size))
         # Of a fold, the messages of all devices have the number of the first one.
@@ -143,7 +138,7 @@ class Communication:
             stream, name = _WORLD, "all devices"
         return _Way(side, self.ports.route("send", side.groups, size), 2, stream, name, self._start_of("send", size))
 
-    def copy(self, run: Run, size: int, *, to_host: bool) -> Post:
+    def copy(self, run: Run, size: int, to_host: bool) -> Post:
         devices, kind = run.cohort.devices, "to_host" if to_host else "to_device"
         side = self._side(run, "copy", lambda: Side(np.stack([devices] * 2, axis=1), np.arange(len(devices))))
         meeting = Meeting(Transfer(self.ports.route(kind, side.groups, size)), 1)
