@@ -61,6 +61,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "_require((n in own.grads) <= (o in self.functions[j].saved))", "materialize/test_joined"),
     ("members wait for a gradient that is made of their own", "_require(made.isdisjoint(given))", "_require(True)",
      "materialize/test_joined"),
+    ("groups along a part of an axis are found once code is written",
+     "check_steps(self._by_ends[key][0], self.options.fold)", "pass", "certify/test_rounds"),
     ("a body is an exception", "if not likes.issuperset(", "if likes.isdisjoint(", "materialize/test_loops"),
     ("rounds are left out before sums begin", "before.has_sums", "now.has_sums", "certify/test_rounds"),
     ("values that only later rounds read are not compared", "return goes_on and self._status(", "return self._status(",

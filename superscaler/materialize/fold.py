@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from superscaler.ir.fold import Fold, Folded, Unfoldable
 from superscaler.ir.program import FIELDS, KINDS, Collective, Device, Instruction, Recv, Role, Send
+from superscaler.materialize.steps import CollectiveStep, Lowered, Message
 
 
 def fold_devices(devices: Mapping[int, Device], fold: Fold, world: int) -> Folded:
@@ -25,6 +26,17 @@ def fold_devices(devices: Mapping[int, Device], fold: Fold, world: int) -> Folde
     return Folded(fold, compiled, idle, world)
 
 
+def check_steps(lowered: Lowered, fold: Fold) -> None:
+    """Check the messages and collectives of a transfer, as `fold_devices` checks those of whole devices, which are
+    known much later.
+    """
+    for step in (step for steps in lowered.rounds for step in steps):
+        if isinstance(step, CollectiveStep):
+            _check_group(step.how.group, False, fold)
+        elif isinstance(step, Message) and not step.is_copy:
+            _check_group((step.source.device, step.out.device), True, fold)
+
+
 def _check_peers(device: Device, fold: Fold) -> None:
     """Check that messages stay at their place, and that the group of each collective stays at its place or is a whole
     line.
@@ -36,16 +48,20 @@ def _check_peers(device: Device, fold: Fold) -> None:
         elif isinstance(i, Collective):
             groups[i.group, False] = None
     for group, is_message in groups:
-        for axis in fold.spanned(group):
-            lines: dict[tuple[int, ...], set[int]] = {}
-            for member in group:
-                base, *place = fold.places[member]
-                lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
-            width = fold.widths[axis]
-            if is_message:
-                raise Unfoldable(axis)
-            if partial := next((line for line in lines.values() if len(line) != width), None):
-                raise Unfoldable(axis, _division(sorted(partial), width))
+        _check_group(group, is_message, fold)
+
+
+def _check_group(group: Sequence[int], is_message: bool, fold: Fold) -> None:
+    for axis in fold.spanned(group):
+        lines: dict[tuple[int, ...], set[int]] = {}
+        for member in group:
+            base, *place = fold.places[member]
+            lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
+        width = fold.widths[axis]
+        if is_message:
+            raise Unfoldable(axis)
+        if partial := next((line for line in lines.values() if len(line) != width), None):
+            raise Unfoldable(axis, _division(sorted(partial), width))
 
 
 def _division(line: Sequence[int], width: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.model import width
 from superscaler.materialize.collectives import Match, match, refusal
+from superscaler.materialize.fold import check_steps
 from superscaler.materialize.rvd.route import Route, priced, route
 from superscaler.materialize.rvd.transitions import COLLECTIVES
 from superscaler.materialize.rvd.transitions import Step as PathStep
@@ -118,6 +119,8 @@ class Lowering:
         key = (*ends, transfer.links, classes, transfer.is_to_updates, of)
         if key not in self._by_ends:
             self._by_ends[key] = lower(transfer, self.options), corner
+            if self.options.fold is not None:
+                check_steps(self._by_ends[key][0], self.options.fold)
         found, at = self._by_ends[key]
         return found.moved([lo - start for (lo, _), (start, _) in zip(corner, at, strict=True)])
 

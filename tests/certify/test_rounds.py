@@ -16,6 +16,8 @@ from superscaler.compiler import Compiled, compile_graph, finish
 from superscaler.errors import ScheduleError
 from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import Collective, Device, Free, Instruction, Program, reads, writes
+from superscaler.materialize import build
+from superscaler.materialize.frees import with_frees
 from superscaler.plans import resolve
 from tests.helpers.changes import leaves, turned
 from tests.helpers.graphs import graph_of
@@ -89,6 +91,14 @@ def test_an_axis_in_parts_gives_the_bytes_of_the_unfolded_plan(monkeypatch: pyte
     unfolded = finish(folded.graph, folded.cluster)
     is_unfolded, is_equal = unfolded.fold is None, folded.emitted.files == unfolded.emitted.files
     assert (is_unfolded, is_equal) == (True, True)
+
+
+def test_a_group_along_a_part_of_an_axis_is_found_before_code_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, written = compiled_in_parts(), list[int]()
+    monkeypatch.setattr(build, "with_frees", lambda code, own: written.append(len(code)) or with_frees(code, own))
+    assert finish(plan.graph, plan.cluster).program.devices.fold.widths == plan.fold.widths
+    # The sampled devices, once: two along each of three axes in two stages.
+    assert written == [8]
 
 
 def without_one(runs: tuple[Run, ...]) -> Iterator[Run]:
