@@ -154,6 +154,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "materialize/test_pricing"),
     ("every slice counts in norms", "op.is_update, row in counted,", "op.is_update, True,",
      "integration/test_optimizers faults/test_single"),
+    ("any number of sums are in flight", "else len(flying) > FLYING", "else len(flying) > 9 * FLYING",
+     "materialize/test_actions"),
     ("a full bucket is closed early", "if entry.weight > room:",
      "if entry.weight >= room:", "materialize/test_buckets"),
     ("all of a group keep an addend", 'kept += group if step.kind == "chunk" else group[:1]', "kept += group",

@@ -15,18 +15,28 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A collective of a transfer. `bytes`: of each source; `weight`: the same in the dtype of the trained model."""
+    """A collective of a transfer, sent in `dtype`; with `casts` its sources are of another one, to which none of its
+    results goes back.
+
+    `like`: equal for collectives that may be sent together. `bytes`: of each source; `weight`: the same in the dtype of
+    the trained model. `is_ordered`: the plan orders it, so the pieces of one turn start together.
+    """
 
     number: int
     step: CollectiveStep
+    dtype: str
+    casts: bool
+    like: Hashable
     bytes: int
     weight: int
+    is_ordered: bool
 
 
 @dataclass(slots=True)
 class _Bucket:
     """Collectives that start together: as soon as a reader waits for one of them, or they are large enough."""
 
+    group: tuple[int, ...]
     entries: list[Entry] = field(default_factory=list)
     microbatches: set[int] = field(default_factory=set)
     weight: int = 0
@@ -38,34 +48,30 @@ class Buckets:
 
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
-        self._waiting: dict[tuple[tuple[int, ...], str, int, str, bool, str, Hashable], _Bucket] = {}
+        self._waiting: dict[Hashable, _Bucket] = {}
 
-    def add(
-        self, entry: Entry, transfer: Transfer, dtype: str, largest: bool, turn: Hashable = (), is_due: bool = False
-    ) -> None:
-        """Add a collective. One to updates waits for a large enough bucket, unless it `is_due`, or the plan orders it:
-        the pieces of one `turn` start together.
-        """
-        is_late, how = transfer.is_to_updates, entry.step.how
+    def add(self, entry: Entry, transfer: Transfer, is_due: bool = False) -> None:
+        """Add a collective. One to updates waits for a large enough bucket, unless it `is_due`, or is ordered."""
+        is_late = transfer.is_to_updates
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
-        key = how.group, how.kind, how.root, dtype, largest, way, turn
-        some = self._waiting.setdefault(key, _Bucket())
+        some = self._waiting.setdefault((entry.like, way), _Bucket(entry.step.how.group))
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()
         some.weight += entry.weight
-        some.is_due |= is_due or not is_late or (self._overlap and (turn != () or some.weight >= SEGMENT_BYTES))
+        is_full = entry.is_ordered or some.weight >= SEGMENT_BYTES
+        some.is_due |= is_due or not is_late or (self._overlap and is_full)
 
     def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
         """Yield the buckets that are due, and all buckets of devices whose backward has `ended`."""
-        due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(key[0])]
+        due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(some.group)]
         for key in due:
             yield from _filled(self._waiting.pop(key).entries)
 
     def close(self, devices: Set[int], microbatch: int) -> bool:
         """Mark the buckets of other microbatches of these devices as due; return whether any bucket is due."""
-        for key, some in self._waiting.items():
+        for some in self._waiting.values():
             is_one = len(some.microbatches) == 1 and -1 not in some.microbatches
-            some.is_due |= is_one and microbatch not in some.microbatches and not devices.isdisjoint(key[0])
+            some.is_due |= is_one and microbatch not in some.microbatches and not devices.isdisjoint(some.group)
         return any(some.is_due for some in self._waiting.values())
 
 

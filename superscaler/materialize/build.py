@@ -4,9 +4,8 @@ Every value is named when it is made. Values are joined for a reader just before
 communication has the time in between.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from math import prod
 
 from superscaler.ir.communication import is_met
@@ -25,24 +24,24 @@ from superscaler.ir.program import (
     Update,
     Value,
 )  # fmt: skip
+from superscaler.materialize.actions import Action, Arrive, Bucket, EndUpdates, Start, Sum, actions
 from superscaler.materialize.check_unrolled import rolled
 from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.frees import with_frees
 from superscaler.materialize.functions import Functions
 from superscaler.materialize.local_tensors import Code, Residents, task
 from superscaler.materialize.loops import Aperiodic
+from superscaler.materialize.lowering import Lowering
 from superscaler.materialize.offload import with_offload
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.steps import LoweringOptions
 from superscaler.materialize.values import Values
 from superscaler.materialize.writer import Writer
-from superscaler.schedule.antidependencies import updates_of
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.dependencies import Node, Schedule
-from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Alias, Segment
 from superscaler.schedule.steady_state import SteadyState, microbatches_of
-from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, UPDATE, Place
+from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
 
 
 def materialize(
@@ -61,8 +60,10 @@ def materialize(
         model.tensors, model.from_weights, costs, schedule.flow.fold, fold, graph.policy, rounded, own, turns
     )
     code = Code(model.tensors, world, own.inner if own else 0)
-    builder = _Builder(schedule, Writer(schedule.transfers, code, options))
-    builder.run()
+    lowering = Lowering(schedule.transfers, options)
+    builder = _Builder(schedule, Writer(lowering, code))
+    for action in actions(schedule, lowering):
+        builder.do(action)
     program = builder.program()
     return program if steady is None else rolled(program, schedule, steady)
 
@@ -72,54 +73,42 @@ class _Builder:
 
     def __init__(self, schedule: Schedule, writer: Writer) -> None:
         self.schedule, self.model = schedule, schedule.flow.model
-        self.writer, self.code, self.options = writer, writer.code, writer.options
+        self.writer, self.code, self.options = writer, writer.code, writer.lowering.options
         self.losses, self.nexts = self.model.losses, self.model.nexts
         self.values = Values(writer)
         self.residents = Residents(schedule.flow, self.code)
         self.functions = Functions(schedule.flow)
         self.loss_places = self._loss_places()
         self.loss_parts: list[list[tuple[Value, bool, int]]] = [[] for _ in self.code.of]
-        # By update, the transfers of views of its weight or buffer.
-        self.views: dict[Work, list[int]] = {}
-        for number, transfer in enumerate(schedule.transfers):
-            for update in updates_of(schedule.flow, transfer, transfer.pieces):
-                self.views.setdefault(update, []).append(number)
+        # By device, the weights, buffers and versions that the next update sets, and those that it updates in place.
+        self.updates: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}
+        self.kept: set[Value] = set()
         self._moving: dict[tuple[int, int], bool] = {}
         # Whether only the first microbatches are written.
         own = self.options.microbatches
         self.is_short = own is not None and own.few < own.total
 
-    def run(self) -> None:
         for place, name in self.residents.load_weights():
             self.values.made(place, name, place.key[0])
-        for (kind, *_), some in groupby(self.schedule.order, key=self._together):
-            run = list(some)
-            if kind == "C":
-                self.writer.start(run)
-                continue
-            devices = {node.device % HOSTS for node in run}
-            if kind == "U":
-                self.writer.flush(devices)
-            else:
-                self.writer.turn(devices, run[0].key[1])
-            self.writer.finish_before(work for node in run for work in self._awaited(node))
-            emitted = [node for node in run if self.options.is_emitted(node.device)]
-            if kind == "U":
-                self._update(emitted)
-                continue
-            for node in emitted:
-                work = self._forward if kind == "F" else self._backward
-                work(self.schedule.segments[node.number], node)
-        # Break the reference cycle, so that the writer is freed at once.
-        del self.writer.on_arrival
 
-    def _together(self, node: Node) -> tuple[object, ...]:
-        """Return a key, equal for neighbouring nodes that finish their exchanges together: the same work on
-        corresponding devices, or the updates of one iteration.
-        """
-        if node.kind == "U":
-            return "U", self.schedule.flow.by_home[node.number].iteration
-        return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
+    def do(self, action: Action) -> None:
+        """Write the instructions of an action."""
+        match action:
+            case Node(kind="U"):
+                self._gather_update(action)
+            case Node():
+                work = self._forward if action.kind == "F" else self._backward
+                work(self.schedule.segments[action.number], action)
+            case EndUpdates():
+                self._update()
+            case Sum():
+                self.values.add_up(action.number)
+            case Start():
+                self.writer.start(action)
+            case Bucket():
+                self.writer.collective(action)
+            case Arrive():
+                self.writer.arrive(action)
 
     def program(self) -> Program:
         fold, world = self.options.fold, len(self.code.of)
@@ -145,20 +134,12 @@ class _Builder:
         devices = tuple(made.values()) if fold is None else fold_devices(made, fold, world)
         mesh = self.schedule.flow.graph.mesh
         mesh = mesh if prod(mesh.values()) == len(devices) else {}
-        return Program(self.model, tuple(self.functions.made), devices, self.writer.notes, mesh)
+        return Program(self.model, tuple(self.functions.made), devices, self.writer.notes(self.schedule.order), mesh)
 
     def _offloaded(self, rank: int, code: list[Instruction]) -> list[Instruction]:
         weights = {w.name for w in self.residents.weights[rank].values()}
         keep = self.schedule.flow.graph.policy.kept_tapes
         return with_offload(code, self.functions.made, weights, keep) if keep else code
-
-    def _awaited(self, node: Node) -> Iterator[Work]:
-        """Yield the work as which a node reads values."""
-        kind, number, key, _ = node
-        if kind in (UPDATE, FORWARD):
-            yield kind, number, key
-        elif kind == self.schedule.segments[number].first_backward:
-            yield from ((BACKWARD, number, key), (REGATHER, number, key))
 
     def _pieces(self, node: Node) -> int:
         """Return the number of pieces in which an update gets its gradient."""
@@ -272,39 +253,36 @@ class _Builder:
         tensor = self.model.origin(segment.aliases[alias].tensor)
         return self.code.fresh(key[0], self.code.like(tensor, True, key[1] if self.options.microbatches else -1))
 
-    def _update(self, nodes: Sequence[Node]) -> None:
-        """Update the weights of some nodes, those of one device in one instruction. Older versions of weights are set
-        first.
+    def _gather_update(self, node: Node) -> None:
+        """Read the gradient, or the new value, of the weight or buffer that a node updates."""
+        place = Place(*node[:3], 0)
+        if place in self.residents.given:
+            tensor, box = self.residents.given[place]
+            value = self.values.value(place)
+            assert value is not None, tensor
+            self.code.write(node.device, Give(value, tensor, box, self.model.tensors[tensor].local_shape(extents(box))))
+            return
+        weight = self.residents.of[place]
+        value = self.values.gradient(place, self._pieces(node), weight.box)
+        weights, buffers, versions = self.updates.setdefault(node.device % HOSTS, ([], [], []))
+        if self.schedule.flow.by_home[node.number].outputs[0].tensor in self.nexts:
+            self.kept.add(weight.name)
+        if value is not None:
+            is_version = self.model.tensors[weight.tensor].origin
+            kind = weights if weight.trained else versions if is_version else buffers
+            kind.append((weight.name, value))
+
+    def _update(self) -> None:
+        """Update the weights that nodes have gathered, those of one device in one instruction. Older versions of
+        weights are set first.
         """
-        pairs: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}
-        kept = set[Value]()
-        for node in nodes:
-            place = Place(*node[:3], 0)
-            if place in self.residents.given:
-                tensor, box = self.residents.given[place]
-                value = self.values.value(place)
-                assert value is not None, tensor
-                shape = self.model.tensors[tensor].local_shape(extents(box))
-                self.code.write(node.device, Give(value, tensor, box, shape))
-                continue
-            weight = self.residents.of[place]
-            value = self.values.gradient(place, self._pieces(node), weight.box)
-            for number in (*(n for n, _ in self.values.pieces_of.get(place, ())), *self.views.get(node[:3], ())):
-                if not self.writer.transfers[number].is_local:
-                    self.writer.wait_before_update(number, node.device % HOSTS)
-            weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))
-            if self.schedule.flow.by_home[node.number].outputs[0].tensor in self.nexts:
-                kept.add(weight.name)
-            if value is not None:
-                is_version = self.model.tensors[weight.tensor].origin
-                kind = weights if weight.trained else versions if is_version else buffers
-                kind.append((weight.name, value))
-        for rank, (weights, buffers, versions) in pairs.items():
+        for rank, (weights, buffers, versions) in self.updates.items():
             if versions:
                 self.code.write(rank, Update((), (), *_sides(versions)))
-            goes_on = tuple(name for name, _ in (*weights, *buffers) if name in kept)
+            goes_on = tuple(name for name, _ in (*weights, *buffers) if name in self.kept)
             self.code.write(rank, Update(*_sides(weights), *_sides(buffers), goes_on=goes_on))
             self.code.changed(rank, goes_on)
+        self.updates, self.kept = {}, set()
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of losses that add up to their values: one replica of each addend."""

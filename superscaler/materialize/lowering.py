@@ -12,6 +12,7 @@ from superscaler.ir.grid import HOSTS
 from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.model import width
+from superscaler.materialize.buckets import Entry
 from superscaler.materialize.collectives import Match, match, refusal
 from superscaler.materialize.fold import check_steps
 from superscaler.materialize.rvd.route import Route, priced, route
@@ -107,6 +108,26 @@ class Lowering:
                 self._by_form[alike] = self._moved(transfer, of)
             self._by_number[number] = self._by_form[alike]
         return self._by_number[number]
+
+    def is_joined(self, number: int) -> bool:
+        """Return whether all rounds of a transfer may wait in buckets."""
+        rounds = self.lowered(number).rounds
+        is_sent = any(isinstance(step, Message) and not step.is_copy for steps in rounds for step in steps)
+        return len(rounds) == 1 or (self.transfers[number].is_to_updates and not is_sent)
+
+    def ends_on_hosts(self, number: int) -> bool:
+        """Return whether a transfer only copies to hosts after its first round."""
+        left = (step for steps in self.lowered(number).rounds[1:] for step in steps)
+        return all(isinstance(step, Message) and step.is_copy for step in left)
+
+    def entry(self, number: int, step: CollectiveStep) -> Entry:
+        """Return a collective of a transfer as it is sent."""
+        transfer, form, how, of = self.transfers[number], self.lowered(number), step.how, self.options
+        tensor, turn, casts = of.tensors[transfer.tensor], of.turn(transfer), of.casts(transfer, form, step)
+        dtype, trained = (of.wire_dtype(transfer, form, step, trained=trained) for trained in (False, True))
+        like = how.group, how.kind, how.root, trained, casts, tensor.largest, turn
+        size = step.arg(tensor, *step.slots[0]).elements
+        return Entry(number, step, dtype, casts, like, size * width(dtype), size * width(trained), turn != ())
 
     def _moved(self, transfer: Transfer, of: Hashable) -> Lowered:
         """Return the steps of a transfer; those of an earlier one with equal ends elsewhere in its tensor are moved."""

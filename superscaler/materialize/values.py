@@ -32,7 +32,6 @@ class Values:
         self._sums: dict[EndOf, bool] = {}
         # The sums so far.
         self._so_far: dict[tuple[EndOf, ...], Value] = {}
-        writer.on_arrival = self._add_up
 
     def made(self, place: Place, name: Value, rank: int, box: Box | None = None) -> None:
         """Record that a value exists, and add it to its sums. `box`: given if the value may be sent in pieces."""
@@ -96,7 +95,7 @@ class Values:
         number, r = self.readers_of[place][0]
         return self.transfers[number].readers[r]
 
-    def _add_up(self, number: int) -> None:
+    def add_up(self, number: int) -> None:
         """Add an arrived transfer to its sums."""
         for r, reader in enumerate(self.transfers[number].readers):
             owners = self.readers_of[reader.places[0]]

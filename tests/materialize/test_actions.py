@@ -1,0 +1,40 @@
+"""The order of communication is chosen before any instruction is written."""
+
+from __future__ import annotations
+
+import pytest
+
+import superscaler as ss
+from superscaler.collectives import KINDS, PART, TILE
+from superscaler.materialize import actions, buckets, build
+from superscaler.materialize.actions import Action, Arrive, Bucket
+from superscaler.schedule import segments
+from tests.helpers.graphs import graph_of
+
+
+def in_flight(order: list[Action]) -> list[int]:
+    """Return how many buckets of sums in slices are in flight when each other one has started."""
+    flying: list[set[int]] = []
+    found = []
+    for action in order:
+        if isinstance(action, Bucket) and KINDS[action.entries[0].step.how.kind].ends == (PART, TILE):
+            flying.append({entry.number for entry in action.entries})
+        elif isinstance(action, Arrive):
+            flying = [left for some in flying if (left := some - {action.number})]
+        else:
+            continue
+        found.append(len(flying))
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_few_sums_are_in_flight(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more starts before the first of them arrives."""
+    made: list[list[Action]] = []
+    real = build.actions
+    monkeypatch.setattr(build, "actions", lambda *given: made.append(list(real(*given))) or made[-1])
+    for module in (buckets, segments):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(actions, "FLYING", most)
+    ss.compile(graph_of("gpt2:size=tiny"), "zero:stage=2", "local:2")
+    assert max(in_flight(made[-1])) == most + 1
