@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 from superscaler.emit.segments import Draw, draws_of
-from superscaler.ir.fold import Folded, evenly
+from superscaler.ir.fields import evenly, mover
+from superscaler.ir.fold import Folded
 from superscaler.ir.program import Program, Shape, Weight
 
 
@@ -104,8 +106,9 @@ def tables_of(program: Program, rank: int, entries: Mapping[str, Entries]) -> Ta
     def filled(table: str, get: Callable[[Any], Any]) -> list[Any]:
         found = list[Any]()
         for some, later, count in entries[table].rows:
-            pairs = [(get(entry), get(other)) for entry, other in zip(some, later, strict=True)]
-            found += (evenly(pair, (turn,)) for turn in range(count) for pair in pairs)
+            now = list(map(get, some))
+            move = mover([now, list(map(get, later))])
+            found += now * count if move is None else chain.from_iterable(map(move, range(count)))
         return found
 
     def even(table: str) -> list[Any]:

@@ -14,12 +14,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from superscaler.ir.fields import Move, evenly, mover, moving
 from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box
-from superscaler.ir.program import FIELDS, Device, Instruction, Role, Weight
+from superscaler.ir.program import Device, Role, Weight
 
 # The number of places along a fold axis that are compiled: place 0 and place 1.
 KEPT = 2
+# The roles of the fields that differ between places.
+_MOVED = (Role.EVEN, Role.GROUP, Role.PEER)
 T = TypeVar("T")
 Coordinate = tuple[int, ...]
 
@@ -119,6 +122,17 @@ class Fold:
             found.append(int(self.devices[(base, *to)]))
         return tuple(found)
 
+    def mover(self, role: Role | None, samples: Sequence[Any]) -> Move | None:
+        """Return a field as a function of the place, from those of sampled devices; None if it is equal everywhere."""
+        match role:
+            case Role.EVEN:
+                return mover(samples)
+            case Role.GROUP:
+                return lambda *place: self.move(samples[0], place)
+            case Role.PEER:
+                return lambda *place: self.move(samples[:1], place)[0]
+        return None
+
     @cached_property
     def sampled(self) -> frozenset[int]:
         """Return the sampled devices, whose code determines the code of all."""
@@ -162,25 +176,6 @@ class Fold:
                     found |= {device: predict(first, second, at) for at, device in enumerate(line)}
             boxes = found
         return boxes
-
-
-def evenly(samples: Sequence[T], place: Coordinate) -> T:
-    """Return numbers in any nesting at a place, from those at place 0 and at place 1 of each axis.
-
-    >>> evenly([(("x", (0, 4)),), (("x", (4, 8)),)], (3,))
-    (('x', (12, 16)),)
-    """
-    found: Any = samples[0]
-    if samples.count(found) == len(samples):
-        return found  # type: ignore[no-any-return]
-    if isinstance(found, tuple | list):
-        made = getattr(type(found), "_make", type(found))
-        return made(evenly(some, place) for some in zip(*samples, strict=True))  # type: ignore[return-value]
-    if isinstance(found, bool):
-        found = found and all(s for s, c in zip(samples[1:], place, strict=True) if c)
-    elif isinstance(found, int) and any(place):
-        found += sum(c * (s - samples[0]) for s, c in zip(samples[1:], place, strict=True))  # type: ignore[operator]
-    return found  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,10 +223,9 @@ class Folded(Sequence[Device]):
         if rank not in self.fold.places:
             return replace(self.idle, rank=rank)
         base, *place = self.fold.places[rank]
-        devices = [self.compiled[d] for d in self.fold.samples(base)]
-        at = tuple(place)
-        code = zip(*(d.instructions for d in devices), strict=True)
-        return Device(rank, self.weights(rank), tuple(self._move(i, at) for i in code))
+        code = zip(*(self.compiled[d].instructions for d in self.fold.samples(base)), strict=True)
+        moves = (moving(some, _MOVED, self.fold.mover) for some in code)
+        return Device(rank, self.weights(rank), tuple(move(*place) for move in moves))
 
     def weights(self, rank: int) -> tuple[Weight, ...]:
         """Return the weights of a device, without making its code."""
@@ -243,14 +237,3 @@ class Folded(Sequence[Device]):
         return tuple(
             replace(w[0], box=evenly([x.box for x in w], at), counted=evenly([x.counted for x in w], at)) for w in same
         )
-
-    def _move(self, samples: Sequence[Instruction], at: Coordinate) -> Instruction:
-        first: Any = samples[0]
-        kind, moved = type(first), dict[str, Any]()
-        for name in FIELDS[kind, Role.EVEN]:
-            moved[name] = evenly([getattr(i, name) for i in samples], at)
-        for name in FIELDS[kind, Role.GROUP]:
-            moved[name] = self.fold.move(getattr(first, name), at)
-        for name in FIELDS[kind, Role.PEER]:
-            moved[name] = self.fold.move([getattr(first, name)], at)[0]
-        return replace(first, **moved) if moved else first  # type: ignore[no-any-return]

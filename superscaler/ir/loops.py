@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Any
 
-from superscaler.ir.fold import evenly
-from superscaler.ir.program import Instruction, Value
+from superscaler.ir.fields import Move, Role, mover, moving
+from superscaler.ir.program import Instruction
 
 # The least number of repetitions of a body that counts as a loop, unless fewer are asked for.
 SEEN = 3
+# The roles of the fields that may differ between repetitions.
+_MOVED = {None, *Role} - {Role.NOTE}
 
 
 # The microbatch of an instruction or value that is equal in all microbatches.
@@ -36,56 +38,13 @@ class Loop:
 
     def repetition(self, at: int) -> Iterator[Instruction]:
         """Yield the instructions of a repetition, which may be one beyond `count`."""
-        for i, (values, moves) in zip(self.first, self._moved, strict=True):
-            if moves and at:
-                values = list(values)
-                for n, move in moves:
-                    values[n] = move(at)
-                yield type(i)(*values)
-            else:
-                yield i
+        return (move(at) for move in self._moves) if at else iter(self.first)
 
     @cached_property
-    def _moved(self) -> list[tuple[list[Any], list[tuple[int, Callable[[int], Any]]]]]:
-        """Return the fields of each instruction, and those that move, as functions of the repetition."""
-        found, known = [], dict[Any, Callable[[int], Any]]()
-        for a, b in zip(self.first, self.second, strict=True):
-            names = [f.name for f in fields(a)]
-            compared = ((n, f.name) for n, f in enumerate(fields(a)) if f.compare)
-            moves = ((n, mover(getattr(a, name), getattr(b, name), known)) for n, name in compared)
-            found.append(([getattr(a, name) for name in names], [(n, m) for n, m in moves if m is not None]))
-        return found
-
-
-def mover(first: Any, second: Any, known: dict[Any, Callable[[int], Any]] | None = None) -> Callable[[int], Any] | None:
-    """Return the function `at -> evenly([first, second], (at,))`, None if both are equal. It looks up the moving
-    numbers once. `known`: functions of names that were returned before; each keeps its last result.
-
-    Raises ValueError for tuples of different lengths.
-    """
-    if first == second:
-        return None
-    if type(first) is int:
-        return lambda at: first + at * (second - first)
-    if not isinstance(first, tuple):
-        return lambda at: evenly([first, second], (at,))
-    known = {} if known is None else known
-    if isinstance(first, Value) and (first, second) in known:
-        return known[first, second]
-    pairs = enumerate(zip(first, second, strict=True))
-    moving = [(n, move) for n, (a, b) in pairs if (move := mover(a, b, known)) is not None]
-    make: Callable[[list[Any]], Any] = getattr(first, "_make", tuple)
-
-    @lru_cache(1)
-    def moved(at: int) -> Any:
-        found = list(first)
-        for n, move in moving:
-            found[n] = move(at)
-        return make(found)
-
-    if isinstance(first, Value):
-        known[first, second] = moved
-    return moved
+    def _moves(self) -> list[Move]:
+        """Return each instruction as a function of the repetition."""
+        pairs = zip(self.first, self.second, strict=True)
+        return [moving(pair, _MOVED, lambda _, values: mover(values)) for pair in pairs]
 
 
 Run = tuple[Instruction, ...] | Loop

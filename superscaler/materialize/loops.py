@@ -6,13 +6,13 @@ are named by microbatch, so a name is never ambiguous. `check_unrolled` proves t
 value is made before it is read, each is read and freed as often as before, and the communication of all devices meets.
 """
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from superscaler.ir.fold import evenly
-from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
+from superscaler.ir.fields import Move, evenly, mover
+from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, steady_spans
 from superscaler.ir.program import (
     FIELDS,
     ROLES,
@@ -45,7 +45,7 @@ _MOVING = {
 # The fields with values or tasks, which have microbatches.
 _NUMBERED = {kind: (*names, *(("task",) if "task" in ROLES[kind] else ())) for kind, names in _NAMES.items()}
 _ONE = Value, Task
-Moves = Mapping[str, Callable[[int], Any]]
+Moves = Mapping[str, Move]
 # The kinds of instructions with numbers for each microbatch.
 _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Role.MESSAGE]}
 
@@ -195,13 +195,13 @@ def _repetitions(code: Sequence[Instruction], shape: Shape) -> dict[int, list[tu
 
 def _moves(repetitions: Sequence[tuple[int, Instruction]]) -> Moves:
     """Return the values of each field of an instruction that moves, as a function of the repetition."""
-    found = dict[str, Callable[[int], Any]]()
+    found = dict[str, Move]()
     for name in _MOVING[type(repetitions[0][1])]:
         values = [(at, getattr(i, name)) for at, i in repetitions]
         first, known = values[0][1], dict(values)
         if all(value == first for _, value in values):
             continue
-        move = mover(first, known[1] if 1 in known else evenly([known.get(-1, first), first], (2,)))
+        move = mover([first, known[1] if 1 in known else evenly([known.get(-1, first), first], (2,))])
         if move is None or any(move(at) != value for at, value in values):
             raise Aperiodic
         found[name] = move

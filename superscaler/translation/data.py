@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from superscaler.emit.tables import Tables
-from superscaler.ir.fold import Folded, evenly
+from superscaler.ir.fold import Folded
 from superscaler.ir.loops import Loop, runs_of
 from superscaler.ir.program import Device, Instruction, Program, Role, Weight
 
@@ -80,12 +80,11 @@ class Data:
         """Return the value of this device from those of the sampled ones."""
         if self._fold is None:
             return values[0]
-        if role is Role.GROUP:
-            return self._fold.move(values[0], self._place)
         if role is Role.PEER:
             peer, message = values[0]
             return self._fold.move([peer], self._place)[0], message
-        return evenly(values, self._place) if role is Role.EVEN else values[0]
+        move = self._fold.mover(role, values)
+        return values[0] if move is None else move(*self._place)
 
 
 def weight_record(weight: Weight) -> dict[str, Any]:

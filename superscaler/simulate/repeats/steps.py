@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from superscaler.ir.loops import Loop, mover, runs_of
+from superscaler.ir.fields import Move, mover
+from superscaler.ir.loops import Loop, runs_of
 from superscaler.ir.program import (
     ROLES,
     Collective,
@@ -35,9 +36,9 @@ class Step:
     place: int
     first: Instruction
     second: Instruction
-    moves: tuple[Callable[[int], Any] | None, ...] = ()
+    moves: tuple[Move | None, ...] = ()
     handles: tuple[Value | None, ...] = field(init=False)
-    others: dict[str, Callable[[int], Any] | None] = field(default_factory=dict)
+    others: dict[str, Move | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.handles = _handles(self.first)
@@ -54,7 +55,7 @@ class Step:
         if not turn:
             return first
         if field not in self.others:
-            self.others[field] = mover(first, getattr(self.second, field))
+            self.others[field] = mover([first, getattr(self.second, field)])
         move = self.others[field]
         return first if move is None else move(turn)
 
@@ -77,11 +78,11 @@ def steps(code: Sequence[Instruction]) -> Iterator[tuple[Step, int, int]]:
 
 
 def _body(loop: Loop, start: int) -> list[Step]:
-    known, found = dict[Any, Callable[[int], Any]](), list[Step]()
+    found = list[Step]()
     for at, (one, two) in enumerate(zip(loop.first, loop.second, strict=True), start):
         if not isinstance(one, Free):
-            moves = tuple([mover(a, b, known) for a, b in zip(_handles(one), _handles(two), strict=True)])
-            found.append(Step(at, one, two, moves))
+            moves = map(mover, zip(_handles(one), _handles(two), strict=True))
+            found.append(Step(at, one, two, tuple(moves)))
     return found
 
 
