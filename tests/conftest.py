@@ -13,7 +13,6 @@ from hypothesis import settings
 
 from superscaler.timing import cores
 from tests.helpers.quick import quick_python
-from tests.helpers.sweeps import COVERED, UNKNOWN
 
 PYTHON = os.environ["REAL_PYTHON"] = sys.executable
 
@@ -71,11 +70,6 @@ NOT_WITH_2_11 = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    known = {item.nodeid: item for item in items}
-    config.stash[UNKNOWN] = [name for name in COVERED if name not in known] if is_whole(config) else []
-    for name in COVERED:
-        if name in known:
-            known[name].add_marker(pytest.mark.slow)
     if version("torch").startswith("2.11."):
         for item in items:
             if item.nodeid.endswith(NOT_WITH_2_11):

@@ -258,7 +258,7 @@ def check_everything(comm: Communicator) -> int:
     return comm.rank
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3])
 def test_threads_compute_what_the_whole_tensors_do(world: int) -> None:
     if world == 1:
         assert run_ranks(1, lambda comm: check_collectives(comm, (0,))) == [None]

@@ -15,6 +15,7 @@ import superscaler as ss
 from superscaler.verify.plan_dir import validate_directory
 from tests.helpers.graphs import step_of
 from tests.helpers.ran import Around, SProgram, captured, equal
+from tests.helpers.sweeps import slow
 
 TAKEN = (
     "one", "rt", "segments", "_", "w", "d_w", "w_work", "w__2", "w_m0", "functional", "random", "range", "print",
@@ -68,7 +69,8 @@ def scattered(graph: ss.Graph, cluster: ss.Cluster) -> None:
 @pytest.mark.parametrize(
     ("plan", "module"),
     [
-        *((plan, Taken(TAKEN)) for plan in ("tensor_parallel", "pipeline_1f1b:microbatches=16", scattered)),
+        *slow(("tensor_parallel", Taken(TAKEN)), (scattered, Taken(TAKEN))),
+        ("pipeline_1f1b:microbatches=16", Taken(TAKEN)),
         ("pipeline_1f1b:microbatches=16", Given()),
     ],
 )

@@ -37,9 +37,8 @@ def test_emitted_code(spec: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize(
     ("plan", "devices", "most"),
     [
-        ("tensor_parallel", 2, 80),
-        ("zero:stage=3", 2, 65),
         ("data_parallel", 2, 30),
+        *slow(("tensor_parallel", 2, 80), ("zero:stage=3", 2, 65)),
         *slow(("sequence_parallel", 2, 102), ("recompute", 1, 40), ("pipeline_1f1b:microbatches=16", 2, 60)),
     ],
 )
@@ -94,7 +93,7 @@ def rows(graph: ss.Graph, cluster: ss.Cluster) -> None:
     [
         ("gpt2:size=tiny,dropout=0.1", rows, 3),
         *slow(("mixtral:size=tiny", "tensor_parallel", 4)),
-        ("llama:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2),
+        *slow(("llama:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2)),
     ],
 )
 def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, devices: int) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
-
-# Rows that reach no branch of the package of their own: slow, too. Those that are no tests (any more).
-COVERED = (Path(__file__).parent / "covered.txt").read_text().splitlines()
-UNKNOWN = pytest.StashKey[list[str]]()
 
 
 def slow(*rows: Any) -> list[ParameterSet]:

@@ -12,6 +12,7 @@ from superscaler.frontend.rewrites.custom_ops import experts
 from superscaler.runtime import functional
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import captured, equal
+from tests.helpers.sweeps import few
 from tests.transform.test_experts import MODEL
 
 SIZES = {
@@ -66,7 +67,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("words", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("words", few(PLANS.values(), 1), ids=PLANS)
 def test_cuts(words: dict[str, int]) -> None:
     moe = next(op for op in mixtral().ops if op.target == "ss.experts")
     rows = equal(mixtral(), split(words)).compiled.schedule.flow.rows[moe.name]

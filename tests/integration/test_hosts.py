@@ -31,7 +31,7 @@ PLANS = [("single", 1), ("data_parallel", 2), ("pipeline_1f1b:microbatches=2", 2
 MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2", "normed"]
 
 
-@pytest.mark.parametrize("spec", few(MODELS, 0, 4))
+@pytest.mark.parametrize("spec", few(MODELS, 0))
 def test_hosts_change_no_number(spec: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     for plan, world in PLANS if spec == "normed" else PLANS[1:]:
@@ -77,7 +77,7 @@ LAYOUTS = [(offloaded(swapped("tensor_parallel")), 2), (offloaded(sharded), 2), 
            (beside, 2), (early, 2), (swapped("hybrid:dp=2,tp=2,pp=2,microbatches=2"), 8)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plan", "world"), few(LAYOUTS, 0, 3, 4, 5))
+@pytest.mark.parametrize(("plan", "world"), few(LAYOUTS, 4))
 def test_hosts_of_other_layouts_change_no_number(plan: SProgram, world: int) -> None:
     equal(graph_of("gpt2:size=tiny", "SGD"), plan, world)
 

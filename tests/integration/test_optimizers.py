@@ -16,6 +16,7 @@ from superscaler.ir.graph import Graph
 from superscaler.plan import capture, compile
 from superscaler.runtime.step import Step
 from tests.helpers.ran import Around, equal, on_ranks
+from tests.helpers.sweeps import slow
 
 
 def two_groups(module: nn.Module) -> list[dict[str, object]]:
@@ -61,7 +62,8 @@ PIPELINE = "pipeline_1f1b:stages=2,microbatches=2"
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), [*((name, "tensor_parallel") for name in OPTIMIZERS), ("groups", PIPELINE), ("some", PIPELINE)]
+    ("name", "spec"),
+    [("some", PIPELINE), *slow(("groups", PIPELINE), *((name, "tensor_parallel") for name in OPTIMIZERS))],
 )
 def test_a_step_equals_torch(name: str, spec: str) -> None:
     graph = trained_by(name)

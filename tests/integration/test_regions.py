@@ -55,7 +55,7 @@ ROWS: list[tuple[str, SProgram | str, int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "plan", "world", "most"), few(ROWS, 0, 1, 5))
+@pytest.mark.parametrize(("spec", "plan", "world", "most"), few(ROWS, 0))
 def test_regions_in_regions_change_no_number(spec: str, plan: SProgram | str, world: int, most: int) -> None:
     ran = equal(normed() if spec == "normed" else graph_of(spec, "SGD"), plan, world)
     assert max(map(len, ran.graph.model.twins.values())) == most
@@ -74,8 +74,8 @@ def test_a_plan_says_when_the_outer_region_runs_again() -> None:
     assert "0R0" in summary(ss.compile(graph_of(GPT, "SGD"), resolve(plan), "local:2").compiled)
 
 
-@pytest.mark.parametrize("order", [(BLOCKS, inner), (inner, BLOCKS)])
-def test_what_is_recomputed_twice_draws_the_same_numbers(order: tuple[Regions, ...]) -> None:
+def test_what_is_recomputed_twice_draws_the_same_numbers() -> None:
+    order = (BLOCKS, inner)
     plain, again = (ss.compile(normed(), plan, "local:1") for plan in ("single", nested("single", *order)))
     ((losses, weights),), ((found, others),) = trained(plain), trained(again)
     assert found == losses

@@ -41,7 +41,7 @@ MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:si
           "mixtral:size=tiny", "normed"]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", few(MODELS, 0, 5))
+@pytest.mark.parametrize("spec", few(MODELS, 0))
 def test_a_split_backward_changes_no_number(spec: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     plans = [
@@ -56,8 +56,8 @@ def test_a_split_backward_changes_no_number(spec: str) -> None:
         assert " I, " in summary(found.compiled)
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
+def test_a_pipeline_runs_i_and_w_as_it_orders_them() -> None:
+    last = True
     plan = equal(graph_of("gpt2:size=tiny", "SGD"), lambda g, c: pipeline(g, c, last)).compiled
     orders = [row["order"] for row in account(plan)["schedule"]]
     # The first stage gives gradients of weights only: I has nothing to do.

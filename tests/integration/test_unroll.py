@@ -41,7 +41,7 @@ def shuffled(batch: Batch, count: int) -> list[Batch]:
     return [{n: x[torch.randperm(len(x), generator=generator)] for n, x in batch.items()} for _ in range(count)]
 
 
-@pytest.mark.parametrize("plan", ["single", "zero:stage=3", "pipeline_1f1b:microbatches=2"])
+@pytest.mark.parametrize("plan", ["single", *slow("zero:stage=3"), *slow("pipeline_1f1b:microbatches=2")])
 def test_losses_are_those_of_the_plan_itself_bit_by_bit(plan: str) -> None:
     graph = graph_of("gpt2:size=tiny")
     world = 1 if plan == "single" else 2

@@ -19,6 +19,7 @@ from superscaler.plans import resolve
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step
 from tests.helpers.ran import SProgram, captured, on_ranks
+from tests.helpers.sweeps import slow
 
 
 class Views(nn.Module):
@@ -69,10 +70,10 @@ def both(make: Callable[[], nn.Module]) -> tuple[ss.Graph, nn.Module]:
 
 
 CASES: list[tuple[Callable[[], nn.Module], SProgram | str, int]] = [
-    (Views, "single", 1),
-    (Views, "tensor_parallel", 2),
-    (Views, "zero:stage=3", 2),
-    (Views, early, 2),
+    *slow((Views, "single", 1)),
+    *slow((Views, "tensor_parallel", 2)),
+    *slow((Views, "zero:stage=3", 2)),
+    *slow((Views, early, 2)),
     (Bare, "single", 1),
 ]
 

@@ -37,16 +37,9 @@ TRAINED: list[Row] = [
 ALWAYS: list[Row] = [
     ("mlp", "single", 1),
     ("mlp", "tensor_parallel", 4),
-    ("mlp", "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
-    # The sequence: rings, all_to_alls, slices of it at rest; two stacks.
-    (LLAMA, "ring_attention:zigzag=true", 2),
+    # The sequence: rings, all_to_alls; two stacks.
     (MBART, "ring_attention", 2),
     (LLAMA, "ring_attention:2 x ulysses:2", 4),
-    (GPT, "sequence_parallel", 2),
-    (LLAMA, "ulysses", 2),
-    # Weights at rest in slices: kept, cut where 3 divides no index.
-    (GPT, "zero:stage=3,keep=2,microbatches=2", 2),
-    ("gpt2:size=tiny,batch=6", "zero:stage=3", 3),
     # Microbatches of unequal sizes that are computed again.
     (UNEVEN, "hybrid:tp=2,pp=2,microbatches=4,recompute=full", 4),
     # Parts of one gradient are reduced in two groups, one after the other.
@@ -66,6 +59,13 @@ REACHED: list[Row] = [
 
 # Each step of these is a step of another row, or of a test of its rewrite.
 SWEPT: list[Row] = [
+    ("mlp", "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
+    (LLAMA, "ring_attention:zigzag=true", 2),
+    (GPT, "sequence_parallel", 2),
+    (LLAMA, "ulysses", 2),
+    # Weights at rest in slices: kept, cut where 3 divides no index.
+    (GPT, "zero:stage=3,keep=2,microbatches=2", 2),
+    (UNEVEN, "zero:stage=3", 3),
     (LLAMA, "zero:stage=3,shard=2,microbatches=2", 4),
     (GPT, "gradient_accumulation", 2),
     (UNEVEN, "zero:1,stage=2,microbatches=4 x tensor_parallel:2", 2),
@@ -224,7 +224,7 @@ def sweep() -> Iterator[Row]:
     yield from (*ALWAYS, *REACHED, *SWEPT)
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), few(TRAINED, 0, 1, 3))
+@pytest.mark.parametrize(("model", "plan", "devices"), few(TRAINED, 0))
 def test_equal_as_trained(model: str, plan: str, devices: int) -> None:
     result = ss.compile(graph_of(model), plan, f"local:{devices}").verify()
     assert result["equal"], result

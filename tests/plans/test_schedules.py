@@ -24,7 +24,7 @@ from superscaler.schedule.order import complete
 from superscaler.transform.place import place_twins
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import Around, captured, equal
-from tests.helpers.sweeps import slow
+from tests.helpers.sweeps import few, slow
 from tests.schedule.clock import run
 from tests.simulate.by_hand import chain, linear
 
@@ -54,7 +54,7 @@ def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], 
     return idle, [device.end - device.start - device.busy for device in devices], [device.peak for device in devices]
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), few(SIZES, 0, 1))
 def test_gpipe_and_1f1b_wait_for_the_pipeline_to_fill_and_drain(p: int, m: int) -> None:
     idle, _, peaks = measured(schedules.gpipe(p, m))
     assert idle == [3 * (p - 1)] * p
@@ -64,7 +64,7 @@ def test_gpipe_and_1f1b_wait_for_the_pipeline_to_fill_and_drain(p: int, m: int) 
     assert peaks == [p - d for d in range(p)]
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES[:2], *slow(SIZES[2])])
+@pytest.mark.parametrize(("p", "m"), few(SIZES, 1))
 def test_chunks_divide_the_bubble(p: int, m: int) -> None:
     """Narayanan et al., 2021, section 2.2; the activations of a chunk are half those of a stage."""
     half = {"F": 0.5, "B": 1.0}
@@ -81,7 +81,7 @@ class Summed(nn.Linear):
         return super().forward(x).sum()
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES[:2], *slow(SIZES[2])])
+@pytest.mark.parametrize(("p", "m"), few(SIZES, 0))
 def test_what_is_computed_again_early_fills_the_bubble(p: int, m: int) -> None:
     """Late, a gradient waits in each stage for what is computed again, as if backwards took so much longer."""
     graph = captured(lambda: (nn.Sequential(*(nn.Linear(2, 2) for _ in range(p - 1)), Summed(2, 2)), torch.randn(m, 2)))
@@ -115,9 +115,9 @@ def causal(m: Around, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rule", "p", "m", "k"),
     [
-        (schedules.terapipe, 4, 1, 8),
-        (schedules.terapipe, 4, 2, 4),
-        (schedules.seq1f1b, 4, 4, 2),
+        *slow((schedules.terapipe, 4, 1, 8)),
+        *slow((schedules.terapipe, 4, 2, 4)),
+        *slow((schedules.seq1f1b, 4, 4, 2)),
         (schedules.seq1f1b, 4, 2, 4),
     ],
 )
@@ -138,7 +138,7 @@ def test_slices_divide_the_bubble_and_what_1f1b_keeps(rule: Callable[..., Table]
         assert [found[d].peak for d in range(p)] == [p - d + k - 1 for d in range(p)]
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES[:2], *slow(SIZES[2])])
+@pytest.mark.parametrize(("p", "m"), few(SIZES, 0))
 def test_weight_gradients_fill_the_bubble(p: int, m: int) -> None:
     """Qi et al., 2023, table 2, with F = I = W; 2024 for the V, whose activations are of half a stage."""
     idle, _, peaks = measured(schedules.zb_h1(p, m))
@@ -154,7 +154,7 @@ def test_weight_gradients_fill_the_bubble(p: int, m: int) -> None:
     assert peaks == [2 * p] * p
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES[:2], *slow(SIZES[2])])
+@pytest.mark.parametrize(("p", "m"), few(SIZES, 0, 1))
 def test_dualpipe_v_starts_a_forward_before_its_pair_is_done(p: int, m: int) -> None:
     """The authors' idle time, (p - 1) (F&B + B - 3 W) of chunks, takes a forward and a backward side by side for one
     work of F + B. Here what the forward or I of a pair makes leaves when it is there, so that it is less.

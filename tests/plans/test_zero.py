@@ -28,7 +28,7 @@ def elements(graph: ss.Graph, inside: str = "") -> int:
 
 
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", pytest.param("llama:size=tiny", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("copies", "shard"), [(1, 4), (2, 2), *slow((2, 4), (4, 2))])
+@pytest.mark.parametrize(("copies", "shard"), [(2, 2), *slow((1, 4), (2, 4), (4, 2))])
 def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int, shard: int) -> None:
     graph, n = graph_of(spec), copies * shard
     psi, repeated = elements(graph), elements(graph, graph.blocks[0].path.rpartition(".")[0] + ".")
@@ -69,9 +69,9 @@ def test_layers_of_a_stage_of_layers_are_computed_again_one_by_one() -> None:
     assert (len(graph.blocks), len({op.region for op in graph.forward_ops if op.region})) == (2, 4)
 
 
-@pytest.mark.parametrize(("cluster", "shard"), [("local:8", 4), ("v100:8x8", 8)])
-def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) -> None:
+def test_groups_of_slices_reduce_in_one_bucket_each() -> None:
     """On more devices, too, than a path is searched for."""
+    cluster, shard = "v100:8x8", 8
     plan = ss.compile(graph_of("gpt2:size=tiny,batch=64"), resolve(f"zero:shard={shard}"), cluster)
     code = [i for i in plan.compiled.program.devices[0].instructions if isinstance(i, Collective)]
     many = [(i.kind, i.group) for i in code if len(i.works) > 1]
@@ -131,8 +131,8 @@ def adapted() -> ss.Graph:
     return captured(lambda: (module, (torch.randn(8, 32), torch.randint(0, 4, (8,)))))
 
 
-@pytest.mark.parametrize("keep", [0, 3])
-def test_frozen_weights_rest_in_slices_and_are_gathered_for_forward_and_backward(keep: int) -> None:
+def test_frozen_weights_rest_in_slices_and_are_gathered_for_forward_and_backward() -> None:
+    keep = 3
     program = equal(adapted(), f"zero:stage=3,keep={keep}", 4).program
     trained, frozen = elements(adapted(), ".thin."), elements(adapted(), ".base.")
     for device in program.devices:
@@ -150,7 +150,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "devices", "slices"), few(PLANS, 0, 1, 3))
+@pytest.mark.parametrize(("plan", "devices", "slices"), few(PLANS, 0))
 def test_frozen_weights_in_slices_multiply_with_other_plans(plan: str, devices: int, slices: int) -> None:
     weights = equal(adapted(), plan, devices).program.devices[0].weights
     sizes = [prod(hi - lo for lo, hi in w.box) for w in weights if w.tensor.endswith("base.weight")]

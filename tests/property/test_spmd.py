@@ -34,7 +34,7 @@ from superscaler.verify.oracles import retype
 from tests.helpers.ran import SProgram
 from tests.helpers.random_graphs import Builder, largest_error, random_model
 from tests.helpers.random_meshes import MODELS, SHAPES, captured, mesh_plan
-from tests.helpers.sweeps import slow
+from tests.helpers.sweeps import few, slow
 
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
 NEVER = 1000
@@ -306,7 +306,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", few(CASES, 4, 5, *range(10, 14)))
 def test_what_folds_and_what_does_not(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folds, options = CASES[case]
     world = 12 if options["mesh"].max() > 5 or "tail" in options else 6

@@ -31,6 +31,7 @@ from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of, step_of
+from tests.helpers.sweeps import slow
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
@@ -76,7 +77,7 @@ def blocks_of(plan: Plan) -> dict[str, dict[str, Any]]:
 # explain
 
 
-@pytest.mark.parametrize("spec", [spec for spec, _ in PLANS])
+@pytest.mark.parametrize("spec", [spec for spec, _ in PLANS[2:]])
 def test_bytes_and_weights_of_the_blocks_add_up_to_those_of_the_program(spec: str, plans: dict[str, Plan]) -> None:
     plan = plans[spec]
     blocks, totals = blocks_of(plan).values(), account(plan.compiled)["totals"]
@@ -385,7 +386,7 @@ def test_a_changed_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture
         assert json.loads(capsys.readouterr().out)["unchanged"] is False, changed
 
 
-@pytest.mark.parametrize(("name", "is_removed"), [*((name, False) for name in FILES), ("run.py", True)])
+@pytest.mark.parametrize(("name", "is_removed"), [*((name, False) for name in FILES), *slow(("run.py", True))])
 def test_a_directory_that_was_touched_is_written_again(
     name: str, is_removed: bool, directory: Path, plans: dict[str, Plan]
 ) -> None:

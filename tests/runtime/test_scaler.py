@@ -25,6 +25,7 @@ from superscaler.runtime.scaling import Scaler
 from superscaler.runtime.step import Step, build_step
 from superscaler.runtime.updates import Pairs
 from tests.helpers.replays import Emulator
+from tests.helpers.sweeps import slow
 
 # Overflows at first, then grows twice, overflows again.
 OPTIONS = {"init_scale": 2.0**21, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3}
@@ -134,8 +135,7 @@ def test_one_device_does_what_torch_does(clip: float | None, is_recorded: bool) 
     ("plan", "world", "clip"),
     [
         ("data_parallel", 2, None),
-        ("pipeline_1f1b:stages=2,microbatches=4", 2, CLIP),
-        ("hybrid:dp=2,tp=2,microbatches=2", 4, CLIP),
+        *slow(("hybrid:dp=2,tp=2,microbatches=2", 4, CLIP)),
     ],
 )
 def test_all_ranks_decide_alike(plan: str, world: int, clip: float | None) -> None:

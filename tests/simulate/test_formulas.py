@@ -60,7 +60,7 @@ KEPT = {
 # h^2 weights of a layer.
 AUTOCAST = {("single", 1): 36.0 + 24 * H / (S * B)}
 ROWS = [
-    pytest.param(precision, *row, told, marks=[] if row[0] in ("single", "recompute") else pytest.mark.slow)
+    pytest.param(precision, *row, told, marks=[] if precision == "autocast" else pytest.mark.slow)
     for precision, some in (("copies", KEPT), ("autocast", AUTOCAST))
     for row, told in some.items()
 ]

@@ -23,7 +23,7 @@ from superscaler.runtime.step import Step
 from superscaler.train.feed import Samples, feed, fitting
 from tests.frontend.examples import longrope
 from tests.helpers.ran import Around, on_ranks
-from tests.helpers.sweeps import few
+from tests.helpers.sweeps import few, slow
 
 DATA = """
 import torch
@@ -105,7 +105,7 @@ SHARES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shares"), few(SHARES, 0, 2, 7))
+@pytest.mark.parametrize(("name", "shares"), few(SHARES, 0))
 def test_each_rank_reads_its_rows_of_the_same_batches(name: str, shares: list[int]) -> None:
     def work(step: Step) -> Any:
         x, _ = names(step)
@@ -272,7 +272,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fills"), [("masked", True), ("causal", True), ("both ways", False), ("squares", False)]
+    ("kind", "fills"), [*slow(("masked", True)), *slow(("causal", True)), ("both ways", False), ("squares", False)]
 )
 def test_a_batch_of_shorter_sequences_is_filled_where_the_module_trains_alike(kind: str, fills: bool) -> None:
     """Losses are those of the module on the short rows alone, also of fewer rows, under each plan."""

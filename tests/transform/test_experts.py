@@ -16,6 +16,7 @@ from superscaler.ir.text.model import parse_model, print_model
 from superscaler.runtime import functional
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import equal
+from tests.helpers.sweeps import slow
 
 # 4 sequences of 20 tokens, each for 2 of 4 experts.
 MODEL = "mixtral:size=tiny,layers=1,experts=4,batch=8"
@@ -29,9 +30,9 @@ def plan_of(spec: str, world: int, model: str = MODEL) -> ss.Plan:
     ("spec", "world"),
     [
         # Twice the even share of 2 in 4 experts is a row for every token.
-        ("expert_parallel:capacity=2.0", 4),
-        ("data_parallel:2 x expert_parallel:4,capacity=1.0", 8),
-        ("zero:2 x expert_parallel:2", 4),
+        *slow(("expert_parallel:capacity=2.0", 4)),
+        *slow(("data_parallel:2 x expert_parallel:4,capacity=1.0", 8)),
+        *slow(("zero:2 x expert_parallel:2", 4)),
         ("tensor_parallel:2 x expert_parallel:2", 4),
     ],
 )

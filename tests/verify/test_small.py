@@ -134,11 +134,11 @@ def labelled(ignored: int) -> ss.Graph:
 @pytest.mark.parametrize(
     ("ignored", "plan", "shapes"),
     [
-        (255, "data_parallel", "model"),
-        (255, "gradient_accumulation:microbatches=2", "small"),
-        (3, "tensor_parallel", "model"),
+        *slow((255, "data_parallel", "model")),
+        *slow((255, "gradient_accumulation:microbatches=2", "small")),
+        *slow((3, "tensor_parallel", "model")),
         (3, "data_parallel", "small"),
-        (-100, "tensor_parallel", "small"),
+        *slow((-100, "tensor_parallel", "small")),
     ],
 )
 def test_labels_that_do_not_count_are_any_number(ignored: int, plan: str, shapes: str) -> None:

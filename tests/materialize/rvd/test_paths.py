@@ -16,7 +16,7 @@ from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.route import START, priced
 from superscaler.materialize.rvd.search import Path, find_path
 from superscaler.materialize.rvd.transitions import INTRA, MESSAGES, messages
-from tests.helpers.sweeps import few
+from tests.helpers.sweeps import few, slow
 from tests.materialize.rvd.layouts import Servers, execute, exhaustive, holds, layout, scattered, shapes
 
 SIZES = (24, 24, 24)
@@ -70,7 +70,9 @@ def check_least(source: Layout, goal: Layout, costs: Servers) -> None:
     assert path.seconds == pytest.approx(least, rel=1e-9, abs=1e-11)
 
 
-@pytest.mark.parametrize("name", ["2", "6", "8 to 4", "4 to 6", "4 to 8, overlapping", "8 to 4, a subgroup"])
+@pytest.mark.parametrize(
+    "name", ["2", "6", *slow("8 to 4"), *slow("4 to 6"), *slow("4 to 8, overlapping"), *slow("8 to 4, a subgroup")]
+)
 def test_paths_give_exactly_the_tensor_and_none_is_cheaper(name: str) -> None:
     for devices in (8, 3, 2):
         for source, goal in pairs(name, 2):
