@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from superscaler.store import plan as disk
 from superscaler.store.folder import digest, hash_without
 from superscaler.store.operators import homes
 from superscaler.store.plan import plan_files, read_plan, recover, staged
-from superscaler.store.tensor_file import tensor_hashes
+from superscaler.store.tensor_file import kinds, opened, tensor_hashes
 
 # Characters of a line of JSON.
 _WIDTH = 120
@@ -134,12 +135,15 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
     return found
 
 
-def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> bool:
+def write(
+    compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0, beside: Path | None = None
+) -> bool:
     """Write a plan directory. An older plan there is replaced once the new one is whole; any other non-empty directory
     is refused.
 
     Returns False if the same plan is there already; it then stays as it is. Files that do not belong to the older plan
-    stay. Raises InputError for a directory that cannot be written, or if a user's file would be replaced.
+    stay. `beside`: a file of weights, which becomes that of this plan if it has all of them. Raises InputError for a
+    directory that cannot be written, or if a user's file would be replaced.
     """
     older = plan_files(directory)
     operators = homes(own_operators(compiled.graph.model))
@@ -170,10 +174,25 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         with staged(directory) as draft:
             for name, text in files.items():
                 draft.file(name, text)
-            draft.tensors(disk.WEIGHTS_FILE, weights)
+            if beside is None or not _link(beside, draft.path / disk.WEIGHTS_FILE, weights):
+                draft.tensors(disk.WEIGHTS_FILE, weights)
             header, tensors = tensor_hashes(draft.path / disk.WEIGHTS_FILE, "choose another directory")
             draft.finish({**data, "manifest": {**kept, "header": header, "tensors": tensors}})
+            # It is of the older plan.
+            disk.remove_evaluation(directory)
     return True
+
+
+def _link(file: Path, new: Path, weights: Mapping[str, Tensor]) -> bool:
+    """Give a file of weights a second name if it has all of some; return whether it has one."""
+    with opened(file, disk.REWRITE) as stored:
+        found = kinds(stored)
+    needed = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in weights.items()}
+    if needed.items() <= found.items():
+        with suppress(OSError):
+            os.link(file, new)
+            return True
+    return False
 
 
 def _lines(data: Any, indent: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError, brief, named
+from superscaler.evaluation import evaluated, refuse
 from superscaler.frontend.base.training import Optimizers
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.frontend.checks.agreement import SKIPPED
@@ -36,7 +36,7 @@ from superscaler.simulate.predict import fullest, memory_line, precision_of, pre
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
-from superscaler.store.plan import EVALUATION, PLAN_FILE
+from superscaler.store.plan import EVALUATION, REFUSED_FILE, WEIGHTS_FILE, remove_evaluation
 from superscaler.timing import phase
 from superscaler.verify import verify
 
@@ -51,8 +51,9 @@ class Plan:
     plan.verify()["equal"]; plan.simulate().step_seconds; plan.peak_bytes; print(plan.explain()); plan.save("plan")
     """
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, sprogram: Callable[[Graph, Cluster], Any] | None = None) -> None:
         self.compiled = compiled
+        self._sprogram = sprogram
         self._certified: dict[str, float] = {}
         self._is_joined_certified = False
 
@@ -109,25 +110,41 @@ class Plan:
             return verify(self.compiled, backend, batch, shapes, torch_compile)
 
     @checked
-    def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | None = None) -> bool:
+    def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | bool = True) -> bool:
         """Certify the plan and write it with the initial weights into a directory. `torchrun .../run.py` trains it.
 
-        `evaluation`: a plan of the same module in eval mode for the same cluster; `step.evaluate` runs it. Returns
-        False, and writes nothing, if the directory holds the same plan already. Raises InputError for a directory that
-        holds something else than a plan.
+        `evaluation`: what `step.evaluate` and `step.infer` run: the captured module in eval mode, which is captured and
+        compiled now (True), nothing (False), or another plan for the same cluster. Returns False, and writes nothing,
+        if the directory holds the same plan already. Raises InputError for a directory that holds something else than
+        a plan.
         """
         folder = named_path("save", directory)
+        is_new = self._write(folder, seed)
+        own = self._in_eval_mode() if evaluation is True else evaluation
+        if not isinstance(own, Plan) or (folder / EVALUATION / REFUSED_FILE).exists():
+            remove_evaluation(folder)
+        if isinstance(own, str):
+            refuse(folder, own)
+        return (isinstance(own, Plan) and own._write(folder / EVALUATION, seed, folder / WEIGHTS_FILE)) or is_new
+
+    def _in_eval_mode(self) -> Plan | str | None:
+        """Return the plan of the captured module in eval mode, a text that says why there is none, or None if nothing
+        is trained.
+        """
+        if not self.trains or self._sprogram is None:
+            return None
+        try:
+            return Plan(evaluated(self.compiled.graph.captured, self._sprogram, self.compiled.cluster))
+        except InputError as error:
+            return str(error)
+
+    def _write(self, folder: Path, seed: int, weights: Path | None = None) -> bool:
+        """Certify the plan and write it. `weights`: a file that may have its weights already."""
         self.validate()
         model = self.compiled.graph.model
         with phase("save"):
             values = initial_values(model, self.compiled.graph.captured.values, seed)
-            is_new = write(self.compiled, folder, values, seed)
-        if evaluation is not None:
-            return evaluation.save(folder / EVALUATION, seed) or is_new
-        if (folder / EVALUATION / PLAN_FILE).exists():
-            # It was of the older plan.
-            shutil.rmtree(folder / EVALUATION)
-        return is_new
+            return write(self.compiled, folder, values, seed, weights)
 
     @checked
     def simulate(
@@ -332,7 +349,7 @@ def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, clust
         )
     if not isinstance(devices, Cluster):
         raise InputError(f"compile needs a Cluster, not {brief(repr(devices))}; give text as 'local:4'.")
-    return Plan(compile_graph(graph, program, devices))
+    return Plan(compile_graph(graph, program, devices), program)
 
 
 __all__ = ["Plan", "Step", "capture", "compile", "load"]

@@ -54,7 +54,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     with nullcontext(out) if out else TemporaryFolder("superscaler-plan-") as folder:
         if training.eval:
             printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
-        compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else None)
+        compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else False)
         known = {"named": request.model, **_work(compiled), **vars(training)}
         try:
             result = launch.train(Path(folder), world=compiled.compiled.program.world, is_forked=is_forked, **known)

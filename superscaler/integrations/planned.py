@@ -321,7 +321,7 @@ class Planned:
                     plan = compile(graph, self._plan, self._cluster or f"local:{world}")
                 except PlanError as error:
                     raise _UndividedError(str(error)) from error
-                plan.save(folder, self._seed)
+                plan.save(folder, self._seed, evaluation=False)
         finally:
             self._optimizer.state = states
 

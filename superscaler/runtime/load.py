@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from superscaler.store.plan import (
     COMPILED,
     EVALUATION,
     PLAN_FILE,
+    REFUSED_FILE,
     RUN_FILE,
     code_of,
     of_compiled,
@@ -67,11 +68,22 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
         recorder = CudaGraphs(communicator.device) if cuda_graph else None
         step = build_step(plan, made, weights, communicator, fixed, torch_compile=torch_compile, recorder=recorder)
     step.directory = path
-    if (path / EVALUATION / PLAN_FILE).exists():
+    if (path / EVALUATION / REFUSED_FILE).exists():
+        step.evaluation = lambda: refuse_evaluation(path)
+    elif (path / EVALUATION / PLAN_FILE).exists():
         step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)
     state = step.state
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
     return step
+
+
+def refuse_evaluation(path: Path) -> NoReturn:
+    """Raise InputError with the reason why a plan directory has no plan of evaluation."""
+    why = (path / EVALUATION / REFUSED_FILE).read_text().strip()
+    raise InputError(
+        f"{path} has no plan of evaluation: {why} Give one: plan.save(directory, evaluation=ss.compile(ss.capture("
+        "module.eval(), ..., optimizer=None), ...))."
+    )
 
 
 def _read_evaluation(

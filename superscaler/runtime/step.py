@@ -131,7 +131,7 @@ class Step:
     def infer(self, batch: Mapping[str, Tensor]) -> Any:
         """Return the module's result for a batch in eval mode, with the present weights; all ranks call this.
 
-        It needs a plan of evaluation: `plan.save(directory, evaluation=...)`. Raises InputError without one.
+        It runs the plan of evaluation that `plan.save` has written. Raises InputError, with the reason, without one.
         """
         with evaluation.uncounted(self):
             return self._filled()(batch)
@@ -161,8 +161,8 @@ class Step:
     def _filled_by(self) -> evaluation.Filler[Step]:
         if self.evaluation is None:
             raise InputError(
-                "this plan was saved without one of evaluation; capture module.eval() with optimizer=None, compile it "
-                "for the same cluster, and save both: plan.save(directory, evaluation=that)."
+                "this plan was saved without one of evaluation: plan.save(directory) writes that of the captured "
+                "module, plan.save(directory, evaluation=that) another one; superscaler train takes --eval."
             )
         # Not a cached property: its lock is that of all ranks in a process, which build their steps together.
         if self._filler is None:

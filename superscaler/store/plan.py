@@ -38,6 +38,8 @@ WEIGHTS_FILE = "initial.safetensors"
 COMPILED = "compiled_"
 # The folder with the plan of the module in eval mode.
 EVALUATION = "evaluation"
+# There, in the place of a plan: the reason why there is none.
+REFUSED_FILE = "refused.txt"
 # The folder of a new plan until it is whole.
 NEW = ".superscaler-new"
 REWRITE = "write it again with superscaler compile --out"
@@ -333,6 +335,13 @@ def staged(directory: Path) -> Iterator[Draft]:
     with disk.written(directory / NEW) as folder:
         yield Draft(folder, PlanHead)
     recover(directory)
+
+
+def remove_evaluation(directory: Path) -> None:
+    """Remove the plan of evaluation in a plan directory, or the reason why there is none; a folder of others stays."""
+    own = directory / EVALUATION
+    if any((own / name).exists() for name in (PLAN_FILE, REFUSED_FILE)):
+        shutil.rmtree(own)
 
 
 def recover(directory: Path) -> None:

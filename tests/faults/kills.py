@@ -61,7 +61,7 @@ def make_plan(folder: Path) -> Path:
     torch.manual_seed(0)
     module = Noisy()
     graph = ss.capture(module, (torch.randn(32, 64),), optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3))
-    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=4", f"local:{WORLD}").save(folder)
+    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=4", f"local:{WORLD}").save(folder, evaluation=False)
     return folder
 
 

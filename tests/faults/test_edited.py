@@ -217,7 +217,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model, plan, cluster = PLANS[name]
         built = build(model)
         optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
-        ss.compile(ss.capture(built.module, built.args, built.kwargs, optimizer), plan, cluster).save(folder)
+        graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
+        ss.compile(graph, plan, cluster).save(folder, evaluation=False)
     return found
 
 

@@ -87,7 +87,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
     """
     module, folder = Net(), tmp_path_factory.mktemp("watch")
     graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
-    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(folder / "plan")
+    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(folder / "plan", evaluation=False)
     (folder / "plan" / "run.py").write_text(RUN)
     found = {}
     with ExitStack() as stack:

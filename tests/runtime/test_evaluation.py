@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
-from superscaler.runtime.load import modules
+from superscaler.runtime.load import _read_evaluation, load, modules
 from superscaler.runtime.step import Step
+from superscaler.store.plan import EVALUATION, PLAN_FILE, WEIGHTS_FILE
 from tests.helpers.ran import on_ranks
 from tests.helpers.sweeps import slow
 
@@ -85,3 +87,68 @@ def test_every_plan_evaluates_what_it_has_trained(plans: list[str]) -> None:
             assert before["loss"] != pytest.approx(mean["loss"], rel=1e-3)
             assert (mean, metric) == (pytest.approx(expected[0], rel=1e-5), pytest.approx(expected[1]))
             torch.testing.assert_close(made["scores"], expected[2])
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "recompute:2,what=full", "pipeline_1f1b:microbatches=2"])
+def test_a_saved_plan_evaluates_the_module_in_eval_mode(plan: str, tmp_path: Path) -> None:
+    """One call writes both plans; the weights lie on the disk once."""
+    torch.manual_seed(0)
+    module, batch = Small(), batches()[0]
+    graph = ss.capture(module, (), batch, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    assert ss.compile(graph, plan, "local:2").save(tmp_path)
+    assert all(part.training for part in module.modules())
+    assert not ss.compile(graph, plan, "local:2").save(tmp_path)
+    own = tmp_path / EVALUATION
+    assert (own / WEIGHTS_FILE).samefile(tmp_path / WEIGHTS_FILE)
+
+    def work(step: Step) -> Any:
+        step.evaluation = lambda: _read_evaluation(own, step.rank, manifest=True)
+        step(batch)
+        step(batch)
+        state = {w["tensor"]: step.state.weights[w["name"]].detach().clone() for w in step.state.tables["weights"]}
+        return step.evaluate(batches())["loss"], step.infer(batches()[1])["scores"], state
+
+    results = on_ranks(ss.compile(graph, plan, "local:2"), work)
+    reference = Small().eval().requires_grad_(False)
+    reference.load_state_dict({name: x for _, _, state in results for name, x in state.items()})
+    outputs = [reference(**one) for one in batches()]
+    for loss, scores, _ in results:
+        assert loss == pytest.approx(sum(float(o["loss"]) for o in outputs) / 2, rel=1e-6)
+        torch.testing.assert_close(scores, outputs[1]["scores"])
+
+
+class Small(nn.Module):
+    """Dropout of half of the channels, which eval mode leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scores = self.last(nn.functional.dropout(self.first(x).relu(), 0.5, self.training))
+        return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
+
+
+class Trained(Small):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if not self.training:
+            raise NotImplementedError("beam search is not written yet")
+        return super().forward(x, y)
+
+
+def test_a_module_that_eval_mode_refuses_trains_and_says_why_it_is_not_evaluated(tmp_path: Path) -> None:
+    module, batch = Trained(), batches()[0]
+    graph = ss.capture(module, (), batch, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    plan = ss.compile(graph, "single", "local:1")
+    assert plan.save(tmp_path)
+    step = load(tmp_path)
+    assert float(step(batch)) > 0
+    with pytest.raises(InputError, match=r"no plan of evaluation: .*beam search is not written yet"):
+        step.evaluate(batches())
+    plan.save(tmp_path, evaluation=False)
+    assert not (tmp_path / EVALUATION).exists()
+    with pytest.raises(InputError, match="saved without one of evaluation"):
+        load(tmp_path).evaluate(batches())
+    plan.save(tmp_path, evaluation=ss.compile(ss.capture(Small().eval(), (), batch, None), "single", "local:1"))
+    assert (tmp_path / EVALUATION / PLAN_FILE).is_file()
+    assert load(tmp_path).evaluate(batches())["loss"] > 0
