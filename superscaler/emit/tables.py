@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from superscaler.emit.segments import Draw, draws_of
-from superscaler.ir.fields import evenly, mover
 from superscaler.ir.fold import Folded
+from superscaler.ir.instructions.fields import evenly, mover
 from superscaler.ir.program import Program, Shape, Weight
 
 

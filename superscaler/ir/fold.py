@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from superscaler.ir.fields import Move, evenly, mover, moving
 from superscaler.ir.grid import Ints
+from superscaler.ir.instructions.fields import Move, evenly, mover, moving
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Device, Role, Weight
 

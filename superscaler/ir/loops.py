@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Any
 
-from superscaler.ir.fields import Move, Role, mover, moving
+from superscaler.ir.instructions.fields import Move, Role, mover, moving
 from superscaler.ir.program import Instruction
 
 # The least number of repetitions of a body that counts as a loop, unless fewer are asked for.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from superscaler.ir.fields import Move, evenly, mover
+from superscaler.ir.instructions.fields import Move, evenly, mover
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, steady_spans
 from superscaler.ir.program import (
     FIELDS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from superscaler.ir.fields import Move, mover
+from superscaler.ir.instructions.fields import Move, mover
 from superscaler.ir.loops import Loop, runs_of
 from superscaler.ir.program import (
     ROLES,
