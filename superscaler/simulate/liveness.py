@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -12,9 +10,10 @@ from superscaler.collectives import KINDS, ONE
 from superscaler.ir import program as p
 from superscaler.ir.loops import kinds_of
 from superscaler.ir.model import width
-from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Task, Value, Weight
+from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Value, Weight
 from superscaler.ir.running.machine import Domain, Lap
 from superscaler.materialize.local_tensors import unique_identifiers
+from superscaler.simulate.holders import Handle, Holders
 from superscaler.simulate.kernels import Segment, Segments
 from superscaler.simulate.repeats.held import Held, held, skip
 from superscaler.simulate.repeats.steady import Pace
@@ -27,49 +26,14 @@ from superscaler.simulate.storages import (
     VALUES,
     WEIGHTS,
     Storage,
-    Storages,
     buffers,
     elements,
     is_view,
 )
-from superscaler.simulate.works import Tape, block
+from superscaler.simulate.works import block
 
 
-@dataclass(slots=True)
-class _Handle:
-    """A started operation. `size`: the bytes of its result; `result`: its storage, None if the wait makes one.
-
-    `shared`: storages that several handles hold until one of them is waited for; `held`: those held until its own wait.
-    """
-
-    size: int
-    result: Storage | None = None
-    shared: list[Storage] = field(default_factory=list)
-    held: list[Storage] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Tape:
-    """The tape of a task: the storages of its call by number, and those that it holds."""
-
-    segment: Segment
-    known: dict[int, Storage]
-    held: dict[int, Storage]
-    others: Storage
-    # While it is on the host: its memory there and, by number, the storages that it had.
-    away: Storage | None = None
-    moved: dict[int, Storage] = field(default_factory=dict)
-
-    def own(self, ended: Mapping[int, int]) -> dict[int, int]:
-        """Return the bytes that only this tape holds, each storage under the last of its numbers that is released."""
-        numbers: dict[int, list[int]] = {}
-        for n, storage in self.held.items():
-            numbers.setdefault(id(storage), []).append(n)
-        found = {max(some, key=lambda n: ended.get(n, math.inf)): some for some in numbers.values()}
-        return {n: self.held[n].bytes for n, some in found.items() if self.held[n].holders == len(some)}
-
-
-class Liveness(Storages, Domain[Instruction, Pace]):
+class Liveness(Holders, Domain[Instruction, Pace]):
     """The storages of a device, instruction by instruction.
 
     `states`: the bytes of the optimizer for a weight; `update`: from the bytes of weights to the bytes that their
@@ -92,19 +56,8 @@ class Liveness(Storages, Domain[Instruction, Pace]):
         self.segments, self.functions = segments.tasks(device), segments.functions(device)
         self._walk = partial(segments.walk, device)
         self.parameters = _parameters(program)
-        # The bytes of the tensor of each name, without the rest of its storage.
-        self.sizes: dict[Value, int] = {}
         # The bytes of the gradient that the optimizer takes for each weight.
         self.wanted: dict[Value, int] = {}
-        # Names that are not contiguous, so that they are copied to be sent.
-        self.strided: set[Value] = set()
-        self.handles: dict[Value, _Handle] = {}
-        self.tapes: dict[Task, _Tape] = {}
-        self.outputs: dict[str, list[Storage]] = {}
-        # What messages and copies to the host read, by the batch that started them; gradients of early updates.
-        self.sent: list[tuple[int, Storage]] = []
-        self.copied: list[Storage] = []
-        self.waiting: list[tuple[int, int, Storage]] = []
         self._views: dict[object, bool] = {}
         self._rest(device.weights, states)
         if p.Give in set(kinds_of(self.code)):
@@ -152,11 +105,6 @@ class Liveness(Storages, Domain[Instruction, Pace]):
         self.sizes[name] = size
         self.bind(name, Storage(block(size), self.category(name), name, is_on_host))
 
-    def alias(self, name: Value, source: Value) -> None:
-        self.sizes[name] = self.sizes.get(source, 0)
-        if source in self.names:
-            self.bind(name, self.names[source])
-
     def load(self, i: p.Load) -> None:
         if i.out not in self.names:
             self.make(i.out, elements(i.box) * self._width(i.tensor))
@@ -172,14 +120,7 @@ class Liveness(Storages, Domain[Instruction, Pace]):
             self.sizes[name] = size
             self.bind(name, known[number])
         if segment.backward:
-            self._tape(i.task, segment, known, segment.tapes[0])
-
-    def _tape(self, task: Task, segment: Segment, known: dict[int, Storage], tape: Tape) -> None:
-        held = {n: known[n] for n in tape.held if n in known}
-        for storage in held.values():
-            self.keep(storage)
-        others = self.hold(Storage(tape.bytes, ACTIVATIONS, None, tape=tape))
-        self.tapes[task] = _Tape(segment, known, held, others)
+            self.keep_tape(i.task, segment, known, segment.tapes[0])
 
     def offload(self, i: p.Offload) -> None:
         """Move the storages of a tape to the host but for weights and what stays. The largest is copied last, and is in
@@ -196,7 +137,7 @@ class Liveness(Storages, Domain[Instruction, Pace]):
         self.drop(tape.others)
         sizes = [*(s.bytes for s in every), *(size for size, _ in tape.segment.tapes[0].others)]
         if sizes:
-            self._drop_all(self.copied)
+            self.drop_all(self.copied)
             self.copied = [self.hold(Storage(max(sizes), COMMUNICATION))]
 
     def fetch(self, i: p.Fetch) -> None:
@@ -220,7 +161,7 @@ class Liveness(Storages, Domain[Instruction, Pace]):
         if i.half == "input":
             gradients = segment.gradients[half]
             known |= {n: self._gradient(segment, i, a, n) for a, n in gradients.items() if n not in known}
-            self._tape(i.task, segment, known, segment.tapes[1])
+            self.keep_tape(i.task, segment, known, segment.tapes[1])
         for storage in tape.held.values():
             self.release(storage)
         self.drop(tape.others)
@@ -277,7 +218,7 @@ class Liveness(Storages, Domain[Instruction, Pace]):
 
     def collective(self, i: p.Collective) -> None:
         found = buffers(i, i.group.index(self.rank))
-        sources = [self._source(s) for s in i.sources if s is not None and s in self.names]
+        sources = [self.source_of(s) for s in i.sources if s is not None and s in self.names]
         shared = [Storage(found.shared, COMMUNICATION, i.works[0])] * bool(found.shared)
         shared += sources if found.sources else []
         last = [Storage(found.last, COMMUNICATION, i.works[0])] * bool(found.last)
@@ -285,46 +226,32 @@ class Liveness(Storages, Domain[Instruction, Pace]):
         self.reach(found.inside + found.shared + found.last + found.result)
         if not any(i.works):
             # Only another device has a result: the source is held as that of a message.
-            self._sends(-1 - self.at, sources if found.sources else [result] if result else [])
+            self.send_all(-1 - self.at, sources if found.sources else [result] if result else [])
             return
         if found.source and sources:
             result = sources[0]
-            self._sends(-1 - self.at, sources if KINDS[i.kind].held is ONE and len(i.group) > 1 else [])
+            self.send_all(-1 - self.at, sources if KINDS[i.kind].held is ONE and len(i.group) > 1 else [])
         for storage in shared:
             self.hold(storage)
         for work, way in zip(i.works, i.ways, strict=True):
             if work is not None:
                 size = prod(way.shape) * width(i.wide or i.dtype)
                 kept = None if result is None else self.hold(result)
-                self.handles[work] = _Handle(size, kept, shared, [self.hold(x) for x in last])
-
-    def _sends(self, batch: int, sources: Sequence[Storage]) -> None:
-        """Hold the storages of sends until the next messages start: then NCCL is asked whether the last ones are
-        done.
-        """
-        for _, storage in [x for x in self.sent if x[0] != batch]:
-            self.drop(storage)
-        self.sent = [x for x in self.sent if x[0] == batch] + [(batch, self.hold(s)) for s in sources]
+                self.handles[work] = Handle(size, kept, shared, [self.hold(x) for x in last])
 
     def send(self, i: p.Send) -> None:
-        self._sends(i.point, [self._source(i.source)] if i.source in self.names else [])
+        self.send_all(i.point, [self.source_of(i.source)] if i.source in self.names else [])
         self.reach(0)
 
-    def _source(self, name: Value) -> Storage:
-        """Return the storage that is sent for a name: its own, or a copy of it."""
-        size = block(self.sizes[name])
-        return Storage(size, COMMUNICATION, name) if name in self.strided else self.names[name]
-
     def recv(self, i: p.Recv) -> None:
-        size = prod(i.shape) * width(i.dtype)
-        self.handles[i.work] = _Handle(size, self.hold(Storage(block(size), COMMUNICATION, i.work)))
+        self.handles[i.work] = Handle(i.bytes, self.hold(Storage(block(i.bytes), COMMUNICATION, i.work)))
 
     def copy(self, i: p.Copy) -> None:
         size = self.sizes[i.source]
-        self.handles[i.work] = _Handle(size, self.hold(Storage(block(size), COMMUNICATION, i.work, i.to_host)))
+        self.handles[i.work] = Handle(size, self.hold(Storage(block(size), COMMUNICATION, i.work, i.to_host)))
         if i.to_host:
             # Copies to the host are done in order: one is in flight.
-            self._drop_all(self.copied)
+            self.drop_all(self.copied)
             self.copied = [self.hold(self.names[i.source])]
 
     def wait(self, i: p.Wait) -> None:
@@ -337,9 +264,9 @@ class Liveness(Storages, Domain[Instruction, Pace]):
             self.bind(i.out, handle.result)
             self.become(handle.result, self.category(i.out), i.out)
             self.drop(handle.result)
-        self._drop_all(handle.shared)
+        self.drop_all(handle.shared)
         handle.shared.clear()
-        self._drop_all(handle.held)
+        self.drop_all(handle.held)
 
     def updated(self, i: p.Update) -> None:
         pairs = [
@@ -353,7 +280,7 @@ class Liveness(Storages, Domain[Instruction, Pace]):
             return
         for _, storage in self.sent:
             self.drop(storage)
-        self._drop_all(self.copied)
+        self.drop_all(self.copied)
         self.sent, self.copied = [], []
         # Gradients of another dtype than the optimizer wants are copied. Their norm is that of two float64 copies of
         # one at a time, four times as large as in float32; then all are scaled in place.
@@ -361,7 +288,7 @@ class Liveness(Storages, Domain[Instruction, Pace]):
         sizes = [w for w, _, _ in self.waiting]
         norm = 4 * max(sizes, default=0) if self.clips else 0
         self.reach(copied + max(norm, self.update(sizes)))
-        self._drop_all([storage for *_, storage in self.waiting])
+        self.drop_all([storage for *_, storage in self.waiting])
         self.waiting = []
 
     def give(self, i: p.Give) -> None:
@@ -377,10 +304,6 @@ class Liveness(Storages, Domain[Instruction, Pace]):
 
     def nothing(self, i: Instruction) -> None:
         """Run an instruction without memory."""
-
-    def _drop_all(self, storages: Sequence[Storage]) -> None:
-        for storage in storages:
-            self.drop(storage)
 
 
 _RUN: Mapping[type, Callable[..., None]] = {

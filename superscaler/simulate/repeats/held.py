@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from superscaler.simulate.holders import Holders
 from superscaler.simulate.repeats.steady import Pace
 from superscaler.simulate.storages import Storage
-
-if TYPE_CHECKING:
-    from superscaler.simulate.liveness import Liveness
 
 
 @dataclass(eq=False)
@@ -54,7 +51,7 @@ class Held:
         return storage.name and self.pace.moved(storage.name, self.turns)
 
 
-def held(run: Liveness, pace: Pace, turns: int) -> Held:
+def held(run: Holders, pace: Pace, turns: int) -> Held:
     """Return the state of memory, moved by so many repetitions."""
     found = Held(pace, turns)
     names, tapes = sorted(pace.names(run.names, turns).items()), sorted(pace.names(run.tapes, turns).items())
@@ -80,7 +77,7 @@ def held(run: Liveness, pace: Pace, turns: int) -> Held:
     return found
 
 
-def skip(run: Liveness, pace: Pace, turns: int, before: Held, now: Held) -> None:
+def skip(run: Holders, pace: Pace, turns: int, before: Held, now: Held) -> None:
     """Move the state of memory by so many repetitions, in which it does the same as in the last one."""
     place = {id(s): n for n, s in enumerate(run.every)}
     made = [s for s, old in zip(now.storages, before.storages, strict=True) if s is not old]
