@@ -8,7 +8,8 @@ from itertools import pairwise, product
 from typing import Any, TypeVar, cast
 
 from superscaler.errors import InputError, named
-from superscaler.ir.graph import Graph, caller
+from superscaler.ir.graph import Graph
+from superscaler.ir.journal import caller
 from superscaler.ir.model import Op
 from superscaler.ir.orders import Action, Group, Groups, Order
 from superscaler.ir.parts import Flat, Parts

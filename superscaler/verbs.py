@@ -12,8 +12,9 @@ import numpy as np
 
 from superscaler.cluster import Cluster, Device, Mesh
 from superscaler.errors import InputError, TransformError, brief, named, unknown
-from superscaler.ir.graph import Entry, Graph, caller
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, Ints
+from superscaler.ir.journal import Entry, caller
 from superscaler.ir.model import Op, PTensor
 from superscaler.ir.orders import Action, Group, Row, parse_schedule, timetable
 from superscaler.ir.parts import Block, Flat, Parts

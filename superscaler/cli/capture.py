@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from superscaler.cli.common import ModelRequest, command
+from superscaler.cli.common import ModelRequest
+from superscaler.cli.options.command import command
 from superscaler.cli.printing import Printer, table
 from superscaler.errors import some
 from superscaler.groups import group_by

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import HELP, command, path
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import HELP, path
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError, some
 

@@ -1,22 +1,20 @@
-"""Shared parts of the commands: their options, and the way from text to a model and a plan."""
+"""Requests of the commands that take a model or a plan: from text to both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from inspect import Parameter, Signature, getdoc, signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from superscaler.cli.printing import Printer, printing
-from superscaler.errors import InputError, RuntimeFailure, brief, unknown
+from superscaler.cli.options.declare import option
+from superscaler.cli.printing import Printer
+from superscaler.errors import InputError, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
 from superscaler.timing import phase
-from superscaler.train.options import Option
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
@@ -25,31 +23,6 @@ if TYPE_CHECKING:
     from superscaler.verbs import Graph
 
 
-def option(name: str, text: str, metavar: str | None = None, known: Callable[[], Iterable[str]] | None = None) -> Any:
-    """Return an option. The shell completes the names that are `known`."""
-
-    def completed(incomplete: str) -> list[str]:
-        return [name for name in known() if name.startswith(incomplete)] if known else []
-
-    # Typer reads the signature of each completion when it starts, which takes as long as the rest of the options.
-    return typer.Option(name, metavar=metavar, help=text, autocompletion=completed if known else None)
-
-
-def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:
-    """Return an option that takes a path. It refuses an empty one: that is an unset variable of a shell."""
-
-    def read(given: object) -> Path:
-        if given == "":
-            raise InputError(f"{name} is empty; name a {what} ('.' is the current one).")
-        if not isinstance(given, str | Path):
-            raise InputError(f"{name} is {given!r} in --config, but it must be a {what}; write its name in quotes.")
-        return Path(given)
-
-    return typer.Option(name, metavar=metavar, parser=read, help=text)
-
-
-# -h is --help in every command.
-HELP = {"help_option_names": ["-h", "--help"]}
 # The optimizer of a model that is not trained.
 _NONE = "none"
 
@@ -254,114 +227,3 @@ def warn_of_servers(printer: Printer, plan: str, cluster: Cluster) -> None:
 
     if line := over_servers(plan, cluster):
         printer.show(line)
-
-
-def save_options(folder: Path, options: Mapping[str, Any]) -> None:
-    """Write the options of a command, by their names, into a file that --config takes."""
-    import yaml
-
-    from superscaler.specs.file_errors import writing
-
-    with writing(f"--run {folder}", "name a folder that you may write to"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "options.yaml").write_text(yaml.safe_dump(dict(options), sort_keys=False))
-
-
-def _resolved(context: typer.Context) -> dict[str, Any]:
-    """Return the options of a command that have a value, by their names."""
-    pairs = ((_long(p), context.params.get(str(p.name))) for p in context.command.params)
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in pairs if name != "config"}
-    return {name: value for name, value in plain.items() if value not in (None, False, [], ())}
-
-
-def _long(parameter: Any) -> str:
-    """Return the name of an option without its dashes, or of an argument."""
-    return str(max(parameter.opts, key=len).lstrip("-"))
-
-
-def _read_options(context: typer.Context, file: str | None) -> str | None:
-    """Take the options in a YAML file as the defaults of a command."""
-    if file is not None:
-        from superscaler.specs import yaml_file
-
-        known = {_long(p): p for p in context.command.params}
-        given = yaml_file.table(yaml_file.read(file, f"--config {file}"), f"--config {file}")
-        for name, value in given.items():
-            if name not in known:
-                raise InputError(f"--config {file}: {unknown('option', name, known)}")
-            is_many = known[name].multiple or known[name].nargs != 1
-            if value is not None and (isinstance(value, list) != is_many or isinstance(value, dict)):
-                what = "a list, as [A, B]" if is_many else "one value"
-                raise InputError(f"--config {file}: {name} is {brief(repr(value))}, but it must be {what}.")
-        context.default_map = {str(known[name].name): value for name, value in given.items()}
-    return file
-
-
-def _fields(kind: type) -> list[Parameter]:
-    """Return the fields of a dataclass of options, as parameters for Typer."""
-    return [_for_typer(p) for p in signature(kind, eval_str=True).parameters.values()]
-
-
-def _for_typer(p: Parameter) -> Parameter:
-    """Return a parameter whose `Option` of a run is one of Typer."""
-    given = next((x for x in getattr(p.annotation, "__metadata__", ()) if isinstance(x, Option)), None)
-    if given is None:
-        return p
-    kind, name = p.annotation.__origin__, f"--{p.name.replace('_', '-')}"
-    if kind == Path | None:
-        made = path(name, given.metavar or "PATH", given.help)
-    else:
-        metavar = given.metavar or "|".join(given.choices) or None
-        made = typer.Option(name, metavar=metavar, min=given.least, max=given.most, help=given.help)
-    made.rich_help_panel = given.panel
-    return p.replace(annotation=Annotated[kind, made])
-
-
-def command(function: Callable[..., bool | None]) -> Callable[..., None]:
-    """Make a command of `function(printer, options)`, where a dataclass stands for its fields. --json is an option of
-    all commands. If the function returns False, the exit code is 1.
-    """
-    _, *own = signature(function, eval_str=True).parameters.values()
-    kinds: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
-    fields = {name: _fields(kind) for name, kind in kinds.items()}
-    options = [option for p in own for option in fields.get(p.name, [p])]
-    as_json = Annotated[bool, option("--json", "One JSON object as the last line of standard output.")]
-    timed = Annotated[bool, option("--timings", "Print at the end where the time went.")]
-    config = Annotated[
-        str | None,
-        typer.Option("--config", metavar="FILE", help="YAML with options by name, which those given here replace.",
-                     is_eager=True, callback=_read_options),
-    ]  # fmt: skip
-    first = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    last = [
-        Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=config),
-        Parameter("timings", Parameter.KEYWORD_ONLY, default=False, annotation=timed),
-        Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=as_json),
-    ]
-
-    def run(context: typer.Context, as_json: bool, timings: bool, config: str | None, **given: Any) -> None:
-        made = {name: kind(**{p.name: given.pop(p.name) for p in fields[name]}) for name, kind in kinds.items()}
-        with printing(as_json, timings) as printer:
-            printer.options = _resolved(context)
-            is_good = function(printer, **made, **given)
-        if printer.failure:
-            raise RuntimeFailure(printer.failure)
-        if is_good is False:
-            raise typer.Exit(1)
-
-    for p in (*options, *last):
-        for given in getattr(p.annotation, "__metadata__", ()):
-            if isinstance(given, typer.models.OptionInfo):
-                panel = "Model and plan" if p in fields.get("request", ()) else "Output" if p in last else None
-                given.rich_help_panel = panel or given.rich_help_panel
-                # A flag has no value.
-                given.metavar = " " if p.annotation.__origin__ is bool else given.metavar
-    # Typer reads this signature and lists its options in order: required ones first.
-    ordered = sorted(options, key=lambda p: p.default is not Parameter.empty)
-    options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
-    # Typer shows the lines of a paragraph as they are.
-    paragraphs = (getdoc(function) or "").split("\n\n")
-    run.__name__, run.__doc__ = function.__name__, "\n\n".join(" ".join(text.split()) for text in paragraphs)
-    run.__signature__ = Signature([first, *options, *last])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (first, *options, *last)}
-    return run

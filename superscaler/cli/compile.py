@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import PlanRequest, command, path, warn_of_servers
+from superscaler.cli.common import PlanRequest, warn_of_servers
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import path
 from superscaler.cli.printing import Printer
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from superscaler.cli import measure as links
-from superscaler.cli.common import command, option
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer, table
 from superscaler.errors import RuntimeFailure
 from superscaler.timing import cores

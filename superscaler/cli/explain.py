@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import command, option
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]

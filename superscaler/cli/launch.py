@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import HELP, command, option
 from superscaler.cli.explain import Directory
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import HELP, option
 from superscaler.cli.printing import Printer
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import superscaler
-from superscaler.cli.common import command
+from superscaler.cli.options.command import command
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import writing

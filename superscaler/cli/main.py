@@ -14,11 +14,11 @@ import typer
 import superscaler
 from superscaler.cli import checkpoint, launch
 from superscaler.cli.capture import capture
-from superscaler.cli.common import HELP
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor, torch_in_range
 from superscaler.cli.explain import diff, explain
 from superscaler.cli.library import examples, models, plans
+from superscaler.cli.options.declare import HELP
 from superscaler.cli.report import report
 from superscaler.cli.simulate import search, simulate
 from superscaler.cli.train import train

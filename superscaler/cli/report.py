@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import command, path
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import path
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.specs.sizes import size

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from superscaler.cli.common import ModelRequest, command, option, path, warn_of_servers
+from superscaler.cli.common import ModelRequest, warn_of_servers
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import option, path
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.errors import InputError

@@ -8,8 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from superscaler.cli.common import PlanRequest, command, save_options
+from superscaler.cli.common import PlanRequest
 from superscaler.cli.compile import Out, check_out
+from superscaler.cli.options.command import command
+from superscaler.cli.options.files import save_options
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.interrupt import TemporaryFolder

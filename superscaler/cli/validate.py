@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import PlanRequest, command, option
+from superscaler.cli.common import PlanRequest
+from superscaler.cli.options.command import command
+from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
-from queue import Queue
-from threading import Thread
-from typing import Any, NoReturn
+from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -25,8 +23,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from superscaler.bits import bytes_of
 from superscaler.comm import communicator as c
 from superscaler.comm.allocator import keep_freed_memory
-from superscaler.comm.communicator import Group, Handle, PeerLost
+from superscaler.comm.communicator import Group, Handle
 from superscaler.comm.network import Launched, interface, launched, meet
+from superscaler.comm.operations import Exchange, Operation, Sends, fail
 from superscaler.errors import RuntimeFailure
 
 # Renamed in torch 2.13, where the old names warn.
@@ -73,7 +72,7 @@ def _network(launch: Launched, variable: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _fail(f"rank {launch.rank}: connecting with {variable}={os.environ.get(variable, '')}", error)
+        fail(f"rank {launch.rank}: connecting with {variable}={os.environ.get(variable, '')}", error)
     finally:
         if name and launch.world == 1:
             del os.environ[variable]
@@ -95,115 +94,6 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-class _Operation:
-    """An operation that holds its buffers. The handle of a message is set when its batch starts."""
-
-    def __init__(self, what: str, *buffers: Any, work: Any = None) -> None:
-        self.what, self.buffers, self.work = what, buffers, work
-
-    def wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            _fail(self.what, error)
-
-    def giving(self, finish: Callable[[], Tensor]) -> Handle:
-        """Return a handle that waits, and then makes the result from the buffers."""
-
-        def get() -> Tensor:
-            self.wait()
-            return finish()
-
-        return c.Later(get)
-
-
-class _Exchange(c.Later):
-    """The handle of an operation whose result may be made before it is read, so that nothing holds its chunks."""
-
-    def __init__(self, operation: _Operation, finish: Callable[[], Tensor]) -> None:
-        super().__init__(operation.giving(finish).wait)
-        # The work holds the chunks, too.
-        self._work = operation.work
-
-    def wait(self) -> Tensor:
-        result = super().wait()
-        self._work = None
-        return result
-
-    def finish_if_ended(self) -> None:
-        if self._work is not None and self._work.is_completed():
-            self.wait()
-
-
-def _fail(what: str, error: RuntimeError) -> NoReturn:
-    """Raise an error of torch.distributed, as PeerLost if it blames another rank; gloo says so only in its text."""
-    # The sentences of gloo after the first one are guesses.
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
-    if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:
-        raise PeerLost(f"{what} failed, because another rank ended or does not answer: {reason}") from error
-    raise RuntimeFailure(f"{what} failed: {reason}") from error
-
-
-class _Sends:
-    """The started sends; a buffer is freed when its send ends. A thread waits for gloo's handles; NCCL's can be polled.
-
-    An error of a send is raised at the next send, or at the next `flush`.
-    """
-
-    def __init__(self, *, can_poll: bool) -> None:
-        self._can_poll = can_poll
-        self._queue: Queue[_Operation | None] = Queue()
-        self._polled: list[_Operation] = []
-        self._thread: Thread | None = None
-        self._error: RuntimeFailure | None = None
-
-    @property
-    def pending(self) -> int:
-        return self._queue.unfinished_tasks + len(self._polled)
-
-    def add(self, operation: _Operation) -> None:
-        self._raise()
-        if self._can_poll:
-            # What is captured in a CUDA graph has not run, and cannot be asked.
-            is_captured = torch.cuda.is_current_stream_capturing()
-            self._polled = [*(o for o in self._polled if is_captured or not o.work.is_completed()), operation]
-            return
-        if self._thread is None:
-            self._thread = Thread(target=self._drain, name="sends", daemon=True)
-            self._thread.start()
-        self._queue.put(operation)
-
-    def flush(self) -> None:
-        self._queue.join()
-        for operation in self._polled:
-            operation.wait()
-        self._polled.clear()
-        self._raise()
-
-    def close(self) -> None:
-        self.flush()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _drain(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            try:
-                operation.wait()
-            except RuntimeFailure as error:
-                self._error = self._error or error
-            finally:
-                # Freed before the next wait, so that a sent buffer is not held meanwhile.
-                del operation
-                self._queue.task_done()
-        self._queue.task_done()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 class DistributedCommunicator(c.Communicator):
     """A rank of the default process group. `device`: of its tensors; `start`: the name of this start."""
 
@@ -216,11 +106,11 @@ class DistributedCommunicator(c.Communicator):
         self.prefix = f"rank {self.rank}: "
         self._is_gloo = dist.get_backend() == "gloo"
         self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
-        self._sends = _Sends(can_poll=not self._is_gloo)
+        self._sends = Sends(can_poll=not self._is_gloo)
         # The exchanges of chunks by gloo.
-        self._exchanges: WeakSet[_Exchange] = WeakSet()
+        self._exchanges: WeakSet[Exchange] = WeakSet()
         # The messages of a batch.
-        self._together: list[tuple[dist.P2POp, _Operation]] | None = None
+        self._together: list[tuple[dist.P2POp, Operation]] | None = None
 
     def set_if_unset(self, name: str, value: str) -> str:
         # compare_set expects the empty text for a missing key.
@@ -267,7 +157,7 @@ class DistributedCommunicator(c.Communicator):
         outgoing = c.from_plan_order(chunks, group)
         incoming = torch.empty_like(outgoing)
         operation = self._begin(what, group, dist.all_to_all_single, bytes_of(incoming), bytes_of(outgoing))
-        handle = _Exchange(operation, lambda: finish(c.to_plan_order(incoming, group)))
+        handle = Exchange(operation, lambda: finish(c.to_plan_order(incoming, group)))
         if self._is_gloo:
             self._exchanges.add(handle)
         return handle
@@ -279,7 +169,7 @@ class DistributedCommunicator(c.Communicator):
         outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
         return self._begin(what, group, _reduce_scatter, chunk.view(-1), outgoing.view(-1)).giving(lambda: chunk)
 
-    def _rooted(self, what: str, group: Group, root: int, function: Callable[..., Any], *args: Any) -> _Operation:
+    def _rooted(self, what: str, group: Group, root: int, function: Callable[..., Any], *args: Any) -> Operation:
         """Start an operation for whose result only the rank at place `root` waits."""
         operation = self._begin(what, group, function, *args)
         if self.rank != group[root]:
@@ -295,11 +185,11 @@ class DistributedCommunicator(c.Communicator):
 
     def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
-        self._post(dist.isend, _Operation(what, buffer), peer, tag)
+        self._post(dist.isend, Operation(what, buffer), peer, tag)
 
     def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Handle:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        operation = _Operation(what, buffer)
+        operation = Operation(what, buffer)
         self._post(dist.irecv, operation, peer, tag)
         return operation.giving(lambda: buffer)
 
@@ -312,7 +202,7 @@ class DistributedCommunicator(c.Communicator):
         finally:
             self._together = None
 
-    def _post(self, function: Callable[..., Any], operation: _Operation, peer: int, tag: int) -> None:
+    def _post(self, function: Callable[..., Any], operation: Operation, peer: int, tag: int) -> None:
         message = dist.P2POp(function, bytes_of(operation.buffers[0]), peer, tag=tag if self._is_gloo else 0)
         entry = message, operation
         if self._together is None:
@@ -320,7 +210,7 @@ class DistributedCommunicator(c.Communicator):
         else:
             self._together.append(entry)
 
-    def _launch(self, batch: Sequence[tuple[dist.P2POp, _Operation]]) -> None:
+    def _launch(self, batch: Sequence[tuple[dist.P2POp, Operation]]) -> None:
         """Start messages. NCCL has one handle for all, and other connections for messages outside of batches."""
         if batch:
             what = f"{self.prefix}messages with ranks {sorted({op.peer for op, _ in batch})}"
@@ -344,15 +234,15 @@ class DistributedCommunicator(c.Communicator):
             self._groups.clear()
             dist.destroy_process_group()
 
-    def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> _Operation:
+    def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> Operation:
         members = tuple(sorted(group))
         if members not in self._groups:
             raise RuntimeFailure(f"{what}: the group is not prepared; pass it to prepare() before the first step.")
         work = self._call(what, function, *args, async_op=True, group=self._groups[members])
-        return _Operation(what, *args, work=work)
+        return Operation(what, *args, work=work)
 
     def _call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            _fail(what, error)
+            fail(what, error)

@@ -17,9 +17,10 @@ from torch.nn.parameter import is_lazy
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.base.autocast import Autocast, read_autocast
 from superscaler.frontend.base.captured import Call, Captured, Given
+from superscaler.frontend.base.read_export import read
 from superscaler.frontend.base.refusals import refuse_averages, refuse_scripted, refuse_set_weights
 from superscaler.frontend.base.results import names_of
-from superscaler.frontend.base.trace import Trace, base_of, read
+from superscaler.frontend.base.trace import Trace, base_of
 from superscaler.frontend.base.training import Optimizers, Training, given_optimizers, read_optimizers
 from superscaler.frontend.capture_cache import Kept, inputs_of, key_of, load, save
 from superscaler.frontend.checks.agreement import agree

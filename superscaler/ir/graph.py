@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from superscaler.errors import InputError, TransformError, named, some, unknown
 from superscaler.groups import group_by
 from superscaler.ir.grid import UNASSIGNED, Axis, Grid, cuts_of
+from superscaler.ir.journal import Entry, caller
 from superscaler.ir.model import Factor, Model, Op
 from superscaler.ir.names import first, later
 from superscaler.ir.orders import Group, Order, Policy
@@ -26,21 +26,6 @@ from superscaler.specs.arguments import Numbered, checked
 MOST_PIECES = 2**16
 # The kinds of work that `select` accepts.
 KINDS = ("F", "B", "I", "W", "R", "C")
-# The modules between a verb and the line of the plan that calls it.
-_OWN = (__name__, checked.__module__, "superscaler.ordering", "superscaler.verbs")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A line of the journal: the call of a verb, the op, and the place of the call in the user's code."""
-
-    verb: str
-    op: str
-    detail: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.verb} {self.op} {self.detail}"
 
 
 class Ops(Numbered[Op]):
@@ -344,11 +329,3 @@ class Graph:
         of = f" of microbatch {microbatch}" if microbatch is not None else ""
         name = label or f"{kind}({module or chosen[0].name}){of}"
         return Group(kind, tuple((o.name, some.get(o.name, ())) for o in chosen), microbatch, name)
-
-
-def caller() -> str:
-    """Return file:line of the first frame outside of this module and the verbs: the line of the plan."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _OWN:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -23,7 +23,7 @@ from typing import NoReturn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from superscaler.comm import communicator, distributed
+from superscaler.comm import communicator, distributed, operations
 from superscaler.errors import InputError, RuntimeFailure
 
 # Seconds between two looks; without a sign of a rank until it counts as lost; that an instruction may take at least,
@@ -38,7 +38,7 @@ _LOST = (
     f"{PATIENCE}=SECONDS allows more."
 )
 # A rank in one of these files waits for others.
-_WAITS = (communicator.__file__, distributed.__file__)
+_WAITS = (communicator.__file__, distributed.__file__, operations.__file__)
 
 Progress = tuple[int, int]
 

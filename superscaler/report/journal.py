@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from superscaler.groups import collect
-from superscaler.ir.graph import Entry
+from superscaler.ir.journal import Entry
 
 # An effect, and the ops that it has at the end, whose names have no blanks.
 _EFFECT = re.compile(r"(?P<effect>\w+.*?)(?: of (?P<ops>[\w.]+(?:, [\w.]+)*))?(?:; (?=\w+ )|$)")

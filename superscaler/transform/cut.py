@@ -7,8 +7,9 @@ from numbers import Integral
 import numpy as np
 
 from superscaler.errors import InputError, TransformError, named, unknown
-from superscaler.ir.graph import Entry, Graph
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid, covers
+from superscaler.ir.journal import Entry
 from superscaler.ir.model import Op
 from superscaler.ir.op import MARKS, is_named
 from superscaler.ir.parts import Parts

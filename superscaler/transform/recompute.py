@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from superscaler.errors import NoneOfThese, TransformError
 from superscaler.groups import group_by
-from superscaler.ir.graph import Entry, Graph
+from superscaler.ir.graph import Graph
+from superscaler.ir.journal import Entry
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.names import unique
 from superscaler.specs.arguments import checked_class

@@ -6,8 +6,9 @@ from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import NoneOfThese, TransformError, some
-from superscaler.ir.graph import Entry, Graph
+from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Grid
+from superscaler.ir.journal import Entry
 from superscaler.ir.model import Model, Op, Operand, PTensor
 from superscaler.ir.names import first, unique
 from superscaler.ir.op import Index, Ref
