@@ -163,9 +163,10 @@ def rows_under(grid: Grid, path: Address) -> tuple[int, int]:
 Share = tuple[tuple[int, ...], int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """The parts of an op as arrays with one row a part: `lo`, `hi` [rows, indices], the rest [rows].
+    """The parts of an op as arrays with one row a part: `lo`, `hi` [rows, indices], the rest [rows]. They are compared
+    by identity: ops that are cut and placed alike, as those of layers, share them in a schedule.
 
     `microbatch`: -1 for none; nested ones are counted in turn. `ordinal`: distinguishes the parts of one device and
     microbatch. `branch`: equal for parts below the same replicas of all replica axes. `shares`: for each part, the
@@ -211,14 +212,14 @@ class Rows:
         """Return a part's place among those that share out an input: (coordinate, number), outer axis first."""
         return tuple((at, count) for group, at, count in self.shares[row] if operand in group)
 
-    def addends(self, operand: int | None = None) -> list[Hashable]:
+    def addends(self, operand: int | None = None) -> Sequence[Hashable]:
         """Return a label per part: parts with equal labels compute equal values, or (of an input) equal addends of its
         gradient.
 
         The parts of a value compute different values, but equal gradients of the inputs that they share out.
         """
         if not self.has_shares:
-            return list(self.boxes)
+            return self.boxes
         kept = ([s for s in shares if operand is None or operand not in s[0]] for shares in self.shares)
         return [(box, *shares) for box, shares in zip(self.boxes, kept, strict=True)]
 

@@ -291,7 +291,7 @@ class _Builder:
             for number, output in enumerate(segment.outputs):
                 if output.tensor in self.losses:
                     keys = self.schedule.flow.rows[output.op.name].keys
-                    rows = self.schedule.flow.whole(output.op, output.slot)
+                    rows = self.schedule.flow.produced(output.op, output.slot).whole
                     found |= {Place(FORWARD, segment.number, keys[row], number) for row in rows}
         return found
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from superscaler.ir.mask import Box
 from superscaler.ir.model import Op
+from superscaler.ir.parts import Rows
 from superscaler.ir.program import Function, Shape
 from superscaler.schedule.dataflow import Dataflow
 from superscaler.schedule.segments import Segment
@@ -22,7 +23,7 @@ class Functions:
         self._numbers: dict[Hashable, int] = {}
         # By segment, and by the rows of its ops: those of the layers of a model are often equal.
         self._own: dict[int, _Own] = {}
-        self._by_rows: dict[tuple[int, ...], _Own] = {}
+        self._by_rows: dict[tuple[Rows, ...], _Own] = {}
 
     def start(self, segment: Segment, at: int) -> Shape:
         """Return the start of a part on each coordinate of its function."""
@@ -49,7 +50,7 @@ class Functions:
     def of(self, segment: Segment) -> "_Own":
         """Return the parts of a segment."""
         if segment.number not in self._own:
-            key = tuple(id(self.flow.rows[op.name]) for op in segment.ops)
+            key = tuple(self.flow.rows[op.name] for op in segment.ops)
             if key not in self._by_rows:
                 self._by_rows[key] = self._find(segment)
             self._own[segment.number] = self._by_rows[key]

@@ -157,7 +157,7 @@ class Residents:
         nexts = self.flow.model.nexts
         for tensor, op in self.flow.homes.items():
             rows, produced = self.flow.rows[op.name], self.flow.produced(op, 0)
-            counted = set(self.flow.whole(op, 0)) if op.is_update else set()
+            counted = set(produced.whole) if op.is_update else set()
             for row, key in enumerate(rows.keys):
                 rank, box = key[0], produced.box(row)
                 place = Place(UPDATE, self.flow.home_number[tensor], key, 0)

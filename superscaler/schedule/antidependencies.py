@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from superscaler.schedule.dataflow import Dataflow, Key, Port
+from superscaler.schedule.dataflow import Dataflow, Key
+from superscaler.schedule.joins import Required
 from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
@@ -28,9 +29,9 @@ def of_weights(flow: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[De
         if older is not None:
             yield from (((UPDATE, older, k), (UPDATE, number, k), "next iteration") for k in flow.rows[op.name].keys)
         for reader, k in (use for use in uses[tensor] if use[0].name in segment_of):
-            ends = id(flow.rows[op.name]), op.inputs[0].slots, id(flow.rows[reader.name]), reader.inputs[k].slots
+            ends = flow.required(op, 0), flow.required(reader, k)
             if ends not in known:
-                known[ends] = _meetings(flow, (op, 0), (reader, k))
+                known[ends] = _meetings(*ends, flow.rows[op.name].keys, flow.rows[reader.name].keys)
             segment = segment_of[reader.name]
             for home, key in known[ends]:
                 yield (segment.last_kind, segment.number, key), (UPDATE, number, home), "read before update"
@@ -52,14 +53,12 @@ def last_of(segments: Sequence[Segment], place: Place) -> Work:
     return (place.kind if place.kind == UPDATE else segments[place.segment].last_kind, *place[1:3])
 
 
-def _meetings(flow: Dataflow, one: Port, other: Port) -> list[tuple[Key, Key]]:
+def _meetings(one: Required, other: Required, keys: Sequence[Key], others: Sequence[Key]) -> list[tuple[Key, Key]]:
     """Return the pairs of parts of two ops on one device whose inputs share elements."""
-    (alo, ahi), (blo, bhi) = (flow.face(op, op.inputs[k]) for op, k in (one, other))
-    keys, others = flow.rows[one[0].name].keys, flow.rows[other[0].name].keys
     at: dict[int, list[int]] = {}
     for row, key in enumerate(keys):
         at.setdefault(key[0], []).append(row)
     pairs = [(a, b) for b, key in enumerate(others) for a in at.get(key[0], ())]
     a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    common = (np.maximum(alo[a], blo[b]) < np.minimum(ahi[a], bhi[b])).all(axis=1)
+    common = (np.maximum(one.lo[a], other.lo[b]) < np.minimum(one.hi[a], other.hi[b])).all(axis=1)
     return [(keys[pairs[n][0]], others[pairs[n][1]]) for n in np.flatnonzero(common)]

@@ -1,10 +1,10 @@
 """Data flow along the edges of the graph: the parts that each part reads from, for activations, weights and gradients.
 
-The joins are made once per pair of grids: edges with equal makers, readers and slots share them.
+Ops that are cut and placed alike share their rows, operands that are cut alike their ends, and equal ends an edge.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, Operand
 from superscaler.ir.parts import Rows
 from superscaler.ir.variants import unread_twins
@@ -27,8 +26,25 @@ Unit = tuple[str, Key]
 Port = tuple[Op, int]
 
 
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """What each row of a reader takes: `sources`, rows of a maker. It is compared by identity: edges between equal ends
+    are one.
+    """
+
+    produced: Produced
+    required: Required
+    sources: list[list[int]]
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Return whether each row takes one row, on its own device."""
+        is_one = all(len(sources) == 1 for sources in self.sources)
+        return is_one and np.array_equal(self.produced.device[[s for (s,) in self.sources]], self.required.device)
+
+
 class Dataflow:
-    """The parts of all ops as rows, with those of their mirrors, and the joins between them.
+    """The parts of all ops as rows, with those of their mirrors, and the edges between them.
 
     `makers`: for each tensor, the ports that make it (one per addend of a gradient; for a weight, the op that holds it
     at rest). `readers`: the ports that read gradients and new values. `fold`: close devices serve each other. `turns`:
@@ -38,18 +54,14 @@ class Dataflow:
     def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Unit, int] | None = None) -> None:
         self.graph, self.model, self.fold = graph, graph.model, fold
         self._turns = turns or {}
+        # What layers that are cut alike share: parts, ends of edges, edges, and transfers.
         self._rows: dict[Hashable, Rows] = {}
-        self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
-        self._joins: dict[Hashable, list[list[int]]] = {}
-        self._wholes: dict[Hashable, list[int]] = {}
-        # By the identity of a join and of the devices of its ends.
-        self._here: dict[tuple[int, int, int], bool] = {}
-        self._local: dict[Hashable, bool] = {}
-        self._labels: dict[Hashable, Labels] = {}
-        # The transfers of tensors that are cut alike, with what they join.
-        self.moved: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
+        self._produced: dict[Hashable, Produced] = {}
+        self._required: dict[Hashable, Required] = {}
+        self._edges: dict[Hashable, Edge] = {}
+        self._local: dict[tuple[Edge, Edge | None], bool] = {}
+        self.moved: dict[Hashable, Sequence[Any]] = {}
         self._served: dict[str, list[frozenset[Hashable]]] = {}
-        self._interned: dict[Labels, Labels] = {}
         self.rows = {op.name: self._expand(op) for op in self.model.ops}
         self.mirrors = {op.name: self.model.mirror(op) for op in self.model.ops if op.has_mirror}
         self.rows |= {mirror.name: self.rows[name] for name, mirror in self.mirrors.items()}
@@ -117,27 +129,34 @@ class Dataflow:
                 found |= {output.tensor: found[read] or read for output in op.outputs}
         return {tensor: base for tensor, base in found.items() if base}
 
-    def face(self, op: Op, operand: Operand) -> tuple[Ints, Ints]:
-        rows, extents = self.rows[op.name], self.extents[operand.tensor]
-        key = (id(rows), operand.slots, extents)
-        if key not in self._faces:
-            self._faces[key] = project(rows, operand, extents)
-        return self._faces[key]
-
     def required(self, op: Op, k: int) -> Required:
-        """Return the boxes that the parts of an op read of its input `k`."""
-        rows = self.rows[op.name]
-        return Required(*self.face(op, op.inputs[k]), rows.device, rows.microbatch, turns=self.turns(op))
+        """Return the boxes that the parts of an op read of its input `k`, without their turns."""
+        rows, operand = self.rows[op.name], op.inputs[k]
+        key = rows, operand.slots, self.extents[operand.tensor]
+        if key not in self._required:
+            self._required[key] = Required(*project(rows, operand, key[2]), rows.device, rows.microbatch)
+        return self._required[key]
 
     def produced(self, op: Op, j: int) -> Produced:
-        """Return the boxes that the parts of an op hold of its output `j`."""
+        """Return the boxes that the parts of an op hold of its output `j`, without their turns. Parts that make the
+        same addend have equal labels.
+        """
+        rows, operand = self.rows[op.name], op.outputs[j]
         # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
-        rows = self.rows[op.name]
-        every = op.is_mirror and rows.routes
-        tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
-        where = *self.face(op, op.outputs[j]), rows.device, rows.microbatch
-        summed = op.is_mirror, j if op.is_mirror else -1, every
-        return Produced(*where, self.labels(op, j), tree, *summed, self.fold, turns=self.turns(op))
+        every, number = op.is_mirror and rows.routes, j if op.is_mirror and rows.has_shares else -1
+        alike = rows, op.is_mirror, number, operand.slots, self.extents[operand.tensor]
+        key = (*alike, op.name * every)
+        if key not in self._produced:
+            labels = rows.addends(j if op.is_mirror else None)
+            tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
+            if every:
+                # Routing replicas differ in the addends that they serve.
+                numbers = range(len(rows)) if not rows.regular else [0] * len(rows)
+                labels = tuple(zip(labels, self.served(op), numbers, strict=True))
+            where = *project(rows, operand, self.extents[operand.tensor]), rows.device, rows.microbatch
+            made = Produced(*where, labels, tree, op.is_mirror, number, every, self.fold)
+            self._produced[key] = self._produced.setdefault((*alike, labels), made) if every else made
+        return self._produced[key]
 
     def turns(self, op: Op) -> Sequence[float]:
         """Return the time at which each part of an op runs (infinite: never); empty if no times are known."""
@@ -168,46 +187,35 @@ class Dataflow:
         reader, k = read
         return reader.is_forward and self.rows[reader.name].is_shared(k)
 
-    def join(self, made: Port, read: Port) -> list[list[int]]:
-        """Return, for each part of a reader, the parts of a maker that it takes: one of all replicas."""
-        (maker, j), (reader, k) = made, read
-        rows = self.rows[reader.name]
-        if reader.is_mirror and rows.routes:
-            return self._routed(made, read)
-        if not self._is_shared(read):
-            return self._whole(made, read, self.is_free(made, read))
-        key = (id(self.rows[maker.name]), maker.outputs[j].slots, id(rows), reader.inputs[k].slots, k)
-        if key not in self._joins:
-            places = [rows.share(row, k) for row in range(len(rows))]
-            self._joins[key] = share_out(self.produced(maker, j), self.required(reader, k), places)
-        return self._joins[key]
+    def edge(self, made: Port, read: Port) -> Edge:
+        """Return the edge from a maker to a reader, whose parts take each value from one of all replicas."""
+        (maker, _), (reader, k) = made, read
+        if reader.is_mirror and self.rows[reader.name].routes:
+            return Edge(self.produced(*made), self.required(*read), self._routed(made, read))
+        is_timed = bool(self._turns) and self.is_free(made, read) and (maker.is_forward or maker.is_mirror)
+        return self._edge(made, read, k if self._is_shared(read) else -1, is_timed)
 
-    def is_here(self, made: Port, read: Port) -> bool:
-        """Return whether each part of a reader takes its input from one part, on its own device."""
-        joined, (maker, _), (reader, _) = self.join(made, read), made, read
-        device, here = self.rows[maker.name].device, self.rows[reader.name].device
-        key = id(joined), id(device), id(here)
-        if key not in self._here:
-            is_one = all(len(sources) == 1 for sources in joined)
-            self._here[key] = is_one and np.array_equal(device[[source for (source,) in joined]], here)
-        return self._here[key]
-
-    def _whole(self, made: Port, read: Port, is_timed: bool = False) -> list[list[int]]:
-        """Return, for each part, the parts that it would take an input from if no part shared it out."""
-        (maker, j), (reader, k) = made, read
-        is_timed = is_timed and bool(self._turns) and (maker.is_forward or maker.is_mirror)
-        names = (maker.name, reader.name) if is_timed else ()
-        ends = (id(self.rows[maker.name]), maker.outputs[j].slots, id(self.rows[reader.name]), reader.inputs[k].slots)
-        key = (*ends, id(self.labels(maker, j)), maker.is_mirror, names)
-        if key not in self._joins:
-            produced, required = self.produced(maker, j), self.required(reader, k)
-            self._joins[key] = join(produced if is_timed else replace(produced, turns=()), required)
-        return self._joins[key]
+    def _edge(self, made: Port, read: Port, shared: int = -1, is_timed: bool = False) -> Edge:
+        """Return the edge to a reader whose parts share out the addends of input `shared`, if it is not -1."""
+        (maker, _), (reader, _) = made, read
+        produced, required = self.produced(*made), self.required(*read)
+        key = produced, required, shared, (maker.name, reader.name) if is_timed else ()
+        if key not in self._edges:
+            if is_timed:
+                produced, required = (
+                    replace(produced, turns=self.turns(maker)),
+                    replace(required, turns=self.turns(reader)),
+                )
+            rows = self.rows[reader.name]
+            places = [rows.share(row, shared) for row in range(len(rows))] if shared >= 0 else []
+            sources = share_out(produced, required, places) if shared >= 0 else join(produced, required)
+            self._edges[key] = Edge(produced, required, sources)
+        return self._edges[key]
 
     def _routed(self, made: Port, read: Port) -> list[list[int]]:
         """Return, for each part of a routing mirror, the parts that hold the addends served by it."""
         (maker, k), (reader, j) = made, read
-        rows, labels = self.rows[maker.name], self.labels(maker, k)
+        rows, labels = self.rows[maker.name], self.produced(maker, k).labels
         number = self.makers[maker.outputs[k].tensor].index(made)
         found: list[list[int]] = []
         for key, served in zip(self.rows[reader.name].keys, self.served(reader), strict=True):
@@ -225,20 +233,6 @@ class Dataflow:
         by_key = (lambda row: (fold.places[keys[row][0]], keys[row])) if fold else keys.__getitem__
         return sorted(range(len(rows)), key=by_key)
 
-    def labels(self, op: Op, j: int) -> Labels:
-        """Return a label per part; parts that make the same addend of output `j` have equal labels."""
-        rows = self.rows[op.name]
-        routed = rows.routes and op.is_mirror
-        key = (op.name if routed else id(rows), j if rows.has_shares and op.is_mirror else -1)
-        if key not in self._labels:
-            labels = tuple(rows.addends(j if op.is_mirror else None))
-            if routed:
-                # Routing replicas differ in the addends that they serve.
-                numbers = range(len(rows)) if not rows.regular else [0] * len(rows)
-                labels = tuple(zip(labels, self.served(op), numbers, strict=True))
-            self._labels[key] = self._interned.setdefault(labels, labels)
-        return self._labels[key]
-
     def served(self, mirror: Op) -> list[frozenset[Hashable]]:
         """Return, for each part of a routing mirror, the addends (input, maker, label) that it reads.
 
@@ -254,15 +248,14 @@ class Dataflow:
             if gradient.tensor in map(self.model.gradient, self.model.losses):
                 for addends in served:
                     addends.add("loss")
-                for row in self.whole(op, j):
+                for row in self.produced(op, j).whole:
                     first[row].add("loss")
             for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
                 seen: set[Hashable] = set()
-                labels, read = self.labels(user, k), self._whole((op, j), (self.graph.op(user.of), k))
-                produced = self.produced(user, k)
+                produced, read = self.produced(user, k), self._edge((op, j), (self.graph.op(user.of), k)).sources
                 # One branch of misaligned replicas contributes.
                 for row in range(len(produced)) if produced.tree is None else branch(produced.tree, produced, -1, -1):
-                    addend = (j, n, labels[row])
+                    addend = (j, n, produced.labels[row])
                     for source in read[row]:
                         served[source].add(addend)
                         if addend not in seen:
@@ -275,16 +268,6 @@ class Dataflow:
         found = self._served[mirror.name] = list(map(frozenset, first))
         return found
 
-    def whole(self, op: Op, j: int) -> list[int]:
-        """Return parts of an op that make its whole output `j` together, each element once."""
-        output, name = op.outputs[j], op.name if self._turns else ""
-        key = id(self.rows[op.name]), output.slots, self.extents[output.tensor], id(self.labels(op, j)), name
-        if key not in self._wholes:
-            made, nowhere = self.produced(op, j), np.full(1, -1, dtype=np.int64)
-            everything = Required(made.lo.min(0, keepdims=True), made.hi.max(0, keepdims=True), nowhere, nowhere)
-            self._wholes[key] = join(made, everything)[0]
-        return self._wholes[key]
-
     def seeds_gradient(self, loss: str, row: int) -> bool:
         """Return whether the mirror of a part of a loss starts from one. All parts do, but only one of routing
         replicas.
@@ -294,38 +277,33 @@ class Dataflow:
 
     def is_local(self, reader: Op, k: int) -> bool:
         """Return whether the edge into input `k` goes part to part on one device, and its mirrors do too."""
-        tensor = reader.inputs[k].tensor
-        maker, j = self.producers[tensor]
-        made, given, taken = self.rows[maker.name], self.mirrors.get(reader.name), self.mirrors.get(maker.name)
-        if made.routes or self._turns:
-            return self._is_local(maker, j, reader, k)
-        back = id(self.labels(given, k)) if given and taken and taken.inputs[j].tensor else 0
-        ends = id(made), maker.outputs[j].slots, id(self.rows[reader.name]), reader.inputs[k].slots, k
-        key = *ends, self.extents[tensor], id(self.labels(maker, j)), back
-        if key not in self._local:
-            self._local[key] = self._is_local(maker, j, reader, k)
-        return self._local[key]
-
-    def _is_local(self, maker: Op, j: int, reader: Op, k: int) -> bool:
-        made, read = self.rows[maker.name], self.rows[reader.name]
-        if made is not read and sorted(made.keys) != sorted(read.keys):
-            return False
-        here = dict(zip(made.keys, range(len(made)), strict=True))
-        same = [here[key] for key in read.keys]
-        if self.join((maker, j), (reader, k)) != [[row] for row in same]:
-            return False
-        (mlo, mhi), (rlo, rhi) = self.face(maker, maker.outputs[j]), self.face(reader, reader.inputs[k])
-        if not (np.array_equal(mlo[same], rlo) and np.array_equal(mhi[same], rhi)):
-            return False
-        given, taken = self.mirrors.get(reader.name), self.mirrors.get(maker.name)
+        maker, j = self.producers[reader.inputs[k].tensor]
+        given, taken, edge = (
+            self.mirrors.get(reader.name),
+            self.mirrors.get(maker.name),
+            self.edge((maker, j), (reader, k)),
+        )
         if given is None or taken is None or not taken.inputs[j].tensor:
-            return True
-        if not made.routes:
-            back = self.join((given, k), (taken, j))
-            return all(back[m] == [r] for r, m in enumerate(same))
-        n, own = self.makers[taken.inputs[j].tensor].index((given, k)), self.labels(given, k)
+            return self._is_local(maker, reader, edge)
+        if not self.rows[maker.name].routes:
+            return self._is_local(maker, reader, edge, self.edge((given, k), (taken, j)))
+        n, own = self.makers[taken.inputs[j].tensor].index((given, k)), self.produced(given, k).labels
         served = [{s for s in addends if s[:2] == (j, n)} for addends in self.served(taken)]  # type: ignore[index]
-        return all(served[m] == {(j, n, own[r])} for r, m in enumerate(same))
+        is_served = (served[m] == {(j, n, own[r])} for r, (m, *_) in enumerate(edge.sources))
+        return self._is_local(maker, reader, edge) and all(is_served)
+
+    def _is_local(self, maker: Op, reader: Op, edge: Edge, back: Edge | None = None) -> bool:
+        """Return whether an edge, and the one of its mirrors, go part to part on one device."""
+        if (edge, back) not in self._local:
+            made, read = self.rows[maker.name], self.rows[reader.name]
+            here = {key: row for row, key in enumerate(made.keys)}
+            same = [here.get(key, -1) for key in read.keys]
+            is_local = len(made) == len(read) and edge.sources == [[row] for row in same]
+            for mine, other in ((edge.produced.lo, edge.required.lo), (edge.produced.hi, edge.required.hi)):
+                is_local = is_local and np.array_equal(mine[same], other)
+            is_local = is_local and (back is None or all(back.sources[m] == [r] for r, m in enumerate(same)))
+            self._local[edge, back] = is_local
+        return self._local[edge, back]
 
 
 def _equalized(rows: Rows, first: list[set[Hashable]]) -> list[set[Hashable]]:
@@ -340,7 +318,7 @@ def _equalized(rows: Rows, first: list[set[Hashable]]) -> list[set[Hashable]]:
     return [mine.get(key, set()) for key in zip(rows.boxes, rows.branch.tolist(), strict=True)]
 
 
-def _equal_or_disjoint(boxes: list[Hashable], served: list[set[Hashable]]) -> bool:
+def _equal_or_disjoint(boxes: Sequence[Hashable], served: list[set[Hashable]]) -> bool:
     owner: dict[Hashable, frozenset[Hashable]] = {}
     for box, addends in zip(boxes, served, strict=True):
         whole = frozenset(addends)

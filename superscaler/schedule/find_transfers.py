@@ -10,7 +10,7 @@ import numpy as np
 from superscaler.errors import ScheduleError
 from superscaler.ir.mask import intersect
 from superscaler.ir.parts import Tree
-from superscaler.schedule.dataflow import Dataflow, Port
+from superscaler.schedule.dataflow import Dataflow, Edge, Port
 from superscaler.schedule.grouping import components, group
 from superscaler.schedule.joins import Produced, Required
 from superscaler.schedule.segments import Alias, Segment
@@ -63,7 +63,7 @@ def find_transfers(flow: Dataflow, segments: Sequence[Segment], joins: bool) -> 
         own = reads.get(tensor, []) if is_read else []
         # What rests where it is read is not gathered.
         is_here = tensor in flow.homes and not taken
-        is_here = is_here and all(flow.is_here(made[0].port, alias.uses[0]) for *_, alias in own)
+        is_here = is_here and all(flow.edge(made[0].port, alias.uses[0]).is_here for *_, alias in own)
         is_again, is_copy = flow.is_gathered_again(tensor), flow.is_copy(tensor)
         is_late = is_again or (is_copy and flow.model.origin(tensor) not in flow.homes)
         each = is_again and flow.graph.policy.gathers_each and not is_here
@@ -129,17 +129,16 @@ def _move(
     users = [places for side in read for places in side.places]
     found: list[Transfer] = []
     for side in made:
-        joined = [flow.join(side.port, reader.port) for reader in read]
-        key = kind, joins, microbatches, side.form, *map(id, joined), *(reader.form for reader in read)
-        # What is joined is kept, so that its identity stays its own.
+        edges = [flow.edge(side.port, reader.port) for reader in read]
+        key = kind, joins, microbatches, side.form, *edges, *(reader.form for reader in read)
         if key not in flow.moved:
-            flow.moved[key] = joined, _moved(tensor, kind, side, read, joined, joins, microbatches)
-        found += (like.of(tensor, side.places, users) for like in flow.moved[key][1])
+            flow.moved[key] = _moved(tensor, kind, side, read, edges, joins, microbatches)
+        found += (like.of(tensor, side.places, users) for like in flow.moved[key])
     return found
 
 
 def _moved(
-    tensor: str, kind: str, side: Side, read: Sequence[Side], joined: Sequence[list[list[int]]], joins: bool, count: int
+    tensor: str, kind: str, side: Side, read: Sequence[Side], edges: Sequence[Edge], joins: bool, count: int
 ) -> list[Transfer]:
     """Return the transfers from one maker to all readers, with numbers in the place of places."""
     columns = zip(*(reader.boxes.columns() for reader in read), strict=True)
@@ -147,7 +146,9 @@ def _moved(
     starts = accumulate((len(reader.places) for reader in read), initial=0)
     users = [place for reader, start in zip(read, starts, strict=False) for (place,) in reader.numbered(start)]
     at = {row: n for n, row in enumerate(side.rows)}
-    pairs = [[at[n] for n in one[row]] for one, reader in zip(joined, read, strict=True) for row in reader.rows]
+    pairs = [
+        [at[n] for n in edge.sources[row]] for edge, reader in zip(edges, read, strict=True) for row in reader.rows
+    ]
     assert isinstance(side.boxes, Produced)
     return [
         transfer
@@ -207,8 +208,7 @@ def _side(flow: Dataflow, outputs: Mapping[str, tuple[Segment, int]], port: Port
         kind, at, number, is_made = UPDATE, flow.home_number[op.inputs[0].tensor], 0, slot == 0
     places = [(Place(kind, at, key, number),) for key in flow.rows[op.name].keys]
     boxes = flow.produced(*port) if is_made else flow.required(*port)
-    own = (boxes.labels, boxes.tree) if isinstance(boxes, Produced) else ()
-    return Side(port, range(len(places)), boxes, places, (kind, *map(id, (boxes.lo, boxes.device, *own))))
+    return Side(port, range(len(places)), boxes, places, (kind, boxes))
 
 
 def _alias(
@@ -228,7 +228,7 @@ def _merge(flow: Dataflow, readers: Reads) -> list[Reads]:
     """Group aliases whose gradients are alike on all keys; the gradients of a group are summed before they are sent."""
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
-        tree = None if alias.rows.regular else id(alias.rows)
+        tree = None if alias.rows.regular else alias.rows
         turns = tuple(flow.turns(flow.mirrors[alias.uses[0][0].name]))
         status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares, turns)
         found.setdefault(status, []).append((segment, number, alias))
@@ -243,7 +243,7 @@ def _gradient(flow: Dataflow, alike: Reads) -> Side:
     produced = flow.produced(*port)
     tree = None if produced.tree is None else _renumber(produced.tree, {int(row): key for key, row in enumerate(at)})
     columns, labels = produced.columns(at), tuple(produced.labels[row] for row in at)
-    form = *map(id, (produced.lo, produced.device, produced.labels, produced.tree)), at.tobytes()
+    form = produced, at.tobytes()
     produced = Produced(*columns, labels, tree, produced.all_routes, k, produced.all_replicas, flow.fold)
     places = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in alike) for key in segment.keys]
     return Side(port, at.tolist(), produced, places, form)

@@ -21,9 +21,10 @@ from superscaler.ir.model import Operand
 from superscaler.ir.parts import Rows, Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Required:
-    """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows].
+    """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows]. It is compared
+    by identity: `Dataflow` makes one for all operands that are cut alike.
 
     `turns`: the time at which each row is made or read, if not empty; replicas made in time are preferred.
     """
@@ -59,7 +60,7 @@ class Required:
         return self._corners[row]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Produced(Required):
     """Boxes that are held. `labels`: rows with equal labels are replicas of one addend. `tree`: the nesting, if
     irregular.
@@ -81,6 +82,13 @@ class Produced(Required):
         for row in rows:
             found.setdefault((self.labels[row], self.corners(row)), []).append(row)
         return found
+
+    @cached_property
+    def whole(self) -> list[int]:
+        """Return rows that make the whole tensor together, each element once."""
+        nowhere = np.full(1, -1, dtype=np.int64)
+        everything = Required(self.lo.min(0, keepdims=True), self.hi.max(0, keepdims=True), nowhere, nowhere)
+        return join(self, everything)[0]
 
 
 def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints, Ints]:

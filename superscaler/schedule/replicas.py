@@ -107,6 +107,6 @@ def _data(flow: Dataflow, made: Port, read: Port) -> Iterator[tuple[Unit, list[U
     if flow.is_free(made, read):
         found = alternatives(flow.produced(maker, j), flow.required(reader, k))
     else:
-        found = [[[row] for row in rows] for rows in flow.join(made, read)]
+        found = [[[row] for row in rows] for rows in flow.edge(made, read).sources]
     for key, groups in zip(flow.rows[reader.name].keys, found, strict=True):
         yield from (((reader.name, key), [(maker.name, keys[row]) for row in some]) for some in groups)

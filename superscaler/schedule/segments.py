@@ -2,7 +2,7 @@
 
 A segment ends once the gradients of its weights are large enough to be sent, so that they travel while others are
 computed. All parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance
-per key. The level of an op is the number of cut flow on the longest path to it. Ops of one segment have one level, so
+per key. The level of an op is the number of cut edges on the longest path to it. Ops of one segment have one level, so
 no path leaves a segment and comes back.
 """
 
@@ -293,10 +293,11 @@ def _aliases(flow: Dataflow, segment: Segment) -> tuple[Alias, ...]:
         for k, operand in enumerate(op.inputs):
             if operand.tensor in made:
                 continue
-            lo, hi = (side[at] for side in flow.face(op, operand))
-            contributes = op.has_mirror and flow.model.tensors[operand.tensor].requires_grad
-            labels = _normal([flow.labels(flow.mirrors[op.name], k)[row] for row in at]) if contributes else None
-            tree = None if rows.regular else id(rows)
+            required, tensor = flow.required(op, k), flow.model.tensors[operand.tensor]
+            lo, hi = required.lo[at], required.hi[at]
+            addends = flow.produced(flow.mirrors[op.name], k).labels if op.has_mirror and tensor.requires_grad else None
+            labels = None if addends is None else _normal([addends[row] for row in at])
+            tree = None if rows.regular else rows
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
             is_weight = operand.tensor not in flow.producers or flow.producers[operand.tensor][0].from_weights

@@ -170,7 +170,7 @@ class _Search:
             return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_op_text(op)}"
         parts = self.parts.setdefault(operand.tensor, {})
         parts[row] = made
-        branch = self.flow.whole(op, j)
+        branch = self.flow.produced(op, j).whole
         if row not in branch or not all(r in parts for r in branch):
             return ""
         tensor = self.model.tensors[operand.tensor]
