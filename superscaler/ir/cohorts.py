@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from superscaler.groups import group_by
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, kinds_of, runs_of
-from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Role, Value, Weight
+from superscaler.ir.program import FIELDS, KINDS, ROLES, VALUES, Device, Instruction, Program, Role, Value, Weight
 from superscaler.ir.running.meetings import Message, meetings
 from superscaler.remembered import remembered
 
@@ -220,17 +221,16 @@ def form(device: Device) -> Hashable:
     form += [(len(run), run.count if isinstance(run, Loop) else 1) for run in runs]
     # Two repetitions determine all.
     for i in (i for run in runs for i in ((*run.first, *run.second) if isinstance(run, Loop) else run)):
-        kind = type(i)
-        form.append(kind.__name__)
-        for name, role in ROLES[kind].items():
-            value = getattr(i, name)
-            if role is Role.EVEN:
-                form.append(_shape(value))
-            elif role is Role.GROUP:
-                form += [len(value), groups.setdefault(value, len(groups))]
-            elif role not in (Role.PEER, Role.MESSAGE, Role.NOTE):
-                form.append(value)
+        kind: type = type(i)
+        form += (kind, _KEPT[kind](i))
+        form += (_shape(getattr(i, name)) for name in FIELDS[kind, Role.EVEN])
+        for value in (getattr(i, name) for name in FIELDS[kind, Role.GROUP]):
+            form += (len(value), groups.setdefault(value, len(groups)))
     return tuple(form)
+
+
+# The fields that are equal on all devices that run a program.
+_KEPT = {kind: attrgetter(*(name for role in (None, *VALUES) for name in FIELDS[kind, role])) for kind in KINDS}
 
 
 def _array(value: Any) -> NDArray[Any]:

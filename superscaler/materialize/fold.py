@@ -1,10 +1,10 @@
 """Folded devices: the compiled samples, checked to determine the code of all other devices."""
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 
+from superscaler.ir.cohorts import form
 from superscaler.ir.fold import Fold, Folded, Unfoldable
-from superscaler.ir.program import FIELDS, KINDS, Collective, Device, Instruction, Recv, Role, Send
+from superscaler.ir.program import Collective, Device, Recv, Send
 from superscaler.materialize.steps import CollectiveStep, Lowered, Message
 
 
@@ -17,8 +17,9 @@ def fold_devices(devices: Mapping[int, Device], fold: Fold, world: int) -> Folde
     for base in range(len(fold.devices)):
         first, *others = (devices[d] for d in fold.samples(base))
         _check_peers(first, fold)
+        like = form(first)
         for axis, other in enumerate(others):
-            if not _is_alike(first, other) or not _meet(first, other, fold):
+            if form(other) != like or not _meet(first, other, fold):
                 raise Unfoldable(axis)
             compiled[other.rank] = other
         compiled[first.rank] = first
@@ -96,24 +97,3 @@ def _meet(first: Device, other: Device, fold: Fold) -> bool:
             if one != two:
                 return False
     return True
-
-
-def _is_alike(first: Device, other: Device) -> bool:
-    """Return whether two devices run the same program but for names and data."""
-    if len(first.instructions) != len(other.instructions) or len(first.weights) != len(other.weights):
-        return False
-    if any(
-        (a.name, a.tensor, a.trained) != (b.name, b.tensor, b.trained)
-        for a, b in zip(first.weights, other.weights, strict=True)
-    ):
-        return False
-    return all(map(_is_same, first.instructions, other.instructions))
-
-
-def _is_same(a: Instruction, b: Instruction) -> bool:
-    """Return whether two instructions differ at most in fields that move along a fold."""
-    return type(a) is type(b) and bool(_KEPT[type(a)](a) == _KEPT[type(a)](b))
-
-
-_ROLES = (None, Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
-_KEPT = {kind: attrgetter(*(name for role in _ROLES for name in FIELDS[kind, role])) for kind in KINDS}
