@@ -29,7 +29,7 @@ from superscaler.report.journal import rows
 from superscaler.report.page.write import save as save_pages
 from superscaler.report.picture import save
 from superscaler.report.subject import Subject, subject
-from superscaler.runtime.load import load
+from superscaler.runtime.load import load as load_step
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, precision_of, predict
@@ -39,6 +39,7 @@ from superscaler.store.folder import named_path
 from superscaler.store.plan import EVALUATION, REFUSED_FILE, WEIGHTS_FILE, remove_evaluation
 from superscaler.timing import phase
 from superscaler.verify import verify
+from superscaler.verify.plan_dir import known_directory
 
 # The default of `optimizer`: none was given, not even None.
 _UNSAID: Any = object()
@@ -350,6 +351,20 @@ def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, clust
     if not isinstance(devices, Cluster):
         raise InputError(f"compile needs a Cluster, not {brief(repr(devices))}; give text as 'local:4'.")
     return Plan(compile_graph(graph, program, devices), program)
+
+
+@checked
+def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False, cuda_graph: bool = False) -> Step:
+    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
+
+    `manifest=False` skips the hashes: it runs an edited plan. With `torch_compile` segments are as long as the plan
+    allows, and each is compiled by torch's Inductor when it first runs; results then differ by rounding. With
+    `cuda_graph` the third step is captured as a CUDA graph, and replayed from then on. Raises InputError for a
+    directory that is damaged, of another version, or edited, and where no CUDA graph can replay its steps.
+    """
+    step = load_step(directory, manifest, torch_compile, cuda_graph)
+    step.known = lambda: known_directory(Path(directory))
+    return step
 
 
 __all__ = ["Plan", "Step", "capture", "compile", "load"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     with phase("import"):
         from superscaler.train import launch
         from superscaler.train.resume import ending, interrupted, unsaved
+        from superscaler.verify.plan_dir import known_of
 
     launch.check(training)
     # A function that is not there is an error here, not in the ranks after a compilation.
@@ -57,7 +59,8 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
         if training.eval:
             printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
         compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else False)
-        known = {"named": request.model, **_work(compiled), **vars(training)}
+        facts = known_of(compiled.compiled.program, compiled.compiled.cluster, compiled.peak_bytes)
+        known = {"named": request.model, **asdict(facts), **vars(training)}
         try:
             result = launch.train(Path(folder), world=compiled.compiled.program.world, is_forked=is_forked, **known)
         except KeyboardInterrupt:
@@ -71,17 +74,6 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     if failed := result.get("failed_saves"):
         printer.failure = unsaved(failed)
-
-
-def _work(plan: Plan) -> dict[str, float]:
-    """Return the operations of a step, and the peak of a device, as far as they are known."""
-    from superscaler.simulate.predict import model_flops
-
-    compiled = plan.compiled
-    found, kind = model_flops(compiled.program.model), compiled.cluster.device_kind
-    dtype = max(found, key=lambda name: found[name], default="float32")
-    peak = 0.0 if kind is None else kind.flops.get(dtype, 0.0)
-    return {"flops": float(sum(found.values())), "peak_flops": float(peak)}
 
 
 def check(request: PlanRequest, data: Path | None, evaluation: Path | None, out: Path | None) -> None:

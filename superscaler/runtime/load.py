@@ -14,7 +14,6 @@ from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
 from superscaler.runtime.replay.cuda import CudaGraphs, check_device, prepare_nccl
 from superscaler.runtime.step import Step, build_step
-from superscaler.specs.arguments import checked
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
@@ -32,15 +31,8 @@ from superscaler.store.plan import (
 )
 
 
-@checked
 def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False, cuda_graph: bool = False) -> Step:
-    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
-
-    `manifest=False` skips the hashes: it runs an edited plan. With `torch_compile` segments are as long as the plan
-    allows, and each is compiled by torch's Inductor when it first runs; results then differ by rounding. With
-    `cuda_graph` the third step is captured as a CUDA graph, and replayed from then on. Raises InputError for a
-    directory that is damaged, of another version, or edited, and where no CUDA graph can replay its steps.
-    """
+    """Return this rank's step of a saved plan; `superscaler.plan.load` describes the arguments."""
     from superscaler.comm.distributed import connect, world_size
     from superscaler.launch.watch import watch
 

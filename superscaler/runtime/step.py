@@ -20,6 +20,7 @@ from superscaler.runtime import evaluation
 from superscaler.runtime.batch import Padding, check_batches, put_together, rows_read
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.executor import Rank, take
+from superscaler.runtime.metrics import Known, Meter, metrics
 from superscaler.runtime.nonfinite import watched
 from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged
 from superscaler.runtime.parameter_groups import ParameterGroups
@@ -77,6 +78,10 @@ class Step:
         rows = rows_read(plan, self.rank)
         self.alike = Alike(rank.communicator, rows, rank.dtype) if self.world > 1 and self.inputs else None
         self._function = programs[plan["programs"][self.rank]].step
+        # What is known of a step before it runs, and the seconds of the last one.
+        self.known: Callable[[], Known] = Known
+        self._known: Known | None = None
+        self._meter = Meter(rank.device)
         self.groups = ParameterGroups(plan["optimizer"], rank)
 
     def __call__(
@@ -85,6 +90,13 @@ class Step:
         clip: float | None = None,
         check_finite: bool = False,
     ) -> Any:
+        """Run one iteration on the global batch and return the loss, a scalar that is equal on all ranks; all ranks
+        call this. A plan that trains nothing returns the module's outputs.
+
+        `batch`: a tensor per input of the capture, of its shape (`inputs`). `clip`: the largest global norm of the
+        gradients; `last_norm` is the norm before. `check_finite`: raise RuntimeFailure, which names the operator, where
+        a loss or a gradient is not finite, with nothing changed. Raises InputError for a batch of another form.
+        """
         batch = check_batches(batch, self.plan)
         if self.iterations > 1 and (clip is not None or check_finite):
             raise InputError(
@@ -106,7 +118,7 @@ class Step:
         self.state.batch, self.state.updates.clip = batch, clip
         self.state.beside = self.alike.numbers(batch) if self.alike else None
         # The casts of autocast are in the plan.
-        with torch.autocast(self.state.device.type, enabled=False):
+        with self._meter, torch.autocast(self.state.device.type, enabled=False):
             loss: Tensor = watched.run(self, self._function) if check_finite else self._run()
         if self.alike is not None and self.state.beside is not None:
             self.alike.check(self.state.beside, batch, self.state.steps)
@@ -122,7 +134,7 @@ class Step:
         if is_asked:
             raise InputError("this plan trains nothing, so there is no gradient to clip or to check; call step(batch).")
         self.state.batch = batch
-        with torch.autocast(self.state.device.type, enabled=False), torch.no_grad():
+        with self._meter, torch.autocast(self.state.device.type, enabled=False), torch.no_grad():
             self._function(self.state)
         if self.alike is not None:
             self.alike.meet(batch, self.state.steps)
@@ -267,6 +279,19 @@ class Step:
     def last_norm(self) -> float | None:
         found = self.state.updates.last_norm
         return None if found is None else float(found)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return numbers of the last step on this rank, to print or to log; other ranks need not call this.
+
+        `seconds` (of an iteration), `tokens` or `samples` of a batch and the same `_per_second`; `tflops` of the model
+        itself on this device, and `mfu`, their share of its peak; `memory_bytes` now, `peak_memory_bytes` and
+        `predicted_memory_bytes`; `gradient_norm` of a step with `clip`. None stands for what is unknown. The prediction
+        is made at the first call, which takes seconds. Raises InputError before the first step.
+        """
+        if not self._meter.is_known:
+            raise InputError("metrics are of the last step, but this step has not run yet; call step(batch) first.")
+        self._known = self._known or self.known()
+        return metrics(self._meter.seconds / self.iterations, self.inputs, self.last_norm, self._known)
 
     @property
     def bytes_moved(self) -> int:

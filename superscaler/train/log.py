@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import resource as process
 import shutil
 import sys
 import time
@@ -14,8 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from superscaler.specs.file_errors import unwritable, writing
 from superscaler.train import resume
 from superscaler.train.options import RankOptions
@@ -24,17 +21,10 @@ from superscaler.train.options import RankOptions
 METRICS_FILE = "metrics.jsonl"
 # Seconds between two progress lines where they do not overwrite each other.
 _INTERVAL = 1.0
+# Fewer TFLOPS are not shown: those of a small model on a CPU say nothing.
+_TFLOPS = 0.1
 # Where they do: to the start of the line, which is cleared.
 _CLEAR = "\r\x1b[2K"
-
-
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes: on its GPU if it has one, else in main memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    # Kibibytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return process.getrusage(process.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Log(Protocol):
@@ -163,12 +153,10 @@ def logs_of(options: RankOptions, start: int, saved: Path | None) -> list[Log]:
 
 
 class Reporter:
-    """A writer of a progress line on standard error and of the logs. `work`: operations of a step on each device, and
-    their peak a second, 0 where these are unknown.
-    """
+    """A writer of a progress line on standard error and of the logs."""
 
-    def __init__(self, steps: int, logs: Sequence[Log] = (), work: tuple[float, float] = (0.0, 0.0)) -> None:
-        self._steps, self._logs, self._work = steps, logs, work
+    def __init__(self, steps: int, logs: Sequence[Log] = ()) -> None:
+        self._steps, self._logs = steps, logs
         self._shown = -math.inf
         self._is_finite = True
 
@@ -180,27 +168,21 @@ class Reporter:
         for log in self._logs:
             log.add(entry)
 
-    def add(
-        self,
-        number: int,
-        loss: float,
-        seconds: float,
-        amount: tuple[int, str],
-        norm: float | None,
-        lr: float | tuple[float, ...],
-    ) -> None:
-        """Report a step: the `amount` of its batch with a unit, and the gradients' `norm`, if it is known."""
-        memory, flops, peak = peak_memory(), self._work[0] / seconds, self._work[1]
+    def add(self, number: int, loss: float, found: Mapping[str, Any], lr: float | tuple[float, ...]) -> None:
+        """Report a step: its loss, what `Step.metrics` has found, and the learning rates."""
+        unit = "tokens" if "tokens" in found else "samples"
+        memory, norm, tflops, mfu = (found[k] for k in ("peak_memory_bytes", "gradient_norm", "tflops", "mfu"))
         entry = {
-            "step": number, "loss": loss, "seconds": seconds, "tokens": amount[0], "unit": amount[1],
-            "memory_bytes": memory, "gradient_norm": norm, "lr": lr, **({"tflops": flops / 1e12} if flops else {}),
+            "step": number, "loss": loss, "seconds": found["seconds"], "tokens": found[unit], "unit": unit,
+            "memory_bytes": memory, "gradient_norm": norm, "lr": lr,
         }  # fmt: skip
-        self._log(entry | ({"mfu": flops / peak} if flops and peak else {}))
+        known = {name: x for name, x in (("tflops", tflops), ("mfu", mfu)) if x is not None}
+        self._log(entry | known)
         rates = (lr,) if isinstance(lr, float) else lr
         words = [
             f"step {number + 1}/{self._steps}", f"loss {loss:.4f}", "lr " + " ".join(f"{rate:.2e}" for rate in rates),
-            f"{amount[0] / seconds:,.0f} {amount[1]}/s", f"{flops / 1e12:.3g} TFLOPS" if flops else "",
-            f"MFU {flops / peak:.0%}" if flops and peak else "", f"memory {memory / 1e9:.2f} GB",
+            f"{found[f'{unit}_per_second']:,.0f} {unit}/s", f"{tflops:.3g} TFLOPS" if (tflops or 0) >= _TFLOPS else "",
+            f"MFU {mfu:.0%}" if mfu is not None else "", f"memory {memory / 1e9:.2f} GB",
             f"norm {norm:.3f}" if norm is not None else "",
         ]  # fmt: skip
         if self._is_finite and not math.isfinite(loss):

@@ -13,6 +13,7 @@ from superscaler.launch.process import run_rank
 from superscaler.replaced import own_numbers
 from superscaler.runtime.batch import Padding
 from superscaler.runtime.load import load
+from superscaler.runtime.metrics import Known
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.step import Step
 from superscaler.specs.user_file import from_file, is_function
@@ -52,30 +53,28 @@ def train_rank(options: RankOptions, directory: Path, load: Callable[..., Step])
         reporter = None
         times.append(time.time())
         if step.rank == 0:
-            work = options.flops / step.world, options.peak_flops
-            reporter = Reporter(options.steps, logs_of(options, start, folder), work)
+            reporter = Reporter(options.steps, logs_of(options, start, folder))
             stack.callback(reporter.close)
         turns = _turns(step, start, options.steps)
         for number in turns:
             several = [batches(turn) for turn in range(number, number + turns.step)]
-            started = time.perf_counter()
             given = several if step.iterations > 1 else several[0]
             with nullcontext() if profile is None else profile.of_step():
                 loss = step(given, clip=options.clip, check_finite=options.check_finite)
             if reporter is not None:
                 values = loss.reshape(-1).tolist()
-                seconds = (time.perf_counter() - started) / len(values)
                 resume.report_times(times, options.launched)
-                for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
-                    reporter.add(turn, value, seconds, _amount(batch), step.last_norm, step.lr)
+                found = step.metrics()
+                for turn, value in enumerate(values, number):
+                    reporter.add(turn, value, found, step.lr)
             advance(schedule, turns.step)
             done = number + turns.step
             if saves is not None:
                 saves.after(done, _is_due(done, turns.step, options.save_every, options.steps))
             if evaluate is not None and _is_due(done, turns.step, options.eval_every, options.steps):
-                found = evaluate()
+                means = evaluate()
                 if reporter is not None:
-                    reporter.evaluated(done, found)
+                    reporter.evaluated(done, means)
             if saves is not None and saves.stopped:
                 break
         if saves is not None:
@@ -90,6 +89,9 @@ def _loaded(directory: Path, options: RankOptions, load: Callable[..., Step]) ->
     step = load(directory, torch_compile=options.torch_compile, cuda_graph=options.cuda_graph)
     if not step.trains:
         raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
+    if options.launched is not None:
+        known = Known(options.flops, options.peak_flops, options.peak_bytes)
+        step.known = lambda: known
     if options.ema is not None:
         step.ema = options.ema
     if step.watch is not None:
@@ -164,10 +166,3 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
     if step.rank == 0:
         resume.say(f"data: random tensors for {names}, the same at each run with seed {seed}")
     return lambda number: synthetic_batch(step.inputs, number, seed, step.bounds)
-
-
-def _amount(batch: Batch) -> tuple[int, str]:
-    """Return the tokens of a batch of token ids, or the samples of another batch, with that word."""
-    if "input_ids" in batch:
-        return batch["input_ids"].numel(), "tokens"
-    return max((x.shape[0] for x in batch.values() if x.dim()), default=1), "samples"

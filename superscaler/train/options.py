@@ -113,7 +113,8 @@ class RankOptions(RunOptions):
     """A run as its ranks know it. What is no option comes from the launcher.
 
     named            the model, for the checkpoints
-    flops            operations of a step on all devices; `peak_flops`: of a device, a second
+    flops            the model's operations of a step on each device; `peak_flops`: of a device, a second
+    peak_bytes       the predicted memory of the fullest device
     launched         the folder of the launcher, if it waits for the ranks
     """
 
@@ -123,6 +124,7 @@ class RankOptions(RunOptions):
     named: str | None = None
     flops: float = 0.0
     peak_flops: float = 0.0
+    peak_bytes: int = 0
     launched: Path | None = None
 
     def write(self, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from superscaler.report.identity import own_operators
 from superscaler.report.journal import parse
 from superscaler.report.schema import Account
 from superscaler.report.subject import Subject, subject
-from superscaler.simulate.predict import predict
+from superscaler.runtime.metrics import Known
+from superscaler.simulate.predict import fullest, model_flops, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.store.plan import (
     EXPLAIN_FILE,
@@ -91,6 +93,24 @@ def simulate_directory(
             "cluster of as many, or compile the model for this one."
         )
     return predict(program, found, capacity, torch_compile, cuda_graph)
+
+
+def known_of(program: Program, cluster: Cluster, peak_bytes: int) -> Known:
+    """Return the facts about a step of a program before it runs."""
+    flops, kind = model_flops(program.model), cluster.device_kind
+    dtype = max(flops, key=lambda name: flops[name], default="float32")
+    peak = 0.0 if kind is None else kind.flops.get(dtype, 0.0)
+    return Known(sum(flops.values()) / program.world, float(peak), peak_bytes)
+
+
+def known_directory(directory: Path) -> Known:
+    """Return the facts about a step of the plan in a directory, none where its program cannot be predicted."""
+    # A plan may be edited, and have operators of a user, which do not run on tensors without data.
+    with suppress(Exception):
+        saved = read_plan(directory, has_hashes=False)
+        program, cluster = program_of(saved), Cluster.parse(saved.head["cluster"])
+        return known_of(program, cluster, fullest(program, cluster).peak)
+    return Known()
 
 
 def subject_of(directory: Path, run: Path | None = None) -> Subject:

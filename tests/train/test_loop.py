@@ -8,12 +8,14 @@ import re
 import resource
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.runtime.metrics import Known, metrics
 from superscaler.train.log import Metrics
 from superscaler.train.loop import choose_batches, train_rank
 from superscaler.train.options import parse
@@ -40,6 +42,9 @@ class FakeStep:
         self.batches.append(batch)
         self.last_norm = None if clip is None else 2 * clip
         return torch.tensor(float(len(self.batches)))
+
+    def metrics(self) -> dict[str, Any]:
+        return metrics(0.01, self.inputs, self.last_norm, Known())
 
     def close(self) -> None:
         self.is_closed = True
