@@ -115,7 +115,7 @@ class Blocks:
     def number(self, value: Value, repeat: Repeat | None) -> str:
         """Return the source of the number of the block of a value, in the first repetition of a loop or outside."""
         layer = self._index[value][1]
-        return repeat.number(layer, repeat.moves.get(value, 0)) if repeat else str(layer)
+        return repeat.number(layer, value) if repeat else str(layer)
 
     def at(self, repeat: Repeat, value: Value, turn: int) -> Value:
         """Return the value of a repetition at the place of a value of the second one."""

@@ -11,7 +11,7 @@ from math import inf
 
 from superscaler.emit.lists import Instruction, Item, Lists, Run, family, names
 from superscaler.emit.loops import Section
-from superscaler.emit.repeats import LAYER, Repeat, sum_of
+from superscaler.emit.repeats import Repeat, Variable
 from superscaler.groups import collect
 from superscaler.ir.loops import NONE
 from superscaler.ir.program import ONE, Role, Task, Value
@@ -39,7 +39,7 @@ class Spelling:
         self._first_lists = set(self._find_first(runs, declared))
         # The dicts that are used.
         self.dicts = set[str]()
-        self._moving, self._first, self._period, self._repeat = set[Value](), 0, 1, _NO_LOOP
+        self._moving, self._turn, self._repeat = set[Value](), Variable(TURN), _NO_LOOP
         # The names and keys of values in the current loops.
         self._known = dict[Value, tuple[str, list[str]]]()
         self._kept = {self._base(lists.owner(v)) for run in runs for v in run.kept()}
@@ -144,18 +144,18 @@ class Spelling:
     def enter(self, loop: Section) -> str:
         """Enter the body of a loop over microbatches; return its head."""
         self._known.clear()
-        self._moving, self._period = {*map(self.lists.owner, loop.moving)}, loop.period
-        self._first = min(value.microbatch for value in self._moving)
+        self._moving, period = {*map(self.lists.owner, loop.moving)}, loop.period
+        self._turn = Variable(TURN, first := min(value.microbatch for value in self._moving), period)
         made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(family(v))) is not None]
         for turn in range(loop.count):
             for there, microbatch in made:
-                there.append(microbatch + turn * self._period)
-        step = f", {self._period}" * (self._period > 1)
-        return f"for {TURN} in range({self._first}, {self._first + self._period * loop.count}{step}):"
+                there.append(microbatch + turn * period)
+        step = f", {period}" * (period > 1)
+        return f"for {TURN} in range({first}, {first + period * loop.count}{step}):"
 
     def leave(self) -> None:
         self._known.clear()
-        self._moving, self._first, self._period = set(), 0, 1
+        self._moving, self._turn = set(), Variable(TURN)
 
     def enter_layers(self, repeat: Repeat) -> str:
         """Enter the body of a loop over layers; return its head."""
@@ -166,7 +166,7 @@ class Spelling:
     @property
     def direction(self) -> int:
         """Return 1 if the current loop goes up through the layers, -1 if it goes down."""
-        return self._repeat.step
+        return self._repeat.layer.step
 
     def leave_layers(self) -> None:
         self._repeat = _NO_LOOP
@@ -188,26 +188,19 @@ class Spelling:
 
     # Numbers.
 
-    def _turns(self, start: int, step: int, *others: tuple[int, str]) -> str:
-        """Return the source of a number that is `start` in the first microbatches and grows by `step` with them."""
-        period = 1 if step % self._period == 0 else self._period
-        factor = step * period // self._period
-        turn = f"({TURN} // {period})" if period > 1 else TURN
-        return sum_of([(factor, turn), *others], start - self._first // period * factor)
-
     def entry(self, start: int, layers: int, is_turning: bool) -> str:
         """Return the source of the number of a table entry. From `start` on there is one for each of `layers`, by their
         numbers, and again for each repetition by microbatches.
         """
+        of = self._repeat.layer
         if layers > 1:
-            start -= min(self._repeat.first, self._repeat.first + self._repeat.step * (layers - 1))
-        by_layer = (int(layers > 1), LAYER)
-        return self._turns(start, layers, by_layer) if is_turning else sum_of([by_layer], start)
+            start -= min(of.first, of.first + of.step * (layers - 1))
+        return self._turn.number(start, layers * is_turning, (int(layers > 1), of.name))
 
     def task(self, task: Task, later: Task) -> str:
         by_layer = self._repeat.moves.get(task, 0)
-        segment = f"{{{self._repeat.number(task.segment, by_layer)}}}" if by_layer else str(task.segment)
-        turn = f"{{{self._turns(task.microbatch, self._period)}}}" if later != task else str(task.microbatch)
+        segment = f"{{{self._repeat.number(task.segment, task)}}}" if by_layer else str(task.segment)
+        turn = f"{{{self._turn.number(task.microbatch, self._turn.step)}}}" if later != task else str(task.microbatch)
         is_moving = by_layer or later != task
         return f'{"f" * bool(is_moving)}"s{segment}{task.spelled(turn).removeprefix(f"s{task.segment}")}"'
 
@@ -219,13 +212,13 @@ class Spelling:
         is_moving, is_kept = value in self._moving, base in self._kept
         keys = list[str]()
         if value.microbatch != NONE and is_kept:
-            keys.append(self._turns(value.microbatch, self._period) if is_moving else str(value.microbatch))
+            keys.append(self._turn.number(value.microbatch, self._turn.step) if is_moving else str(value.microbatch))
         of = value
         if family(value) in self.layers:
             of, layer = self.layers[family(value)]
             of = of._replace(microbatch=value.microbatch)
             if base in self._keyed:
-                keys.append(self._repeat.number(layer, self._repeat.moves.get(value, 0)))
+                keys.append(self._repeat.number(layer, value))
         return of.spelled("") if value.microbatch != NONE and (is_moving or is_kept) else str(of), keys
 
     def variable(self, value: Value, is_popped: bool = False) -> str:
@@ -241,7 +234,7 @@ class Spelling:
 
     def place(self, run: Run, after: int = 0) -> str:
         """Return the source of the place of a run in its list, or of a place behind that."""
-        return self._repeat.number(run.start + after, self._repeat.moves.get(run, 0))
+        return self._repeat.number(run.start + after, run)
 
     def is_whole(self, run: Run) -> bool:
         return run.size == self.lists.size[family(run.of)]

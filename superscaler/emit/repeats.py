@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,20 +28,33 @@ class Line:
     slots: tuple[Slot, ...]
 
 
+class Variable(NamedTuple):
+    """A variable of a loop: its first value, and its step from each repetition to the next."""
+
+    name: str
+    first: int = 0
+    step: int = 1
+
+    def number(self, start: int, by: int, *more: tuple[int, str]) -> str:
+        """Return the source of a number that starts at `start` and grows `by` so much, with more products to add."""
+        step = 1 if by % self.step == 0 else self.step
+        factor, turn = by * step // self.step, self.name if step == 1 else f"({self.name} // {step})"
+        return sum_of([(factor, turn), *more], start - self.first // step * factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Repeat:
     """A body of `length` instructions that starts at `start` and runs `count` times; then its first `tail` ones run.
 
-    The layer is `first` in the first repetition, and grows by `step`. `moves`: the step of each slot between two
-    repetitions, in layers for values and in places or segments for others.
+    `layer`: its variable, whose step is 1 or -1. `moves`: the step of each slot between two repetitions, in layers for
+    values and in places or segments for others.
     """
 
     start: int
     length: int
     count: int
     tail: int
-    first: int = 0
-    step: int = 1
+    layer: Variable = field(default=Variable(LAYER))
     moves: dict[Slot, int] = field(default_factory=dict)
 
     @property
@@ -50,19 +64,18 @@ class Repeat:
     @property
     def last(self) -> int:
         """Return the number of the layer of the last repetition."""
-        return self.first + self.step * (self.count - (not self.tail))
+        return self.layer.first + self.layer.step * (self.count - (not self.tail))
 
     @property
     def head(self) -> str:
         """Return the head of the loop."""
-        low, high = sorted((self.first, self.last))
+        low, high = sorted((self.layer.first, self.last))
         layers = f"range({f'{low}, ' * (low != 0)}{high + 1})"
-        return f"for {LAYER} in {layers if self.step > 0 else f'reversed({layers})'}:"
+        return f"for {LAYER} in {layers if self.layer.step > 0 else f'reversed({layers})'}:"
 
-    def number(self, start: int, step: int) -> str:
-        """Return the source of a number that is `start` in the first repetition and grows by `step`."""
-        factor = step * self.step
-        return sum_of([(factor, LAYER)], start - factor * self.first)
+    def number(self, start: int, of: Slot) -> str:
+        """Return the source of a number that is `start` in the first repetition and moves as a slot does."""
+        return self.layer.number(start, self.moves.get(of, 0))
 
     def times(self, at: int) -> range:
         """Return the positions of the instructions in the place of instruction `at` of the body."""
@@ -137,12 +150,18 @@ def _runs(form: Ints, lines: Sequence[Line], low: int, high: int, lag: int) -> I
 
 def _step(one: Line, other: Line) -> tuple[Hashable, ...]:
     """Return the moves of the slots from a line to another one of the same form."""
-    return tuple(
-        (a.of == b.of, b.start - a.start) if isinstance(a, Run) and isinstance(b, Run)
-        else b.segment - a.segment if isinstance(a, Task) and isinstance(b, Task)
-        else a == b
-        for a, b in zip(one.slots, other.slots, strict=True)
-    )  # fmt: skip
+    return tuple([(_gap(a, b), _of(a) == _of(b)) for a, b in zip(one.slots, other.slots, strict=True)])
+
+
+def _gap(one: Slot, other: Slot) -> int:
+    """Return the places from a run to another one, or the segments from a task to another one."""
+    if isinstance(one, Run) and isinstance(other, Run):
+        return other.start - one.start
+    return other.segment - one.segment if isinstance(one, Task) and isinstance(other, Task) else 0
+
+
+def _of(slot: Slot) -> Value | Task:
+    return slot.of if isinstance(slot, Run) else slot
 
 
 def _cut(start: int, end: int, lag: int, is_cut: Callable[[int], bool]) -> Repeat | None:
@@ -184,18 +203,16 @@ class Layers:
                     place = number, layer + pace * (n - at)
                     if index.setdefault(key, place) != place or owner.setdefault(place, key) != key:
                         return None
-            own = slot.of if isinstance(slot, Run) else slot
+            own = _of(slot)
             if isinstance(own, Value) and moves.setdefault(own, pace) != pace:
                 return None
         for at in range(repeat.length):
             one, other = (lines[repeat.start + at + n].slots for n in (0, repeat.length))
             for a, b in zip(one, other, strict=True):
-                gap = b.start - a.start if isinstance(a, Run) and isinstance(b, Run) else 0
-                gap = b.segment - a.segment if isinstance(a, Task) and isinstance(b, Task) else gap
-                if not isinstance(a, Value) and moves.setdefault(a, gap) != gap:
+                if not isinstance(a, Value) and moves.setdefault(a, _gap(a, b)) != _gap(a, b):
                     return None
         self.index, self._owner, self._families = index, owner, found
-        return replace(repeat, first=first, step=step, moves=moves)
+        return replace(repeat, layer=Variable(LAYER, first, step), moves=moves)
 
     def _columns(self, repeat: Repeat, lines: Sequence[Line]) -> Iterator[tuple[Slot, list[Value | Task]]]:
         """Yield each slot of a body with its contents in all repetitions; those of segments come first, then waits."""
@@ -203,9 +220,8 @@ class Layers:
         for at in order:
             some = [lines[n].slots for n in repeat.times(at)]
             for column in zip(*some, strict=True):
-                keys = [slot.of if isinstance(slot, Run) else slot for slot in column]
                 if column[0] != ONE:
-                    yield column[0], [_first(key) for key in keys]
+                    yield column[0], [_first(_of(slot)) for slot in column]
 
     def names(self, taken: set[str]) -> dict[Value, tuple[Value, int]]:
         """Return the family of each value, as a value, and the number of its layer."""

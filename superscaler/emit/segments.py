@@ -162,7 +162,7 @@ class _Writer:
         for step, some in groupby(inputs, lambda pair: pair[1]):
             for run in _runs([n for n, _ in some]):
                 names = _tuple(self._named(self.inputs[n]) for n in run)
-                start, stop = (repeat.number(n - self.listed, step) for n in (run[0], run[-1] + 1))
+                start, stop = (repeat.layer.number(n - self.listed, step) for n in (run[0], run[-1] + 1))
                 yield f"        {names} = {self._part(start, stop, len(run))}"
 
     def _part(self, start: str, stop: str, size: int) -> str:
@@ -262,7 +262,7 @@ class _Writer:
         return [f"if {LAYER} == {self.repeat.last}:", f"    {deleted(names)}"] if names else []
 
     def _number(self, run: Run) -> str:
-        return str(run.start) if self.repeat is None else self.repeat.number(run.start, self.repeat.moves.get(run, 0))
+        return str(run.start) if self.repeat is None else self.repeat.number(run.start, run)
 
     def _name(self, value: Value) -> str:
         """Return the source of a value with a name."""
