@@ -103,7 +103,7 @@ class Lowering:
             transfer, options = self.transfers[number], self.options
             wire = options.wire(transfer, "reduce_scatter", trained=True)
             of = options.dtype(transfer, trained=True), wire, options.tensors[transfer.tensor].largest
-            alike = id(transfer.like), *of
+            alike = transfer.like, *of
             if alike not in self._by_form:
                 self._by_form[alike] = self._moved(transfer, of)
             self._by_number[number] = self._by_form[alike]

@@ -32,7 +32,7 @@ def group(
         labels: dict[Hashable, int] = {}
         held_by = (tuple(produced.labels[row] for row in some) for some, _ in alike)
         numbers = (labels.setdefault((p.box, some), len(labels)) for p, some in zip(pieces, held_by, strict=True))
-        found = _joined(found, dict(zip(map(id, pieces), numbers, strict=True)))
+        found = _joined(found, dict(zip(pieces, numbers, strict=True)))
     return [part for transfer in found for part in _by_pieces(transfer)]
 
 
@@ -81,13 +81,13 @@ def _read_by(transfer: Transfer, some: Sequence[int], sources: Sequence[Sequence
     return components(transfer.tensor, transfer.kind, pieces, readers, links)
 
 
-def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[Transfer]:
+def _joined(transfers: Sequence[Transfer], class_of: Mapping[End, int]) -> list[Transfer]:
     """Join transfers of replicas of the same pieces to other devices, so that the replicas can share the work."""
     groups: dict[Hashable, list[Transfer]] = {}
     for t in transfers:
         microbatches = (frozenset(p.key[1] for e in ends for p in e.places) for ends in (t.pieces, t.readers))
-        key = (*sorted(class_of[id(p)] for p in t.pieces), *microbatches)
-        groups.setdefault(key if t.is_joint and not t.is_to_updates else id(t), []).append(t)
+        key = (*sorted(class_of[p] for p in t.pieces), *microbatches)
+        groups.setdefault(key if t.is_joint and not t.is_to_updates else t, []).append(t)
     found: list[Transfer] = []
     for some in groups.values():
         pieces, readers = tuple(p for t in some for p in t.pieces), tuple(r for t in some for r in t.readers)
@@ -99,7 +99,7 @@ def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[
         for t in some:
             links += [(p0 + p, r0 + r) for p, r in t.links]
             p0, r0 = p0 + len(t.pieces), r0 + len(t.readers)
-        classes = tuple(class_of[id(p)] for p in pieces)
+        classes = tuple(class_of[p] for p in pieces)
         found.append(Transfer(some[0].tensor, some[0].kind, pieces, readers, tuple(links), classes))
     return found
 

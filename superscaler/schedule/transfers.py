@@ -34,7 +34,7 @@ class Place(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class End:
     """A box of a tensor on a device: a piece held there, or a box that readers there require."""
 
@@ -43,10 +43,10 @@ class End:
     places: tuple[Place, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Transfer:
     """A transfer of one tensor. `links` are pairs (piece, reader); a reader's value is the sum of its pieces, each at
-    its box.
+    its box. It is compared by identity.
 
     `classes`: a number per piece, if not empty; pieces with equal numbers are replicas.
     """

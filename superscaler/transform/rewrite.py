@@ -282,16 +282,16 @@ def _wrong(before: Model, after: Model) -> str:
     """Return the violation of a model made by an algorithm, and the remedy; '' if there is none."""
     if not isinstance(after, Model):
         return f"gives {after!r}; its method rewrite must return a Model."
-    known = {op.name for op in before.ops}
+    known = {op.name: op for op in before.ops}
     made = {name for name, tensor in after.tensors.items() if tensor.kind != "activation"}
     names = [op.name for op in after.ops]
     twice = next((name for name in names if names.count(name) > 1), "") if len(set(names)) < len(names) else ""
     if twice:
         return f"makes two ops named {twice}; give each a name of its own."
     # Ops and tensors that the algorithm left as they were.
-    same, kept = set(map(id, before.ops)), {n for n, t in before.tensors.items() if after.tensors.get(n) is t}
+    kept = {n for n, t in before.tensors.items() if after.tensors.get(n) is t}
     for op in after.ops:
-        is_same = id(op) in same
+        is_same = known.get(op.name) is op
         for operand in (*op.inputs, *op.outputs):
             if is_same and operand.tensor in kept:
                 continue
