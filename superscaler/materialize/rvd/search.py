@@ -191,7 +191,7 @@ class _Side:
         found: list[Step] = []
         while (move := self.came.get(state)) is not None:
             (groups, seconds), after = self._priced(move), self.frame.layout(move.after)
-            slots, size = (max(move.take - D, -1), max(move.give - D, -1)), self.case.size // move.parts
+            slots, size = (max(move.gather_axis - D, -1), max(move.scatter_axis - D, -1)), self.case.size // move.parts
             moved = len(groups) * links(move.kind, len(groups[0])) if move.kind in table.COLLECTIVES else 0
             found.append(Step(move.kind, groups, *slots, after, size * self.case.itemsize, size * moved, seconds))
             state = move.after if self.is_back else move.before

@@ -136,11 +136,11 @@ def _primes(k: int) -> tuple[int, ...]:
 
 
 class Move(NamedTuple):
-    """A collective along digits that leave axis `take` and join axis `give`. `parts`: of the tensor, at its source."""
+    """A collective along digits that leave `gather_axis` for `scatter_axis`. `parts`: of the tensor, at its source."""
 
     kind: str
-    take: int
-    give: int
+    gather_axis: int
+    scatter_axis: int
     digits: Digits
     parts: int
     before: State
@@ -151,9 +151,9 @@ class Move(NamedTuple):
 def moves(state: State, radices: Shape, sizes: Shape, is_back: bool) -> list[Move]:
     """Return the collectives from a state, or (`is_back`) those to it from states with equal parts."""
     axes, found = {R: [R], V: [V], D: list(range(D, len(state)))}, []
-    joined = ((kind, x, y) for kind, take, give in INTRA for x in axes[take] for y in axes[give] if x != y)
-    for kind, take, give in joined:
-        x, y = (give, take) if is_back else (take, give)
+    joined = ((kind, x, y) for kind, gather, scatter in INTRA for x in axes[gather] for y in axes[scatter] if x != y)
+    for kind, gather, scatter in joined:
+        x, y = (scatter, gather) if is_back else (gather, scatter)
         for digits in _leaving(state[x], x) if state[x] else ():
             if y >= D and sizes[y - D] % prod(radices[d] for d in state[y] + digits):
                 continue
@@ -161,7 +161,7 @@ def moves(state: State, radices: Shape, sizes: Shape, is_back: bool) -> list[Mov
             for ordered in itertools.permutations(digits) if x < D <= y else (digits,):
                 before, after = (state, _moved(state, x, y, ordered))[:: -1 if is_back else 1]
                 parts = prod(radices[d] for slot in before[D:] for d in slot)
-                found.append(Move(kind, take, give, ordered, parts, before, after))
+                found.append(Move(kind, gather, scatter, ordered, parts, before, after))
     return found
 
 
@@ -172,10 +172,10 @@ def _leaving(digits: Digits, axis: int) -> list[Digits]:
     return [some for k in range(len(digits)) for some in itertools.combinations(digits, k + 1)]
 
 
-def _moved(state: State, take: int, give: int, digits: Digits) -> State:
+def _moved(state: State, gather: int, scatter: int, digits: Digits) -> State:
     after = list(state)
-    after[take] = tuple(d for d in state[take] if d not in digits)
-    after[give] = state[give] + digits if give >= D else tuple(sorted(state[give] + digits))
+    after[gather] = tuple(d for d in state[gather] if d not in digits)
+    after[scatter] = state[scatter] + digits if scatter >= D else tuple(sorted(state[scatter] + digits))
     return tuple(after)
 
 

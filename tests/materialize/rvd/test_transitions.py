@@ -32,7 +32,7 @@ def test_collectives(kind: str) -> None:
             for frame in table.frames(source):
                 for move in table.moves(frame.start, frame.devices.shape, sizes, False):
                     if move.kind == kind:
-                        slots = [axis - D if axis >= D else -1 for axis in (move.take, move.give)]
+                        slots = [axis - D if axis >= D else -1 for axis in (move.gather_axis, move.scatter_axis)]
                         after = frame.layout(move.after)
                         check(source, Step(kind, frame.groups(move.digits), *slots, after, 0, 0, 0.0), sizes)
                         tried += 1
