@@ -92,6 +92,10 @@ def parse_schedule(text: str) -> list[list[Action]]:
     return [[Action.parse(word) for word in line.split()] for line in text.splitlines()]
 
 
+# Ops, each with the addresses of its parts that are meant, none for all.
+Members = tuple[tuple[str, tuple[Address, ...]], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
@@ -102,7 +106,7 @@ class Group:
     """
 
     kind: str
-    members: tuple[tuple[str, tuple[Address, ...]], ...]
+    members: Members
     microbatch: int | None = None
     label: str = ""
 
@@ -150,10 +154,10 @@ def changed(orders: Iterable[Order], change: Callable[[Group], Group]) -> list[O
     """Return orders with other members (and kinds) of their groups. Groups that share members, those of other
     microbatches, share the changed ones.
     """
-    known: dict[tuple[int, str], Group] = {}
+    known: dict[tuple[Members, str], Group] = {}
 
     def made(group: Group) -> Group:
-        key = id(group.members), group.kind
+        key = group.members, group.kind
         if key not in known:
             known[key] = change(group)
         return replace(group, kind=known[key].kind, members=known[key].members)

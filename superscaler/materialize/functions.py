@@ -21,9 +21,8 @@ class Functions:
         self.flow = flow
         self.made: list[Function] = []
         self._numbers: dict[Hashable, int] = {}
-        # By segment, and by the rows of its ops: those of the layers of a model are often equal.
-        self._own: dict[int, _Own] = {}
-        self._by_rows: dict[tuple[Rows, ...], _Own] = {}
+        # By the rows of a segment's ops: those of the layers of a model are often equal.
+        self._own: dict[tuple[Rows, ...], _Own] = {}
 
     def start(self, segment: Segment, at: int) -> Shape:
         """Return the start of a part on each coordinate of its function."""
@@ -49,12 +48,10 @@ class Functions:
 
     def of(self, segment: Segment) -> "_Own":
         """Return the parts of a segment."""
-        if segment.number not in self._own:
-            key = tuple(self.flow.rows[op.name] for op in segment.ops)
-            if key not in self._by_rows:
-                self._by_rows[key] = self._find(segment)
-            self._own[segment.number] = self._by_rows[key]
-        return self._own[segment.number]
+        key = tuple([self.flow.rows[op.name] for op in segment.ops])
+        if key not in self._own:
+            self._own[key] = self._find(segment)
+        return self._own[key]
 
     def _find(self, segment: Segment) -> "_Own":
         rows = [(self.flow.rows[op.name], segment.row_of[op.name]) for op in segment.ops]

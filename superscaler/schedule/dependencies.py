@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.model import Op
-from superscaler.ir.orders import Group, Order
+from superscaler.ir.orders import Group, Members, Order
 from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.recompute_order import RUNS, RecomputeOrder, Work, maker_of, reader_of
@@ -19,8 +19,8 @@ from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 # Kinds of nodes that only order others, and of nodes that are no work.
 HUBS = "OE"
 PASSED = f"C{HUBS}"
-# The identity of a group's members, its kind and microbatch.
-GroupKey = tuple[int, str, int | None]
+# What a group is, whatever its label.
+GroupKey = tuple[Members, str, int | None]
 
 
 class Node(NamedTuple):
@@ -328,4 +328,4 @@ class DependencyGraph:
 
 
 def _key(group: Group) -> GroupKey:
-    return id(group.members), group.kind, group.microbatch
+    return group.members, group.kind, group.microbatch

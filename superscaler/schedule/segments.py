@@ -251,10 +251,10 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     regions = {op.name: op.region for op in graph.model.ops}
     for op in graph.model.ops:
         found[op.name] = {(op.region, regions.get(op.origin), op.split, op.regather, op.is_copy)}
-    # The groups of a stage share one tuple of members in all microbatches; it is looked at once.
-    groups = {id(group.members): group for order in graph.orders for group in (order.before, order.after)}
-    for number, group in groups.items():
-        for name, paths in group.members:
+    # The groups of a stage have equal members in all microbatches, which are looked at once.
+    members = dict.fromkeys(group.members for order in graph.orders for group in (order.before, order.after))
+    for number, some in enumerate(members):
+        for name, paths in some:
             found[name].add((number, tuple(rows_under(graph.grids[name], path) for path in paths)))
     return {name: frozenset(signature) for name, signature in found.items()}
 

@@ -160,9 +160,9 @@ def place_twins(graph: Graph) -> None:
 
 def _check_orders(graph: Graph) -> None:
     """Raise InputError for an order of an op that no longer exists."""
-    groups = ((group, order.where) for order in graph.orders for group in (order.before, order.after))
-    for group, where in {id(group.members): (group, where) for group, where in groups}.values():
-        for name, _ in group.members:
+    groups = ((group.members, order.where) for order in graph.orders for group in (order.before, order.after))
+    for members, where in dict(groups).items():
+        for name, _ in members:
             try:
                 graph.op(name)
             except InputError as error:
