@@ -27,6 +27,7 @@ from superscaler.report.block_summary import account
 from superscaler.report.identity import kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
 from superscaler.store import plan as disk
+from superscaler.store import plan_head as heads
 from superscaler.store.folder import digest, hash_without
 from superscaler.store.operators import homes
 from superscaler.store.plan import plan_files, read_plan, recover, staged
@@ -64,7 +65,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
     model = program.model
     resident = {w.tensor for d, _ in program.distinct for w in d.weights} | set(model.inputs)
     return {
-        "version": disk.PlanHead.VERSION,
+        "version": heads.PlanHead.VERSION,
         "world": program.world,
         "cluster": cluster,
         "seed": seed,
@@ -160,8 +161,8 @@ def write(
         written = texts_of_compiled(joined.program, joined.emitted)
     written |= {
         **texts(compiled.program, compiled.emitted),
-        disk.JOURNAL_FILE: journal.text(journal.rows(compiled.graph.journal)),
-        disk.EXPLAIN_FILE: _lines(account(compiled)) + "\n",
+        heads.JOURNAL_FILE: journal.text(journal.rows(compiled.graph.journal)),
+        heads.EXPLAIN_FILE: _lines(account(compiled)) + "\n",
     }
     files = {name: text.encode() for name, text in written.items()}
     hashes = {name: digest(data) for name, data in files.items()}
@@ -170,13 +171,13 @@ def write(
         recover(directory)
         if _is_there(directory, kept):
             return False
-        _refuse_theirs(directory, {*files, disk.WEIGHTS_FILE, disk.PLAN_FILE}, older)
+        _refuse_theirs(directory, {*files, heads.WEIGHTS_FILE, heads.PLAN_FILE}, older)
         with staged(directory) as draft:
             for name, text in files.items():
                 draft.file(name, text)
-            if beside is None or not _link(beside, draft.path / disk.WEIGHTS_FILE, weights):
-                draft.tensors(disk.WEIGHTS_FILE, weights)
-            header, tensors = tensor_hashes(draft.path / disk.WEIGHTS_FILE, "choose another directory")
+            if beside is None or not _link(beside, draft.path / heads.WEIGHTS_FILE, weights):
+                draft.tensors(heads.WEIGHTS_FILE, weights)
+            header, tensors = tensor_hashes(draft.path / heads.WEIGHTS_FILE, "choose another directory")
             draft.finish({**data, "manifest": {**kept, "header": header, "tensors": tensors}})
             # It is of the older plan.
             disk.remove_evaluation(directory)
@@ -185,7 +186,7 @@ def write(
 
 def _link(file: Path, new: Path, weights: Mapping[str, Tensor]) -> bool:
     """Give a file of weights a second name if it has all of some; return whether it has one."""
-    with opened(file, disk.REWRITE) as stored:
+    with opened(file, heads.REWRITE) as stored:
         found = kinds(stored)
     needed = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in weights.items()}
     if needed.items() <= found.items():
@@ -218,16 +219,16 @@ def texts(program: Program, emitted: Emitted) -> dict[str, str]:
     """Return the files that a program determines: the code, the model, the program, and run.py."""
     return {
         **emitted.files,
-        disk.MODEL_FILE: print_model(without_sources(program.model)),
-        disk.PROGRAM_FILE: print_program(program),
-        disk.RUN_FILE: RUN.format(world=program.world),
+        heads.MODEL_FILE: print_model(without_sources(program.model)),
+        heads.PROGRAM_FILE: print_program(program),
+        heads.RUN_FILE: RUN.format(world=program.world),
     }
 
 
 def texts_of_compiled(program: Program, emitted: Emitted) -> dict[str, str]:
     """Return the files of the code of compiled steps, and of its program."""
-    found = {**emitted.files, disk.PROGRAM_FILE: print_program(program)}
-    return {f"{disk.COMPILED}{name}": text for name, text in found.items()}
+    found = {**emitted.files, heads.PROGRAM_FILE: print_program(program)}
+    return {f"{heads.COMPILED}{name}": text for name, text in found.items()}
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
@@ -244,7 +245,7 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
         if not origin(graph, cluster, values).items() <= plan.head["manifest"].items():
             return None
         plan.check()
-        return json.loads(plan.text(disk.EXPLAIN_FILE))
+        return json.loads(plan.text(heads.EXPLAIN_FILE))
     except (InputError, OSError):
         return None
 
@@ -257,5 +258,5 @@ def _is_there(directory: Path, kept: Mapping[str, Any]) -> bool:
     except InputError:
         return False
     # The journal has the place of the plan's source lines, which may have moved.
-    theirs, ours = ({**m, "files": {**m["files"], disk.JOURNAL_FILE: ""}} for m in (found.head["manifest"], kept))
+    theirs, ours = ({**m, "files": {**m["files"], heads.JOURNAL_FILE: ""}} for m in (found.head["manifest"], kept))
     return bool(ours.items() <= theirs.items())

@@ -20,7 +20,7 @@ from superscaler.planner.auto import plan_of
 from superscaler.replaced import replaced
 from superscaler.specs.file_errors import writing
 from superscaler.specs.whole_file import write_file
-from superscaler.store.plan import EVALUATION, REFUSED_FILE
+from superscaler.store.plan_head import EVALUATION, REFUSED_FILE
 
 # Plans under which evaluation runs where the trained plan's own has nothing to do without a backward (as recompute): of
 # weights in slices, which fit wherever that plan does, then others for a batch that all devices do not divide.

@@ -36,7 +36,8 @@ from superscaler.simulate.predict import fullest, memory_line, precision_of, pre
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
-from superscaler.store.plan import EVALUATION, REFUSED_FILE, WEIGHTS_FILE, remove_evaluation
+from superscaler.store.plan import remove_evaluation
+from superscaler.store.plan_head import EVALUATION, REFUSED_FILE, WEIGHTS_FILE
 from superscaler.timing import phase
 from superscaler.verify import verify
 from superscaler.verify.plan_dir import known_directory

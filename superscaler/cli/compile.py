@@ -66,7 +66,7 @@ def check_out(out: Path | None) -> None:
 
 
 def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:
-    from superscaler.store.plan import RUN_FILE
+    from superscaler.store.plan_head import RUN_FILE
 
     text = f"written to {out}" if is_new else f"unchanged: {out} holds this plan already"
     return [] if out is None else [f"{text}; {how_to_start(cluster, out / RUN_FILE)}"]

@@ -59,7 +59,8 @@ def kubernetes(
 
 
 def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
-    from superscaler.store.plan import RUN_FILE, read_plan
+    from superscaler.store.plan import read_plan
+    from superscaler.store.plan_head import RUN_FILE
     from superscaler.train.options import check_words
 
     check_words(options or ())

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from superscaler.report.places import NO_GROUPS, Groups, Places
 from superscaler.store.folder import Checked, Head
-from superscaler.store.plan import REWRITE, Option
+from superscaler.store.plan_head import REWRITE, Option
 
 # The version of explain.json; other versions are refused.
 VERSION = 5

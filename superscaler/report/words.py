@@ -12,7 +12,8 @@ from superscaler.groups import group_by
 from superscaler.report.places import Groups, Places
 from superscaler.report.schema import Account, Axis, Block, Order, Sent, Split, Weights, objects
 from superscaler.specs.sizes import duration, size
-from superscaler.store.plan import EXPLAIN_FILE, read_plan
+from superscaler.store.plan import read_plan
+from superscaler.store.plan_head import EXPLAIN_FILE
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # A communication that takes more than so many times its seconds at full bandwidth is as long with fewer bytes.

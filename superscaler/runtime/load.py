@@ -17,18 +17,8 @@ from superscaler.runtime.step import Step, build_step
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
-from superscaler.store.plan import (
-    COMPILED,
-    EVALUATION,
-    PLAN_FILE,
-    REFUSED_FILE,
-    RUN_FILE,
-    code_of,
-    of_compiled,
-    open_plan,
-    warn_versions,
-    weights_of,
-)
+from superscaler.store.plan import code_of, of_compiled, open_plan, warn_versions, weights_of
+from superscaler.store.plan_head import COMPILED, EVALUATION, PLAN_FILE, REFUSED_FILE, RUN_FILE
 
 
 def load(directory: str | Path, manifest: bool = True, torch_compile: bool = False, cuda_graph: bool = False) -> Step:

@@ -11,7 +11,7 @@ from superscaler.ir.text.model import parse_model
 from superscaler.ir.text.program import parse_program
 from superscaler.specs.file_errors import reading
 from superscaler.store.folder import Whole
-from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE, REWRITE
+from superscaler.store.plan_head import MODEL_FILE, PROGRAM_FILE, REWRITE
 
 
 def program_of(plan: Whole, damage: InputError | None = None) -> Program:

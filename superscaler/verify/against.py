@@ -20,7 +20,8 @@ from superscaler.report.identity import kept_values, own_operators
 from superscaler.specs.options import FULL, HALVES
 from superscaler.store.folder import Whole
 from superscaler.store.operators import homes
-from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan
+from superscaler.store.plan import read_plan
+from superscaler.store.plan_head import MODEL_FILE, REWRITE, WEIGHTS_FILE
 from superscaler.store.tensor_file import opened
 from superscaler.verify.compare import relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step

@@ -21,7 +21,8 @@ from superscaler.report.subject import Subject, subject
 from superscaler.runtime.metrics import Known
 from superscaler.simulate.predict import fullest, model_flops, predict
 from superscaler.simulate.prediction import Prediction
-from superscaler.store.plan import (
+from superscaler.store.plan import read_plan
+from superscaler.store.plan_head import (
     EXPLAIN_FILE,
     JOURNAL_FILE,
     MODEL_FILE,
@@ -29,7 +30,6 @@ from superscaler.store.plan import (
     PROGRAM_FILE,
     REWRITE,
     WEIGHTS_FILE,
-    read_plan,
 )
 from superscaler.store.program import naming, program_of
 from superscaler.store.tensor_file import kinds, opened

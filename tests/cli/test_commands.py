@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from superscaler.store import cache
-from superscaler.store.plan import PLAN_FILE
+from superscaler.store.plan_head import PLAN_FILE
 from tests.helpers.commands import answer, run
 from tests.helpers.sweeps import slow
 

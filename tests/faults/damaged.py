@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from superscaler.store.folder import digest
-from superscaler.store.plan import PlanHead
+from superscaler.store.plan_head import PlanHead
 
 PLAN, EXPLAIN, WEIGHTS = "plan.json", "explain.json", "initial.safetensors"
 CODE = ("program_0.py", "segments.py", "compiled_program_0.py", "compiled_segments.py")

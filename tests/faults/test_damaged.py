@@ -20,7 +20,7 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.report.schema import Account
 from superscaler.store.folder import Head, check_types, digest
-from superscaler.store.plan import PlanHead
+from superscaler.store.plan_head import PlanHead
 from tests.faults.damaged import CODE, DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
 from tests.helpers.commands import run
 

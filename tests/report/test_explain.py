@@ -27,7 +27,7 @@ from superscaler.report.block_summary import account
 from superscaler.report.identity import manifest
 from superscaler.report.places import Groups, Places, ranges
 from superscaler.report.words import read
-from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
+from superscaler.store.plan_head import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of, step_of

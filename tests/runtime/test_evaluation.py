@@ -15,7 +15,7 @@ from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.runtime.load import _read_evaluation, load, modules
 from superscaler.runtime.step import Step
-from superscaler.store.plan import EVALUATION, PLAN_FILE, WEIGHTS_FILE
+from superscaler.store.plan_head import EVALUATION, PLAN_FILE, WEIGHTS_FILE
 from tests.helpers.ran import on_ranks
 from tests.helpers.sweeps import slow
 

@@ -17,7 +17,8 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.specs.whole_file import write_file
 from superscaler.store import folder as store
-from superscaler.store.plan import NEW, read_plan
+from superscaler.store.plan import read_plan
+from superscaler.store.plan_head import NEW
 from superscaler.store.tensor_file import NAMES, write_tensors
 
 

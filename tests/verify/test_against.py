@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from superscaler.store.folder import digest
-from superscaler.store.plan import PlanHead
+from superscaler.store.plan_head import PlanHead
 from superscaler.store.tensor_file import tensor_hashes
 from tests.helpers.commands import answer, run
 

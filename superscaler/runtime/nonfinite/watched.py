@@ -38,7 +38,7 @@ from superscaler.runtime.nonfinite.origins import (
     tensors_in,
 )
 from superscaler.runtime.tapes import Sums
-from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
+from superscaler.store.plan_head import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep
 
 # Calls that start to move values, to other ranks or to the host, and calls that end a step.
