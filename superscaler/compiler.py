@@ -16,7 +16,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.grid import HOSTS, place_name
 from superscaler.ir.loops import Rolled, weighted
 from superscaler.ir.model import Op
-from superscaler.ir.program import Free, Program
+from superscaler.ir.program import Program
 from superscaler.materialize.build import materialize
 from superscaler.materialize.joined.join import joined
 from superscaler.materialize.loops import Aperiodic
@@ -92,7 +92,7 @@ class Compiled:
         code = self.program.distinct
         return {
             "parts": sum(len(self.graph.grids[op.name]) * (1 + op.has_mirror) for op in self.graph.model.ops),
-            "instructions": sum(n * w for d, n in code for i, w in weighted(d.instructions) if not isinstance(i, Free)),
+            "instructions": sum(n * w for d, n in code for i, w in weighted(d.instructions) if not i.frees),
             "distinct_programs": len(set(self.emitted.programs)),
             "emitted_bytes": sum(len(text) for text in self.emitted.files.values()),
             "bytes_moved": bytes_moved(self.program),

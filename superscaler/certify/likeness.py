@@ -9,7 +9,7 @@ from superscaler.certify.content import Content, Memory
 from superscaler.certify.interpret import Post
 from superscaler.certify.passes import Tape, made_by
 from superscaler.certify.shift import Shift, Status, still_fields
-from superscaler.ir.program import Backward, Collective
+from superscaler.ir.program import Meets
 
 Flags = Mapping[int, tuple[bool, ...]]
 
@@ -74,11 +74,9 @@ class Likeness:
             case Boxes(), Boxes():
                 return np.array_equal(a.whole, b.whole)
             case Tape(), Tape():
-                own = [[tape.inputs, tape.passed, tape.kept] for tape in (a, b)]
-                is_one = (a.number, a.is_on_host) == (b.number, b.is_on_host)
+                own = [[tape.inputs, tape.passed, tape.kept and tape.kept[1]] for tape in (a, b)]
+                is_one = (a.number, a.is_on_host, _halves(a)) == (b.number, b.is_on_host, _halves(b))
                 return is_one and np.array_equal(a.at, b.at) and self._same(*own)
-            case Backward(), Backward():
-                return (a.half, made_by(a)) == (b.half, made_by(b))
             case Mapping(), Mapping():
                 return a.keys() == b.keys() and all(self._same(a[key], b[key]) for key in a)
             case list() | tuple(), list() | tuple():
@@ -101,8 +99,13 @@ class Likeness:
         )
 
 
+def _halves(tape: Tape) -> object:
+    """Return the half of a backward that has run on a tape, and which gradients it made; None for none."""
+    return tape.kept and (tape.kept[0].half, made_by(tape.kept[0]))
+
+
 def is_collective(post: Post[Content]) -> bool:
-    return isinstance(post.cohort.code[post.at], Collective)
+    return post.cohort.code[post.at].meets is Meets.GROUP
 
 
 def flags_of(memory: Memory) -> tuple[bool, ...]:

@@ -180,11 +180,11 @@ class Passes:
 
     def move(self, cohort: Cohort, i: Offload | Fetch) -> None:
         """Move a tape to the host or back, which changes no value."""
-        tape, is_offload = self.tapes.get((cohort.number, i.task)), isinstance(i, Offload)
-        if tape is None or tape.kept is not None or tape.is_on_host == is_offload:
-            where = "device" if is_offload else "host"
+        tape = self.tapes.get((cohort.number, i.task))
+        if tape is None or tape.kept is not None or tape.is_on_host == i.to_host:
+            where = "device" if i.to_host else "host"
             raise Refusal(f"has no tape of a forward on the {where} to copy.")
-        self.tapes[cohort.number, i.task] = replace(tape, is_on_host=is_offload)
+        self.tapes[cohort.number, i.task] = replace(tape, is_on_host=i.to_host)
 
     def _addends(self, tape: Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
         """Return the addends of a backward's results, by input, from its given gradients."""

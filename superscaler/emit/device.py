@@ -20,7 +20,7 @@ from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import alike
 from superscaler.ir.communication import batches
-from superscaler.ir.program import Device, Program, Value
+from superscaler.ir.program import Device, Program, Task, Value
 
 HEAD = '''"""What {} in one training step. Written by superscaler; peers, groups and slices are in plan.json.{}"""
 
@@ -121,9 +121,7 @@ class _Writer(Statements):
         self.program, self.functions, self.rank = program, names, samples[0].rank
         found = runs_of([device.instructions for device in samples])
         rows = [i for run in found for i, *_ in run.rows if not isinstance(i, Waits)]
-        self.at_rest = {
-            i.out: i for i in rows if isinstance(i, p.Load) and program.model.tensors[i.tensor].kind != "input"
-        }
+        self.at_rest = {i.out: i for i in p.loads(rows) if program.model.tensors[i.tensor].kind != "input"}
         makers: Makers = {}
         self.runs = [run.tidied(self.at_rest, makers) for run in found]
         self.modules = modules_of([w.tensor for w in samples[0].weights])
@@ -131,7 +129,7 @@ class _Writer(Statements):
         self.lists = Lists([i for run in self.runs for i, *_ in run.rows], self.weights)
         self.runs = [run.changed(self.lists.in_order) for run in self.runs]
         self.declared = self._declared()
-        self.forwards = {i.task._replace(microbatch=0): i for i in rows if isinstance(i, p.Forward)}
+        self.forwards = {i.task._replace(microbatch=0): i for _, i in p.calls(rows)}
         layers = Layers()
         self.repeats = [self._repeats(run, own, layers) for run, own in zip(self.runs, self.declared, strict=True)]
         spelling = Spelling(self.runs, self.lists, layers.names(self.lists.taken), self.declared)
@@ -157,13 +155,13 @@ class _Writer(Statements):
         # A batch is in one body as a whole, so that the form of its instructions has their places and its length.
         inside = {n: (n - a, b - a) for a, b in batches(code).items() for n in range(a, b + 1)}
         # The function of each task, and where an instruction is the first to write to a list.
-        forwards = {n: self._forward_of(i) for n, i in enumerate(code) if isinstance(i, p.Forward | p.Backward)}
+        forwards = {n: self._forward_of(i.task) for n, i in enumerate(code) if i.runs_segment and i.task is not None}
         number = {n: forward.function for n, forward in forwards.items() if forward is not None}
         run_by = {n: (self.functions[f], bool(self.program.functions[f].grads)) for n, f in number.items()}
         lines = [line(i, self.lists, (run_by.get(n), n in declared, inside.get(n))) for n, i in enumerate(code)]
 
         def is_cut(n: int) -> bool:
-            return n == len(code) or not (isinstance(code[n], p.Free) or inside.get(n, (0, 0))[0])
+            return n == len(code) or not (code[n].frees or inside.get(n, (0, 0))[0])
 
         return [r for one in repeats_of(lines, list(number), is_cut) if (r := layers.add(one, lines)) is not None]
 
@@ -178,18 +176,18 @@ class _Writer(Statements):
         lines = [*self._top(), *lines]
         return "".join(f"{wrapped(f'    {line}')}\n" for line in lines)
 
-    def _forward_of(self, i: p.Forward | p.Backward) -> p.Forward | None:
-        """Return a forward of the segment and the part of an instruction, None in a program without one."""
-        return self.forwards.get(i.task._replace(microbatch=0))
+    def _forward_of(self, task: Task) -> p.Forward | None:
+        """Return a forward of the segment and the part of a task, None in a program without one."""
+        return self.forwards.get(task._replace(microbatch=0))
 
     def exchanged(self) -> str:
         """Return a sentence with the peers of the first device of a program; "" if it has none."""
         kinds, peers = dict[tuple[int, ...], dict[str, None]](), dict[str, set[int]]()
         for i in (i for run in self.runs for i, *_ in run.rows):
-            if isinstance(i, p.Collective):
+            if i.group:
                 kinds.setdefault(i.group, {})[i.kind] = None
-            elif isinstance(i, p.Send | p.Recv):
-                peers.setdefault("sends to" if isinstance(i, p.Send) else "receives from", set()).add(i.peer)
+            elif i.meets is p.Meets.PEER:
+                peers.setdefault("sends to" if i.is_send else "receives from", set()).add(i.peer)
         groups = enumerate(entry[0] for entry, *_ in self.entries["groups"].pairs())
         found = [f"group {n} is {self._group(group)} ({', '.join(kinds.get(group, ()))})" for n, group in groups]
         found += [f"it {way} {_listed(sorted(some))}" for way, some in peers.items()]
@@ -240,7 +238,7 @@ class _Writer(Statements):
             times = [at] if repeat is None else [*repeat.times(at - repeat.start)]
             self.now, self.later = [run.rows[n] for n in times], [later[n] for n in times]
             i = self.now[0][0]
-            if isinstance(i, p.Forward) and repeat is None and (where := self._function(i).module) != module:
+            if i.function >= 0 and repeat is None and (where := self.program.functions[i.function].module) != module:
                 module = where
                 if module and self.functions[i.function].rpartition("_")[0] != module.replace(".", "_"):
                     yield f"{indent}# {module}"
@@ -267,7 +265,7 @@ class _Writer(Statements):
         """Yield a comment with the modules of the first and the last layer of a loop, up to what differs."""
         for at in range(repeat.length):
             ends = [run.rows[n][0] for n in (repeat.start + at, repeat.times(at)[-1])]
-            known = [self._forward_of(i) for i in ends if isinstance(i, p.Forward | p.Backward)]
+            known = [self._forward_of(i.task) for i in ends if i.runs_segment and i.task is not None]
             modules = [self._function(i).module for i in known if i is not None]
             if len(modules) == len(ends) and all(modules) and (text := span(*modules)):
                 yield f"# {text}"

@@ -10,7 +10,7 @@ from superscaler.emit.lists import Instruction, Makers, Row, family, names, tidi
 from superscaler.ir import program as p
 from superscaler.ir.communication import batches
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans
-from superscaler.ir.program import Free, Recv, Role, Send, Slice, Value
+from superscaler.ir.program import Role, Value
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _spans(code: Sequence[p.Instruction]) -> Iterator[Span]:
     """Yield where code seems to repeat with the next microbatch each time, by the names of its values."""
     forms, first = list[Hashable](), list[int]()
     for i in code:
-        values, task = values_of(i), (i.task,) if isinstance(i, p.Tasked) else ()
+        values, task = values_of(i), () if i.task is None else (i.task,)
         forms.append((type(i), *(of._replace(microbatch=0) for of in task), *map(family, values)))
         first.append(next((of.microbatch for of in (*task, *values) if of.microbatch != NONE), NONE))
     inside = {n for a, b in batches(code).items() for n in range(a + 1, b + 1)}
@@ -150,10 +150,10 @@ def _unparted(code: Rolled) -> list[Run]:
 
 def _end(loop: Loop) -> tuple[Instruction, ...]:
     """Return the end of the last repetition, from the instruction on that may start a message."""
-    at = next((n for n, i in reversed([*enumerate(loop.first)]) if not isinstance(i, Slice | Free)), 0)
+    at = next((n for n, i in reversed([*enumerate(loop.first)]) if not i.is_between), 0)
     return tuple(Loop(loop.first[at:], loop.second[at:]).repetition(loop.count - 1))
 
 
 def _is_one(left: Sequence[Instruction], right: Sequence[Instruction]) -> bool:
-    a, b = (next((i for i in some if not isinstance(i, Slice | Free)), None) for some in (left[::-1], right))
-    return isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and a.point == b.point
+    a, b = (next((i for i in some if not i.is_between), None) for some in (left[::-1], right))
+    return a is not None and b is not None and a.point == b.point >= 0

@@ -73,6 +73,11 @@ def calls(code: Iterable[Instruction]) -> Iterator[tuple[int, Forward]]:
     return ((at, i) for at, i in enumerate(code) if isinstance(i, Forward))
 
 
+def loads(code: Iterable[Instruction]) -> Iterator[Load]:
+    """Yield the instructions of code that load what rests."""
+    return (i for i in code if isinstance(i, Load))
+
+
 def gives(code: Iterable[Instruction]) -> Iterator[Give]:
     """Yield the instructions of code that give parts of outputs."""
     return (i for i in code if isinstance(i, Give))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from superscaler.ir.communication import batches
-from superscaler.ir.program import ONE, Free, Instruction, Recv, Value, ended, reads, writes
+from superscaler.ir.program import ONE, Free, Instruction, Meets, Value, ended, reads, writes
 from superscaler.materialize.steps import LoweringOptions
 
 
@@ -16,7 +16,7 @@ def with_frees(codes: Mapping[int, Sequence[Instruction]], options: LoweringOpti
     for rank, first in firsts.items():
         if rank != first:
             # The sampled devices of a base use the same names, or else they do not fold.
-            frees = [(n, i) for n, i in enumerate(done[first]) if isinstance(i, Free)]
+            frees = [(n, i) for n, i in enumerate(done[first]) if i.frees]
             done[rank] = found[rank]
             for n, i in frees:
                 done[rank].insert(n, i)
@@ -29,7 +29,7 @@ def _sends_first(code: Sequence[Instruction]) -> list[Instruction]:
     """
     done = list(code)
     for first, last in batches(code).items():
-        done[first : last + 1] = sorted(code[first : last + 1], key=lambda i: isinstance(i, Recv))
+        done[first : last + 1] = sorted(code[first : last + 1], key=lambda i: i.meets is Meets.PEER and not i.is_send)
     return done
 
 

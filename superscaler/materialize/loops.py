@@ -13,19 +13,7 @@ from typing import Any
 
 from superscaler.ir.instructions.fields import Move, evenly, mover
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans, steady_spans
-from superscaler.ir.program import (
-    FIELDS,
-    ROLES,
-    VALUES,
-    Backward,
-    Forward,
-    Free,
-    Instruction,
-    Loss,
-    Role,
-    Task,
-    Value,
-)  # fmt: skip
+from superscaler.ir.program import FIELDS, ROLES, VALUES, Instruction, Meets, Role, Task, Value, ended
 
 
 class Aperiodic(Exception):
@@ -59,9 +47,9 @@ def form(i: Instruction) -> tuple[Hashable, int]:
     for name in _NAMES[kind]:
         value = getattr(i, name)
         given += [value] if isinstance(value, Value) else [*value, None]
-    if kind is Free:
+    if i.frees:
         given = [v for v in given if v is not None and v.microbatch != NONE]
-    task = getattr(i, "task", None)
+    task = i.task
     numbers = [v.microbatch for v in (task, *given) if v is not None and v.microbatch != NONE]
     first = numbers[0] if numbers else NONE
     relative = tuple([v and (v if v.microbatch == NONE else (*v[:2], *v[3:], v.microbatch - first)) for v in given])
@@ -86,10 +74,10 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: flo
     them.
     """
     forms, at = zip(*map(form, code), strict=True)
-    once = {n for n, i in enumerate(code) if isinstance(i, Free) and any(v.microbatch == NONE for v in i.names)}
+    once = {n for n, i in enumerate(code) if i.frees and any(v.microbatch == NONE for v in ended(i))}
     kept = [n for n in range(len(code)) if at[n] != NONE or n not in once]
     repeated = find_spans([forms[n] for n in kept], [at[n] for n in kept], period, seen)
-    is_work = [isinstance(i, Forward | Backward) for i in code]
+    is_work = [i.runs_segment for i in code]
     whole = (_before(once, span, kept) for span in repeated)
     spans = steady_spans([span for span in whole if span.count], forms, at, is_work)
     bodies: dict[Hashable, dict[int, int]] = {}
@@ -103,7 +91,7 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int, seen: flo
     inside = {n for span in spans for n in range(span.start, span.end)}
     for n in (n for n in range(len(code)) if n not in inside):
         like = bodies.get(forms[n], {}).get(at[n] % period, NONE)
-        if at[n] == NONE or isinstance(code[n], Loss):
+        if at[n] == NONE or code[n].meets is Meets.ALL:
             outside[n] = NONE, 0, 0
         elif like == NONE:
             unknown.append(n)

@@ -7,7 +7,7 @@ back while the device does the work before its backward.
 from collections.abc import Container, Mapping, Sequence
 from itertools import groupby, pairwise
 
-from superscaler.ir.program import Backward, Fetch, Forward, Free, Function, Instruction, Offload, Value, ended
+from superscaler.ir.program import Fetch, Forward, Function, Instruction, Offload, Value, calls, ended
 
 
 def with_offload(
@@ -16,20 +16,22 @@ def with_offload(
     """Return the code of a device with transfers to and from its host, so that it holds `most` tapes, or as many as one
     work needs.
     """
-    taped = {i.task for i in code if isinstance(i, Forward) and _is_kept(functions[i.function])}
-    each = ((at, i) for at, i in enumerate(code) if isinstance(i, Forward | Backward) and i.task in taped)
+    taped = {i.task: i for _, i in calls(code) if _is_kept(functions[i.function])}
     # The second half of a split backward reads no tape.
-    works = [(at, i) for at, i in each if getattr(i, "half", "") != "weight"]
-    runs = [list(run) for _, run in groupby(works, lambda work: (type(work[1]), work[1].task.microbatch))]
-    forwards = [[i for _, i in run if isinstance(i, Forward)] for run in runs]
+    is_work = (i.runs_segment and i.half != "weight" for i in code)
+    works = [
+        (at, i.task, i.is_mirror) for (at, i), k in zip(enumerate(code), is_work, strict=True) if k and i.task in taped
+    ]
+    runs = [list(run) for _, run in groupby(works, lambda work: (work[2], work[1].microbatch))]
+    forwards = [[taped[task] for _, task, is_mirror in run if not is_mirror] for run in runs]
     tape_of = {i.task: number for number, own in enumerate(forwards) for i in own}
-    kept = _kept([{tape_of[i.task] for _, i in run} for run in runs], most)
+    kept = _kept([{tape_of[task] for _, task, _ in run} for run in runs], most)
     ends = {name: at for at, i in enumerate(code) for name in ended(i)}
-    last = {i.task: number for number, run in enumerate(runs) for _, i in run}
+    last = {task: number for number, run in enumerate(runs) for _, task, _ in run}
     found: dict[int, list[Instruction]] = {}
     for number, (before, now) in enumerate(pairwise(kept), 1):
         at = runs[number - 1][-1][0] + 1
-        at += isinstance(code[at], Free)
+        at += code[at].frees
         for tape in before - now:
             back = next((n for n in range(number, len(kept)) if tape in kept[n]), None)
             if back is not None:

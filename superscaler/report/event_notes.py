@@ -84,41 +84,38 @@ class Details:
         return found[0], found[1], found[2]
 
     def _describe(self, i: p.Instruction) -> tuple[Kind, Detail]:
-        match i:
-            case p.Forward() | p.Backward():
-                return self._segment(i)
-            case p.Collective():
+        if i.task is not None:
+            return self._of_task(i, self._functions[i.task.segment].ops)
+        match i.meets:
+            case p.Meets.GROUP:
                 # The first name of a bucket stands for all.
                 title = f"{i.kind} of {self._said(i)}"
                 where = "devices " + some(tuple(map(str, i.group)))
                 return Kind.TRANSFER, self._transfer(i, title, where)
-            case p.Send():
-                return Kind.TRANSFER, self._transfer(i, f"send {self._said(i)}", f"to device {i.peer}")
-            case p.Recv():
-                return Kind.TRANSFER, self._transfer(i, f"receive {self._said(i)}", f"from device {i.peer}")
-            case p.Copy():
+            case p.Meets.PEER:
+                verb, way = ("send", "to") if i.is_send else ("receive", "from")
+                return Kind.TRANSFER, self._transfer(i, f"{verb} {self._said(i)}", f"{way} device {i.peer}")
+            case p.Meets.HOST:
                 return Kind.COPY, self._transfer(i, f"copy {self._said(i)} {_way(i)}", "")
-            case p.Offload() | p.Fetch():
-                homes = heading(_homes(map(home_of, self._functions[i.task.segment].ops)))
-                return Kind.COPY, Detail(f"copy what the backward of {homes} needs {_way(i)}")
-            case p.Update():
-                weights = [self._tensors.get(w.name, w.name) for w in i.weights]
-                title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
-                updates = (op for w in weights for op in self._ops[w] if not op.is_forward)
-                return Kind.UPDATE, Detail(title, tensor=some(weights), asked=self._asked(updates))
-            case p.Loss():
+            case p.Meets.ALL:
                 return Kind.TRANSFER, Detail("sum of the loss over all devices")
+        if i.updates:
+            weights = [self._tensors.get(w.name, w.name) for w in i.weights]
+            title = f"update of {len(weights)} weights: {heading(_homes(map(self._home_of, weights)))}"
+            updates = (op for w in weights for op in self._ops[w] if not op.is_forward)
+            return Kind.UPDATE, Detail(title, tensor=some(weights), asked=self._asked(updates))
         return Kind.OTHER, Detail(f"{type(i).__name__.lower()} of {self._said(i)}", tensor=self._said(i))
 
-    def _segment(self, i: p.Forward | p.Backward) -> tuple[Kind, Detail]:
-        ops = self._functions[i.task.segment].ops
+    def _of_task(self, i: p.Instruction, ops: Sequence[Op]) -> tuple[Kind, Detail]:
+        homes = _homes(map(home_of, ops))
+        if i.meets is p.Meets.HOST:
+            return Kind.COPY, Detail(f"copy what the backward of {heading(homes)} needs {_way(i)}")
         kind, verb = Kind.FORWARD, "forward"
         if i.is_mirror:
             kind = Kind.WEIGHTS if i.half == "weight" else Kind.BACKWARD
             verb = {"": "backward", "input": "gradients of activations", "weight": "gradients of weights"}[i.half]
         elif any(op.origin for op in ops):
             kind, verb = Kind.AGAIN, "forward, again,"
-        homes = _homes(map(home_of, ops))
         letter = "I" if i.half == "input" else kind.sign
         operators = f"{len(ops)} operators: {some([op.name for op in ops], 5)}"
         return kind, Detail(f"{verb} of {heading(homes)}", letter, operators=operators, asked=self._asked(ops))

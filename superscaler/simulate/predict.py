@@ -16,7 +16,7 @@ from superscaler.errors import InputError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Model, Op
-from superscaler.ir.program import Copy, Offload, Program, Task
+from superscaler.ir.program import Meets, Program, Task
 from superscaler.ir.variants import once, without_twins
 from superscaler.materialize.joined.join import joined
 from superscaler.simulate.clock import clock
@@ -134,7 +134,7 @@ def _check_replayed(program: Program, cluster: Cluster, speeds: Speeds) -> None:
     if not speeds.units:
         raise InputError(f"--cuda-graph replays steps on GPUs, but {cluster} has none; leave it out.")
     is_away = any(weight.host for cohort in cohorts(program) for weight in cohort.samples[0].weights)
-    if is_away or any(isinstance(i, Copy | Offload) for cohort in cohorts(program) for i in cohort.code[:]):
+    if is_away or any(i.meets is Meets.HOST for cohort in cohorts(program) for i in cohort.code[:]):
         raise InputError(
             "--cuda-graph replays no step that copies to the host, as this plan does; leave it out, or take a plan "
             "without swap and offload."

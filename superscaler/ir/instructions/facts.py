@@ -42,6 +42,8 @@ class Facts:
       whole            the value, or its handle, whose part is the result as it is
       updates          it runs the optimizer on `weights`, after all that was sent or copied; `is_early`: not the last
       is_between       messages that start together may have it between them
+      frees            it runs nothing: names end
+      outlives         it gives what outlives the step: new weights, outputs, the loss
     """
 
     __slots__ = ()
@@ -53,6 +55,8 @@ class Facts:
     needs_tape: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     is_between: ClassVar[bool] = False
+    frees: ClassVar[bool] = False
+    outlives: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:

@@ -261,6 +261,7 @@ class Update(Facts):
     """
 
     updates = True
+    outlives = True
     weights: Reads = field()
     gradients: Reads
     buffers: Reads = ()
@@ -273,6 +274,7 @@ class Update(Facts):
 class Give(Facts):
     """Return `value` from the step on this device, as the part of an output tensor at `box`."""
 
+    outlives = True
     value: Read
     tensor: str
     box: Annotated[Box, Role.EVEN]
@@ -286,6 +288,7 @@ class Loss(Facts):
     """
 
     meets = Meets.ALL
+    outlives = True
     parts: Reads
     counted: Annotated[tuple[bool, ...], Role.EVEN]
     of: tuple[int, ...] = ()
@@ -294,6 +297,7 @@ class Loss(Facts):
 @dataclass(frozen=True, slots=True)
 class Free(Facts):
     is_between = True
+    frees = True
     names: Annotated[tuple[Value, ...], Role.END]
 
 

@@ -12,15 +12,11 @@ from superscaler.ir.program import (
     ROLES,
     VALUES,
     Forward,
-    Give,
     Instruction,
     Load,
-    Loss,
     Role,
-    Send,
     Slice,
     Task,
-    Update,
     Value,
 )  # fmt: skip
 from superscaler.ir.running.machine import Lap
@@ -60,10 +56,10 @@ def pace_of(loop: Loop, *tasks: Mapping[Task, Any]) -> Pace | None:
     """Return the pace of a loop, None if its repetitions differ by more than a move."""
     points, keys = set[int](), set[tuple[Value | Task, Value | Task]]()
     for one, two in zip(loop.first, loop.second, strict=True):
-        if isinstance(one, Give | Loss | Update) or not _is_alike(one, two):
+        if one.outlives or not _is_alike(one, two):
             return None
         keys.update(zip(_keys(one), _keys(two), strict=True))
-        if isinstance(one, Send) and isinstance(two, Send):
+        if one.is_send:
             points.add(two.point - one.point)
     microbatches = {b.microbatch - a.microbatch for a, b in keys if a.microbatch >= 0 or a != b}
     if len(microbatches) != 1 or len(points) > 1 or 0 in microbatches:

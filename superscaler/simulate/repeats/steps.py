@@ -8,22 +8,10 @@ from typing import Any
 
 from superscaler.ir.instructions.fields import Move, mover
 from superscaler.ir.loops import Loop, runs_of
-from superscaler.ir.program import (
-    ROLES,
-    Collective,
-    Copy,
-    Free,
-    Instruction,
-    Recv,
-    Role,
-    Send,
-    Value,
-    Wait,
-)  # fmt: skip
+from superscaler.ir.program import ROLES, Instruction, Meets, Role, Value
 
 # The fields of communication that may differ between repetitions of a loop.
 _MOVING = (Role.READ, Role.WRITE, Role.MESSAGE, Role.NOTE)
-_COMMUNICATION = Collective | Send | Recv | Copy
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +29,7 @@ class Step:
     others: dict[str, Move | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.handles = _handles(self.first)
+        self.handles = self.first.handles
 
     def handles_at(self, turn: int) -> tuple[Value | None, ...]:
         """Return the handles that it starts or ends in a repetition."""
@@ -72,7 +60,7 @@ def steps(code: Sequence[Instruction]) -> Iterator[tuple[Step, int, int]]:
                     yield step, step.place + offset, turn
         else:
             for at, i in enumerate(run, start):
-                if not isinstance(i, Free):
+                if not i.frees:
                     yield Step(at, i, i), at, 0
         start += len(run)
 
@@ -80,24 +68,15 @@ def steps(code: Sequence[Instruction]) -> Iterator[tuple[Step, int, int]]:
 def _body(loop: Loop, start: int) -> list[Step]:
     found = list[Step]()
     for at, (one, two) in enumerate(zip(loop.first, loop.second, strict=True), start):
-        if not isinstance(one, Free):
-            moves = map(mover, zip(_handles(one), _handles(two), strict=True))
+        if not one.frees:
+            moves = map(mover, zip(one.handles, two.handles, strict=True))
             found.append(Step(at, one, two, tuple(moves)))
     return found
 
 
-def _handles(i: Instruction) -> tuple[Value | None, ...]:
-    match i:
-        case Wait() | Recv() | Copy():
-            return (i.work,)
-        case Collective():
-            return i.works
-    return ()
-
-
 def _is_alike(one: Instruction, two: Instruction) -> bool:
     """Return whether communication of two repetitions has equal ends and equal bytes."""
-    if not isinstance(one, _COMMUNICATION):
+    if one.task is not None or one.meets in (Meets.NOBODY, Meets.ALL):
         return True
     fields = (name for name, role in ROLES[type(one)].items() if role not in _MOVING)
     return all(getattr(one, name) == getattr(two, name) for name in fields)
