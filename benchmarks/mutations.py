@@ -1,11 +1,13 @@
 """Bugs of one line put into the package, one at a time, and which tests find them.
 
-    python benchmarks/mutations.py [NUMBER ...] [--check] [--most SECONDS]
+    python benchmarks/mutations.py [NUMBER or WORD ...] [--record] [--check] [--most SECONDS]
 
 Each row of the table replaces a text that occurs exactly once in `superscaler/` and names the test files that must
 fail. Every bug is made in a temporary copy of the tree, where only these files run. Prints a line for each, and exits
-with 1 if a bug is not found. A text that is missing or occurs twice, a test file that does not exist, and tests that
-fail without any bug are errors, so that the table cannot rot in silence; `--check` looks for the first two only.
+with 1 if a bug is not found. A word stands for the rows that change a file with the word in its path. `--record` puts
+each line, with its day, in the place of the one that `benchmarks/results/mutations.txt` has of the bug. A text that is
+missing or occurs twice, a test file that does not exist, and tests that fail without any bug are errors, so that the
+table cannot rot in silence; `--check` looks for the first two only.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutations.txt"
 
 
 class Mutation(NamedTuple):
@@ -474,7 +478,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=int, help="rows of the table, from 1 (default: all)")
+    parser.add_argument("rows", nargs="*", help="numbers from 1, or words in the paths of files (default: all rows)")
+    parser.add_argument("--record", action="store_true", help="write the lines to the file of results")
     parser.add_argument("--check", action="store_true", help="only look whether every text and test file is there")
     parser.add_argument("--most", type=int, default=600, help="seconds that the tests of a bug may take")
     given = parser.parse_args()
@@ -487,13 +492,36 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="superscaler-mutations-") as folder:
         tree = copied(Path(folder))
-        found = [report(tree, number, places[number - 1], given.most) for number in given.numbers or count()]
+        found = []
+        for number in chosen(given.rows, places):
+            line = report(tree, number, places[number - 1], given.most)
+            print(line, flush=True)
+            found.append("NOT FOUND" not in line[:20])
+            if given.record:
+                record(number, line)
     print(f"{sum(found)} of {len(found)} found.")
     return not all(found)
 
 
-def count() -> range:
-    return range(1, len(MUTATIONS) + 1)
+def chosen(rows: Sequence[str], places: Sequence[Path]) -> list[int]:
+    """Return the numbers of rows that are named by number, or by a word in the path of the file that they change."""
+    asked = {int(row) for row in rows if row.isdigit()}
+    words = [row for row in rows if not row.isdigit()]
+    own = [str(place.relative_to(ROOT)) for place in places]
+    return [n for n, path in enumerate(own, 1) if not rows or n in asked or any(word in path for word in words)]
+
+
+def record(number: int, line: str) -> None:
+    """Put a line in the place of the one that the file of results has of the bug, in the order of the table."""
+    head, *lines = RESULTS.read_text().split("\n\n", 1)
+    kept = {bug_of(old): old for old in "".join(lines).splitlines()} | {MUTATIONS[number - 1].bug: line}
+    known = [f"{n:3}{kept[m.bug][3:]}" for n, m in enumerate(MUTATIONS, 1) if m.bug in kept]
+    RESULTS.write_text(f"{head}\n\n" + "".join(f"{text}\n" for text in known))
+
+
+def bug_of(line: str) -> str:
+    """Return the bug of a line of results: what is behind its day, up to the test."""
+    return line.split(" s  ", 1)[1].partition(": tests/")[0].removesuffix(":").rstrip()
 
 
 def check() -> list[Path]:
@@ -524,8 +552,8 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def report(tree: Path, number: int, place: Path, most: int) -> bool:
-    """Print and return whether tests find a mutation. They pass without it, or this is an error."""
+def report(tree: Path, number: int, place: Path, most: int) -> str:
+    """Return a line on whether tests find a mutation. They pass without it, or this is an error."""
     mutation = MUTATIONS[number - 1]
     file = tree / place.relative_to(ROOT)
     text = file.read_text()
@@ -538,8 +566,7 @@ def report(tree: Path, number: int, place: Path, most: int) -> bool:
     if test and failed(tree, test, most):
         raise SystemExit(f"mutation {number} ({mutation.bug}): {test} fails without it, too.")
     seconds = sum(os.times()[:4]) - before
-    print(f"{number:3}  {'found' if test else 'NOT FOUND':9}  {seconds:5.0f} s  {mutation.bug}: {test}", flush=True)
-    return bool(test)
+    return f"{number:3}  {'found' if test else 'NOT FOUND':9}  {date.today()}  {seconds:5.0f} s  {mutation.bug}: {test}"
 
 
 def failed(tree: Path, name: str, most: int) -> str:

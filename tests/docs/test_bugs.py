@@ -19,8 +19,7 @@ from superscaler.ir.text.program import parse_program, print_program
 from superscaler.verify.plan_dir import validate_directory
 from tests.helpers.graphs import graph_of
 
-ROOT = Path(__file__).parents[2]
-PAGE, README = (ROOT / "docs" / "bugs.md").read_text(), (ROOT / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "bugs.md").read_text()
 BUGS = {text.partition("\n")[0]: text for text in PAGE.split("\n## ")[1:]}
 
 
@@ -113,8 +112,3 @@ def test_a_bug_is_refused_in_the_words_of_the_page(bug: str, tmp_path: Path) -> 
         make(bug, tmp_path)
     said = " ".join(str(refused.value).replace(f"{tmp_path}/", "plan/").split())
     assert re.fullmatch(pattern, said), said
-
-
-def test_the_readme_counts_the_bugs_of_the_page() -> None:
-    (count,) = re.findall(r"\[(\w+) bugs of other systems\]\(docs/bugs.md\)", README)
-    assert count == {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}[len(BUGS)]
