@@ -18,13 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from superscaler.comm import communicator, distributed, operations
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.launch import hangs
 
 # Seconds between two looks; without a sign of a rank until it counts as lost; that an instruction may take at least,
 # and in the first step. Later limits are a multiple of the longest instruction before.
@@ -41,6 +42,7 @@ _LOST = (
 _WAITS = (communicator.__file__, distributed.__file__, operations.__file__)
 
 Progress = tuple[int, int]
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Spot:
     is_waiting: bool = False
     since: float = 0.0
     text: str = "outside of the plan"
+    where: str = ""
 
 
 class Watch:
@@ -66,12 +69,16 @@ class Watch:
         self._thread, self._parent = threading.get_ident(), os.getppid()
         self._spot, self._longest = Spot(since=time.monotonic()), 0.0
         self._next, self._word = (rank + 1) % world, b""
-        # Steps that the thread has begun, as a loop counts them, and its meetings.
-        self.begun = self._meetings = 0
+        # Steps that the thread has begun, as a loop counts them, its meetings, and its calls of steps.
+        self.begun = self._meetings = self.calls = 0
+        # Seconds until a rank that waits says for whom, from the start and then from the last look at all ranks; the
+        # news of that; where stacks go.
+        self._wait = seconds_of(hangs.VARIABLE, hangs.WAIT)
+        self._due, self._news, self._stacks = self._wait, b"", hangs.folder_of(folder)
         # Looks since the store last answered, and since the next rank had news. A process that is stopped, or has a
         # call that holds Python's lock, does not look, so it counts none.
         self._silent = self._unheard = 0
-        self._patience = _patience()
+        self._patience = seconds_of(PATIENCE, None)
         # The launcher's folder, for the place where this rank was when it was killed.
         self.log: Path | None = None
         self._end = threading.Event()
@@ -140,16 +147,44 @@ class Watch:
             spot = self._spot
             word = {"beat": beats, "text": spot.text, "host": socket.gethostname(), "pid": os.getpid()}
             word["begun"] = self.begun
+            word |= {"calls": self.calls, "is_inside": bool(spot.line), "is_waiting": spot.is_waiting}
+            word |= {"seconds": time.monotonic() - spot.since, "line": spot.where}
             try:
                 self._store.set(f"watch{self._rank}", json.dumps(word | {"limit": self._limit(spot)}))
                 self._listen()
+                self._tell_of_late()
             except RuntimeError:
                 # The launcher keeps the store, and it is ending.
                 continue
             self._silent = 0
 
+    def _tell_of_late(self) -> None:
+        """Name the late ranks to all, if this one has waited long for them; print and write what one has said."""
+        waited = time.monotonic() - self._spot.since
+        if waited < self._wait:
+            self._due = self._wait
+        elif waited >= self._due and self._world > 1:
+            # Rarely, as each look reads what all ranks have published.
+            self._due = 2 * waited
+            places = [self._place(rank) for rank in range(self._world)]
+            if ranks := hangs.late(self._rank, places, self._wait):
+                self._store.set("late", hangs.told(self._rank, ranks, places, self._stacks))
+        news = self._store.get("late") if self._store.check(["late"]) else b""
+        if news != self._news:
+            self._news = news
+            with suppress(OSError):
+                hangs.write_stacks(self._stacks, self._rank, self._thread)
+            if self._rank == 0:
+                print(f"warning: {news.decode()}", file=sys.stderr, flush=True)
+
+    def _place(self, rank: int) -> hangs.Place | None:
+        key = f"watch{rank}"
+        word = self._store.get(key) if self._store.check([key]) else b"closed"
+        return None if word == b"closed" else hangs.Place.of(json.loads(word))
+
     def _look(self) -> None:
-        frame, is_waiting = sys._current_frames().get(self._thread), False
+        own = frame = sys._current_frames().get(self._thread)
+        is_waiting = False
         while frame is not None and not self._is_plan(frame):
             is_waiting |= frame.f_code.co_filename in _WAITS
             frame = frame.f_back
@@ -157,8 +192,11 @@ class Watch:
         if (step, works, line, is_waiting) != (spot.step, spot.works, spot.line, spot.is_waiting):
             if spot.line and not spot.is_waiting:
                 self._longest = max(self._longest, now - spot.since)
-            self._spot = Spot(step, works, line, is_waiting, now, self._text(frame) if frame else Spot.text)
+            text = self._text(frame) if frame else Spot.text
+            self._spot = Spot(step, works, line, is_waiting, now, text, text if frame else hangs.line_of(own))
             return
+        # Outside of the plan a rank may be elsewhere each time.
+        spot.where = spot.text if frame else hangs.line_of(own)
         if line and not is_waiting and now - spot.since > self._limit(spot):
             _fail(
                 f"rank {self._rank} hangs: it has been {spot.text} in step {step} for {now - spot.since:.0f} s; no "
@@ -199,13 +237,13 @@ class Watch:
                 )
 
 
-def _patience() -> float | None:
-    """Return the seconds that the user allows a rank without a sign of it. Raises InputError for others."""
-    text = os.environ.get(PATIENCE, "")
+def seconds_of(variable: str, default: T) -> float | T:
+    """Return the seconds in a variable of the environment. Raises InputError for others."""
+    text = os.environ.get(variable, "")
     with suppress(ValueError):
         if not text or float(text) > 0:
-            return float(text) if text else None
-    raise InputError(f"{PATIENCE} is '{text}', but it must be a number of seconds above 0, for example 300.")
+            return float(text) if text else default
+    raise InputError(f"{variable} is '{text}', but it must be a number of seconds above 0, for example 300.")
 
 
 def _runs(pid: int) -> bool:

@@ -97,6 +97,8 @@ class Step:
         gradients; `last_norm` is the norm before. `check_finite`: raise RuntimeFailure, which names the operator, where
         a loss or a gradient is not finite, with nothing changed. Raises InputError for a batch of another form.
         """
+        if self.watch is not None:
+            self.watch.calls += 1
         batch = check_batches(batch, self.plan)
         if self.iterations > 1 and (clip is not None or check_finite):
             raise InputError(
