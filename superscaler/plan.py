@@ -20,6 +20,7 @@ from superscaler.frontend.base.training import Optimizers
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.frontend.checks.agreement import SKIPPED
 from superscaler.ir.graph import Graph
+from superscaler.launch.process import say_once
 from superscaler.materialize.joined.join import most_works
 from superscaler.planner.auto import plan_of
 from superscaler.report import words as explain
@@ -365,6 +366,8 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
     """
     step = load_step(directory, manifest, torch_compile, cuda_graph)
     step.known = lambda: known_directory(Path(directory))
+    if step.watch is not None:
+        say_once(step.watch.is_first_to_fail)
     return step
 
 

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,15 +76,16 @@ def told(own: int, ranks: Sequence[int], places: Sequence[Place | None], folder:
     return "\n".join(lines)
 
 
-def line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of a stack that is the user's, or else the innermost one, in words."""
-    frames = [found for found, _ in traceback.walk_stack(frame)]
-    own = next((found for found in frames if not found.f_code.co_filename.startswith(_libraries())), None)
-    found = own or (frames[0] if frames else None)
+def line_of(stack: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first line of a stack that is the user's, or else its first one, in words."""
+    frames = list(stack)
+    own = (pair for pair in frames if not pair[0].f_code.co_filename.startswith(_libraries()))
+    found = next(own, frames[0] if frames else None)
     if found is None:
         return "nowhere"
-    name, number = found.f_code.co_filename, found.f_lineno
-    return f"at {name}:{number} in {found.f_code.co_name} ({linecache.getline(name, number).strip()[:120]})"
+    code, number = found[0].f_code, found[1]
+    line = linecache.getline(code.co_filename, number).strip()[:120]
+    return f"at {code.co_filename}:{number} in {code.co_name} ({line})"
 
 
 @cache

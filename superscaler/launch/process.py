@@ -19,10 +19,13 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from superscaler.comm.communicator import PeerLost
 from superscaler.errors import PlanError
 from superscaler.interrupt import begin_rank
+from superscaler.launch.hangs import line_of
 from superscaler.specs.whole_file import ASIDE
 
 # Seconds that a rank stays after another one was lost, so that the launcher sees the lost one first.
 _LINGER = 5.0
+# Whether this process is one of `run_rank`.
+_is_whole = False
 # The variable with the file in which torchrun expects the error of a rank.
 _RECORD = "TORCHELASTIC_ERROR_FILE"
 
@@ -34,6 +37,8 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     Errors that a user can cause end the process with one line. With a folder `log`, the launcher prints them instead,
     and the standard error of all ranks but 0 goes into a file there.
     """
+    global _is_whole
+    _is_whole = True
     rank = os.environ.get("RANK", "0")
     if log is not None and rank != "0":
         file = os.open(log / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -44,6 +49,34 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     record(lambda: _after_linger(function, log is not None), _Brief())()
     if parent_process() is None:
         _exit(0)
+
+
+def say_once(is_first: Callable[[], bool]) -> None:
+    """Let an error that ends a loop of the user be one message, of the first rank that fails, with the user's line; and
+    the record of torchrun. Errors that are not of this package are printed as before, and so are those of `run_rank`.
+    """
+    older = sys.excepthook
+    if _is_whole or getattr(older, "is_said_once", False):
+        return
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PlanError):
+            older(kind, error, trace)
+            return
+        if isinstance(error, PeerLost):
+            # torchrun shows the failure that it sees first, which should be the other rank's.
+            time.sleep(_LINGER)
+        where = line_of(reversed(list(traceback.walk_tb(trace))))
+        try:
+            # torchrun shows what is handled.
+            raise error
+        except PlanError:
+            _Brief().record_exception(error)
+        if is_first():
+            print(f"error: rank {os.environ.get('RANK', '0')} {where}: {error}", file=sys.__stderr__, flush=True)
+
+    say.is_said_once = True  # type: ignore[attr-defined]
+    sys.excepthook = say
 
 
 class _Brief(ErrorHandler):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -95,6 +96,12 @@ class Watch:
         if not any(thread.is_alive() for thread in self._threads):
             with suppress(RuntimeError):
                 self._store.set(f"watch{self._rank}", "closed")
+
+    def is_first_to_fail(self) -> bool:
+        """Return whether no other rank of this start has asked before, as far as the store still answers."""
+        with suppress(RuntimeError):
+            return int(self._store.add("failures", 1)) == 1
+        return True
 
     def meet(self) -> list[int]:
         """Wait until all ranks call this before the same step. Return the ranks that began that step instead."""
@@ -193,10 +200,12 @@ class Watch:
             if spot.line and not spot.is_waiting:
                 self._longest = max(self._longest, now - spot.since)
             text = self._text(frame) if frame else Spot.text
-            self._spot = Spot(step, works, line, is_waiting, now, text, text if frame else hangs.line_of(own))
+            self._spot = Spot(
+                step, works, line, is_waiting, now, text, text if frame else hangs.line_of(walk_stack(own))
+            )
             return
         # Outside of the plan a rank may be elsewhere each time.
-        spot.where = spot.text if frame else hangs.line_of(own)
+        spot.where = spot.text if frame else hangs.line_of(walk_stack(own))
         if line and not is_waiting and now - spot.since > self._limit(spot):
             _fail(
                 f"rank {self._rank} hangs: it has been {spot.text} in step {step} for {now - spot.since:.0f} s; no "

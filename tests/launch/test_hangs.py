@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.launch import hangs
 from superscaler.launch.hangs import Place, late
+from tests.helpers.sweeps import slow
 
 ROOT = Path(__file__).parents[2]
 # A loop of its own; each step is where a user may forget the other ranks.
@@ -93,6 +94,41 @@ def test_a_rank_outside_of_the_plan_is_named_with_its_line(tmp_path: Path) -> No
     stacks = {rank: (tmp_path / "plan" / "stacks" / f"rank{rank}.txt").read_text() for rank in (0, 1)}
     assert "time.sleep(3.0)  # a checkpoint of its own" in stacks[1]
     assert "step.save(here" in stacks[0]
+
+
+# Its third batch is a row too long, on all ranks or on one.
+BAD = """
+import os, sys
+import torch
+import superscaler as ss
+
+step = ss.load(sys.argv[1])
+for number in range(4):
+    is_bad = number == 2 and os.environ["RANK"] in sys.argv[2]
+    step({"x": torch.ones(5 if is_bad else 4, 8)})
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("bad", ["01", *slow(("1",))])
+def test_a_bad_batch_is_one_message_of_one_rank(bad: str, tmp_path: Path) -> None:
+    module = Net()
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
+    ss.compile(graph, "data_parallel", "local:2").save(tmp_path / "plan", evaluation=False)
+    (tmp_path / "loop.py").write_text(BAD)
+    program = [str(tmp_path / "loop.py"), str(tmp_path / "plan"), bad]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    said = re.findall(r"^error: rank (\d) (.*)$", done.stderr, re.MULTILINE)
+    assert len(said) == 1, done.stderr
+    assert said[0][0] in bad
+    assert "loop.py:9 in <module>" in said[0][1]
+    assert "'x' has shape (5, 8), but this plan was compiled for (4, 8)" in said[0][1]
+    # That of torchrun, whose report has the message of the rank that failed first.
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "InputError: 'x' has shape (5, 8)" in done.stderr.partition("Root Cause")[2]
 
 
 def place(calls: int = 3, seconds: float = 70.0, *, inside: bool = True, waiting: bool = True) -> Place:
