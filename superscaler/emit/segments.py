@@ -4,8 +4,8 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from superscaler.emit.blocks import Blocks, Row, parameter, starred
 from superscaler.emit.lines import WIDTH, deleted, wrapped
@@ -34,8 +34,7 @@ _DRAWS, _PARTS = Value("random"), Value("parts")
 Line = tuple[str, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """A random tensor of an op on one part: the number of its op, the box of its elements in the whole tensor, and the
     number of iterations of the step before it.
     """

@@ -1,14 +1,38 @@
 """Tables of a plan: the data of each device, by the numbers that its code uses."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from superscaler.emit.segments import Draw, draws_of
 from superscaler.ir.fold import Folded
+from superscaler.ir.grid import Ints
 from superscaler.ir.instructions.fields import evenly, mover
-from superscaler.ir.program import Program, Shape, Weight
+from superscaler.ir.program import Program, Shape
+
+
+class Table(list[Any]):
+    """The entries of a table. `spans`: of entries that move evenly from each repetition to the next, the number of the
+    first one, how many move together, and how often they are repeated.
+    """
+
+    def __init__(self, entries: Iterable[Any] = (), spans: Sequence[tuple[int, int, int]] = ()) -> None:
+        super().__init__(entries)
+        self.spans = spans
+
+    def deciding(self, numbers: Ints) -> Ints:
+        """Return the positions in evenly spaced `numbers` that decide for all: the first two and the last, if these are
+        numbers of one entry in some of its repetitions.
+        """
+        first, step, last = int(numbers[0]), int(numbers[1] - numbers[0]), int(numbers[-1])
+        at = bisect_right(self.spans, first, key=lambda span: span[0]) - 1
+        start, width, count = self.spans[at] if at >= 0 else (0, 1, 0)
+        is_one = step % width == 0 and start <= min(first, last) and max(first, last) < start + width * count
+        return np.array([0, 1, len(numbers) - 1]) if is_one or not step else np.arange(len(numbers))
 
 
 @dataclass(slots=True)
@@ -103,34 +127,42 @@ def tables_of(program: Program, rank: int, entries: Mapping[str, Entries]) -> Ta
     fold = devices.fold if isinstance(devices, Folded) and rank in devices.fold.places else None
     place = fold.place(rank) if fold is not None else ()
 
-    def filled(table: str, get: Callable[[Any], Any]) -> list[Any]:
-        found = list[Any]()
+    def filled(table: str, get: Callable[[Any], Any]) -> Table:
+        found, spans = list[Any](), list[tuple[int, int, int]]()
         for some, later, count in entries[table].rows:
             now = list(map(get, some))
             move = mover([now, list(map(get, later))])
+            spans += [(len(found), len(now), count)] * (count > 1)
             found += now * count if move is None else chain.from_iterable(map(move, range(count)))
-        return found
+        return Table(found, spans)
 
-    def even(table: str) -> list[Any]:
+    def even(table: str) -> Table:
         return filled(table, lambda entry: evenly(entry, place))
 
     def moved(members: tuple[int, ...]) -> tuple[int, ...]:
         return members if fold is None else fold.move(members, place)
 
-    draws = [draws_of(program.model, program.functions[f], boxes) for f, boxes in even("draws")]
+    def draws(entry: Any) -> list[Draw]:
+        function, boxes = evenly(entry, place)
+        return draws_of(program.model, program.functions[function], boxes)
+
+    drawn = filled("draws", draws)
     return Tables(
-        [_record(w) | {"name": str(w.name)} for w in program.weights(rank)],
+        [
+            _record({f.name: getattr(w, f.name) for f in fields(w)}) | {"name": str(w.name)}
+            for w in program.weights(rank)
+        ],
         even("inputs"),
         filled("groups", lambda entry: moved(entry[0])),
         filled("messages", lambda entry: (moved((entry[0][0],))[0], entry[0][1])),
         even("boxes"),
-        [list(map(_record, some)) for some in draws],
+        Table(([_record(draw._asdict()) for draw in some] for some in drawn), drawn.spans),
         even("parts"),
         even("counted"),
         *(filled(table, lambda entry: entry[0]) for table in ("ways", "shapes", "updates")),
     )
 
 
-def _record(row: Weight | Draw) -> dict[str, Any]:
+def _record(row: Mapping[str, Any]) -> dict[str, Any]:
     # Few weights are on hosts, or of later iterations.
-    return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name not in ("host", "ahead")}
+    return {name: value for name, value in row.items() if value or name not in ("host", "ahead")}

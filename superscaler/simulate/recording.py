@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial, wraps
 from math import prod
 from types import FrameType, SimpleNamespace
@@ -276,7 +275,7 @@ def callables(
             return made
 
         # What the random numbers are, and the inputs whose memory is there anyway.
-        called.__dict__["draws"] = list(map(asdict, draws))
+        called.__dict__["draws"] = [draw._asdict() for draw in draws]
         called.__dict__["text"] = _text_of(run, draws, own) if REGISTERED.keys().isdisjoint(targets) else None
         tensors = program.model.tensors
         called.__dict__["weights"] = [

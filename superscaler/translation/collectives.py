@@ -4,7 +4,7 @@ Emission writes these arguments by position. Here each is compared by the meanin
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from inspect import Signature, signature
 from typing import Any
 
@@ -49,9 +49,15 @@ def given(kind: str, more: Sequence[Any], options: Mapping[str, Any]) -> dict[st
     {'split_dim': 1, 'concat_dim': 0}
     """
     try:
-        bound = _after_group(kind).bind(*more, **options)
+        return _bound(kind, tuple(more), tuple(options.items()))
     except TypeError as error:
         raise Differs(f"the arguments of rt.{kind} are {(*more, options)}: {error}") from None
+
+
+# Loops call with equal arguments.
+@lru_cache(1 << 10)
+def _bound(kind: str, more: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    bound = _after_group(kind).bind(*more, **dict(options))
     bound.apply_defaults()
     return bound.arguments
 

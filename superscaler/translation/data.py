@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.emit.tables import Tables
+from superscaler.emit.tables import Table, Tables
 from superscaler.ir.fold import Folded
+from superscaler.ir.instructions.fields import evenly
 from superscaler.ir.loops import Loop, runs_of
 from superscaler.ir.program import Device, Instruction, Program, Role, Weight
 
@@ -58,23 +59,14 @@ class Data:
             if not 0 <= number < len(entries):
                 return f"{asked.table} of device {self.rank} has {len(entries)} entries, and none of number {number}"
         bodies = [runs[run] for runs in self._runs]
-        both = ((b.first[place], b.second[place]) if isinstance(b, Loop) else (b[place], b[place]) for b in bodies)
-        sides = zip(*both, strict=True)
-        first, second = (asked.then(self._moved(asked.role, [asked.get(i) for i in side])) for side in sides)
-        if is_equal(first, second):
-            wrong = next((n for n in dict.fromkeys(asked.numbers) if not is_equal(entries[n], first)), None)
-            return "" if wrong is None else self._told(asked, wrong, first)
-        (form, start), (_, end) = flat(first), flat(second)
-        wanted = start + np.outer(asked.turns, end - start)
-        for number, values in zip(asked.numbers, wanted, strict=True):
-            other, found = flat(entries[number])
-            if other != form or not np.array_equal(found, values):
-                return self._told(asked, number, f"others, as {first} in the first microbatch")
+        ends = [(b.first[place], b.second[place]) if isinstance(b, Loop) else (b[place],) * 2 for b in bodies]
+        pairs = [[asked.get(i) for i in pair] for pair in ends]
+        for number, turn in _deciding(entries, asked):
+            wanted = asked.then(self._moved(asked.role, [evenly(pair, (turn,)) for pair in pairs]))
+            if not is_equal(entry := entries[number], wanted):
+                where = f"entry {number} of {asked.table} on device {self.rank}"
+                return f"{where} is {entry}, and the program has {wanted}"
         return ""
-
-    def _told(self, asked: EntryCheck, number: int, wanted: object) -> str:
-        entry = self.tables[asked.table][number]
-        return f"entry {number} of {asked.table} on device {self.rank} is {entry}, and the program has {wanted}"
 
     def _moved(self, role: Role, values: Sequence[Any]) -> Any:
         """Return the value of this device from those of the sampled ones."""
@@ -102,23 +94,9 @@ def is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def flat(value: Any) -> tuple[list[object], Any]:
-    """Return the numbers in data as an array, and all that they are in."""
-    form, numbers = list[object](), list[int]()
-
-    def read(x: Any) -> None:
-        if type(x) is int:
-            numbers.append(x)
-        elif isinstance(x, list | tuple):
-            form.append(len(x))
-            for own in x:
-                read(own)
-        elif isinstance(x, dict):
-            form.append(tuple(x))
-            for own in x.values():
-                read(own)
-        else:
-            form.append((type(x), x))
-
-    read(value)
-    return form, np.array(numbers, dtype=np.int64)
+def _deciding(entries: Sequence[Any], asked: EntryCheck) -> Iterator[tuple[int, int]]:
+    """Return the numbers of entries with their repetitions: where both move evenly, those that decide for all."""
+    numbers, turns = np.array(asked.numbers), np.array(asked.turns)
+    is_even = len(turns) > 1 and all(len(np.unique(np.diff(some))) == 1 for some in (numbers, turns))
+    some = entries.deciding(numbers) if is_even and isinstance(entries, Table) else np.arange(len(turns))
+    return zip(numbers[some].tolist(), turns[some].tolist(), strict=True)

@@ -8,7 +8,6 @@ call. Loops, lists and names are those of Python: nothing here looks at them.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -257,5 +256,5 @@ def _boxes(made: Function, targets: Container[str], i: p.Forward) -> tuple[Box, 
 
 def drawn(model: Model, made: Function, boxes: Sequence[Box]) -> list[dict[str, Any]]:
     """Return the random tensors of a segment on boxes of its random ops, as tables have them."""
-    rows = (asdict(draw) for draw in draws_of(model, made, boxes))
+    rows = (draw._asdict() for draw in draws_of(model, made, boxes))
     return [{name: value for name, value in row.items() if value or name != "ahead"} for row in rows]

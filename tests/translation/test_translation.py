@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import superscaler as ss
 from superscaler.compiler import Compiled, compile_graph
-from superscaler.emit.tables import Tables
+from superscaler.emit.tables import Table, Tables
 from superscaler.errors import TranslationError
 from superscaler.plans import resolve
 from superscaler.translation.check import check_translation
@@ -176,6 +176,25 @@ def test_edits_of_data_are_refused(model: str, plan: str, devices: int) -> None:
         if not refusal(of, tables=[*tables[:rank], edited, *tables[rank + 1 :]])
     ]
     assert not missed
+
+
+def test_entries_that_move_by_another_step_are_refused() -> None:
+    of = compiled(*PLANS[-2])
+    tables = list(of.emitted.tables)
+    evenly = {
+        field.name: own.spans for field in fields(Tables) if isinstance(own := getattr(tables[0], field.name), Table)
+    }
+    edits = [(name, n) for name, spans in evenly.items() for n in range(len(spans))]
+    # Messages, inputs and more: in each of them repetition n is moved by n.
+    assert len({name for name, _ in edits}) > 1
+    for name, n in edits:
+        table = getattr(tables[0], name)
+        start, width, count = table.spans[n]
+        moved = Table(deepcopy([*table]), table.spans)
+        for turn in range(count):
+            for _ in range(turn):
+                moved[start + turn * width] = _other(moved[start + turn * width])
+        assert refusal(of, tables=[replace(tables[0], **{name: moved}), *tables[1:]]), (name, n)
 
 
 def _edits(tables: Tables) -> Iterator[tuple[tuple[str, Any], Tables]]:
