@@ -2,9 +2,12 @@
 
 import contextlib
 import inspect
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from superscaler.cluster import Cluster
@@ -31,6 +34,8 @@ from superscaler.transform.recompute import keep_slices, recompute_checkpoints
 from superscaler.translation.check import check_translation
 
 SProgram = Callable[[Graph, Cluster], Any]
+# A line of a plan of the library.
+_LIBRARY = re.compile(rf" (?:at )?{re.escape(str(Path(__file__).parent / 'plans'))}{re.escape(os.sep)}\S+?\.py:\d+")
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,15 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 
     Raises PlanError with the reason when the plan cannot hold.
     """
-    planned, seconds = transform(graph, sprogram, cluster)
-    return finish(planned, cluster, seconds)
+    try:
+        planned, seconds = transform(graph, sprogram, cluster)
+        return finish(planned, cluster, seconds)
+    except PlanError as error:
+        spec = getattr(sprogram, "spec", "")
+        if not spec or not _LIBRARY.search(str(error)):
+            raise
+        # Lines of the library say nothing to those who wrote its plan as text.
+        raise type(error)(_LIBRARY.sub(lambda _: f" of '{spec}'", str(error))) from error
 
 
 def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph, dict[str, float]]:

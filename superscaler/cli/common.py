@@ -193,7 +193,10 @@ class PlanRequest(ModelRequest):
 
         if self.plan.strip() != AUTO:
             check(self.plan, sizes_of(self.model), cluster)
-        return (partial(_last, sprogram) if self.no_overlap else sprogram), cluster
+        if self.no_overlap:
+            sprogram = partial(_last, sprogram)
+            vars(sprogram).update(spec=self.plan)
+        return sprogram, cluster
 
     def __str__(self) -> str:
         return f"{self.model} under {self.plan} on {self.cluster}"

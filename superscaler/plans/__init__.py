@@ -51,7 +51,9 @@ def resolve(spec: str, written: str = "") -> SProgram:
         raise InputError(f"'{written or spec}': {strange[0]} is a plan, not a key; write ' x ' between two plans.")
     module, given = ("pipeline", {"schedule": name}) if name in RULES else (name, {})
     function = getattr(importlib.import_module(f"{__name__}.{module}"), module)
-    return functools.partial(function, **(given | for_function(written or spec, keys, function, skip=2)))
+    found = functools.partial(function, **(given | for_function(written or spec, keys, function, skip=2)))
+    vars(found).update(spec=written or spec)
+    return found
 
 
 def check(spec: str, sizes: Mapping[str, int], cluster: Cluster) -> None:

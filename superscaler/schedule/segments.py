@@ -193,7 +193,8 @@ def check_regathers(flow: Dataflow, segments: Sequence[Segment]) -> None:
         kept = sorted(read & flow.graph.policy.gathered_once)
         if kept and not any(segment.regathered for segment in some):
             entries = flow.graph.journal
-            asked = next(e for e in entries if e.detail == "Regather()" and e.op in (region, first(region)))
+            names = {name for segment in some for op in segment.ops for name in (op.name, first(op.name))}
+            asked = next(e for e in reversed(entries) if e.detail == "Regather()" and e.op in names)
             keeping = next(e for e in reversed(entries) if e.verb == "keep_gathered")
             raise ScheduleError(
                 f"op_trans at {asked.where}: Regather gathers nothing again for the backward of {region}, since "

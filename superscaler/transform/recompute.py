@@ -10,7 +10,6 @@ from superscaler.ir.journal import Entry
 from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.names import unique
 from superscaler.specs.arguments import checked_class
-from superscaler.transform.rewrite import check_once
 
 
 @checked_class
@@ -23,7 +22,8 @@ class Recompute:
     All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the region's inputs are
     kept. They run when the backward reaches the region (`select(kind="R")` orders them otherwise), on the parts of
     their ops. Weights and values inside are communicated a second time; random numbers are those of the ops. With
-    `copies`, copies among the ops are recomputed, too; those that another region recomputes always are.
+    `copies`, copies among the ops are recomputed, too; those that another region recomputes always are. What is
+    recomputed is gathered again for that: it leaves its region of `Regather`.
 
     Regions nest, in any depth. The outer region is recomputed without a tape for the inner one. The inner one is
     recomputed once more, from values of the outer, when its own backward comes:
@@ -34,7 +34,6 @@ class Recompute:
     copies: bool = field(default=False, repr=False)
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        check_once("Recompute", [op for op in ops if op.regather])
         names = {op.origin or op.name for op in ops if self.copies or op.region or not op.is_copy}
         chosen = _needed(model, [op for op in model.ops if op.name in names])
         if not chosen:
@@ -125,7 +124,7 @@ def with_twins(model: Model, ops: Sequence[Op]) -> Model:
 
     def twin(op: Op) -> Op:
         name = unique(f"{op.name}.r", taken_by_ops)
-        op = replace(op.asking(region=region), name=name, origin=bases[op.name].name)
+        op = replace(op.asking(region=region, regather=""), name=name, origin=bases[op.name].name)
         return replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs))
 
     def changed(op: Op) -> Op:
@@ -133,6 +132,7 @@ def with_twins(model: Model, ops: Sequence[Op]) -> Model:
             return replace(op, inputs=renamed(op.inputs))
         is_innermost = op.name in names and not any(t.region in inside for t in model.twins.get(op.name, ()))
         op = op.asking(region=region) if is_innermost else op
+        op = op.asking(regather="") if op.name in names else op
         return replace(op, has_mirror=False) if op.name in bases else op
 
     forward, updates = model.forward_ops, (op for op in model.ops if not op.is_forward)

@@ -97,14 +97,15 @@ class Regather:
 
     All ops of one `op_trans` are one region. Weights are regathered if an op reads them directly, and activations if a
     part reads more of them than any part makes. Casts of these are kept, and so are sums. What is
-    cast before it is gathered (`gather_halves`) is regathered like a weight.
+    cast before it is gathered (`gather_halves`) is regathered like a weight. Ops of an earlier region leave it: a block
+    that ZeRO-3 gathers again is one region with the activations that sequence parallelism gathers again.
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
         chosen = [op for op in ops if op.is_forward and not op.from_data]
-        wrong = next((op for op in chosen if op.region or op.split or op.regather), None)
+        wrong = next((op for op in chosen if op.region or op.split), None)
         if wrong is not None:
-            state = "recomputed" if wrong.region else "split" if wrong.split else "regathered"
+            state = "recomputed" if wrong.region else "split"
             raise TransformError(f"Regather of {wrong.name}, which is {state} already; leave it out of one of them.")
         return _marked(model, chosen, "Regather", "regather")
 
@@ -121,7 +122,9 @@ class SplitBackward:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        check_once("SplitBackward", [op for op in ops if op.split or op.regather])
+        if taken := next((op for op in ops if op.split or op.regather), None):
+            twice = " and Regather are asked for" if taken.regather else " is asked for twice"
+            raise TransformError(f"SplitBackward of {taken.name}{twice}; leave it out of one of them.")
         names = {op.name for op in ops if op.is_forward}
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
         return _marked(model, chosen, "SplitBackward", "split")
@@ -188,18 +191,12 @@ def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
 
 
 def _marked(model: Model, chosen: Sequence[Op], algorithm: str, field: str) -> Model:
-    """Return the model with the name of the first op in a field of all chosen ones."""
+    """Return the model with one new name, after the first op, in a field of all chosen ones."""
     if not any(op.has_mirror for op in chosen):
         raise NoneOfThese(f"{algorithm} needs ops that have a backward; none of these do.")
-    marked = {op.name: op.asking(**{field: chosen[0].name}) for op in chosen}
+    region = unique(chosen[0].name, {getattr(op.asked, field) for op in model.ops})
+    marked = {op.name: op.asking(**{field: region}) for op in chosen}
     return model.with_ops(marked.get(op.name, op) for op in model.ops)
-
-
-def check_once(algorithm: str, taken: Sequence[Op]) -> None:
-    """Raise TransformError for ops to which an algorithm, or Regather, was already applied."""
-    if taken:
-        other = " and Regather are asked for" if taken[0].regather else " is asked for twice"
-        raise TransformError(f"{algorithm} of {taken[0].name}{other}; leave it out of one of them.")
 
 
 def rewrite(graph: Graph, regions: Sequence[Sequence[Op]], algorithm: Rewrite, where: str) -> list[Parts]:

@@ -35,6 +35,21 @@ def test_weights_brought_again_change_no_number(spec: str) -> None:
         equal(graph, plan, world)
 
 
+# Of the activations of sequence parallelism and the weights of ZeRO-3, both: in blocks that keep the rest, and in those
+# that are computed again.
+@pytest.mark.parametrize(
+    ("plan", "world"),
+    [
+        ("zero:2,stage=3,keep=1 x sequence_parallel:2,regather=true", 4),
+        pytest.param("fsdp:2 x sequence_parallel:2,regather=true", 4, marks=pytest.mark.slow),
+        pytest.param("sequence_parallel:2,regather=true x recompute", 2, marks=pytest.mark.slow),
+        ("sequence_parallel:2,regather=true x recompute:what=attention", 2),
+    ],
+)
+def test_what_is_gathered_again_for_two_reasons_changes_no_number(plan: str, world: int) -> None:
+    equal(graph_of("gpt2:size=tiny"), plan, world)
+
+
 def test_gathers_are_made_again_late_and_freed_early() -> None:
     graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
     plain, again = (ss.compile(graph, plan, "local:2") for plan in ("zero:stage=1", "zero:stage=3,keep=4"))

@@ -47,7 +47,6 @@ REFUSED = [
     ("recompute x swap:2", 2, "Recompute of layer_norm is asked for twice; leave it out of one of them."),
     ("co_shard:1,parts=2 x recompute", 1, "is asked for twice; leave it out of one of them."),
     ("chain_recompute:1,every=1 x pipeline_1f1b:2,recompute=early", 2, "is asked for twice; leave it out"),
-    ("sequence_parallel:2,regather=true x recompute", 2, "and Regather are asked for; leave it out of one of them."),
     ("pipeline_1f1b:offload=-1", 2, "offload=-1: a device keeps 1 tape or more; choose 1, 2, ..., or 0 to keep all."),
     ("pipeline_1f1b:recompute=soon", 2, "recompute=soon: choose early or late."),
     ("hybrid:recompute=block", 1, "hybrid:recompute=block: choose none, selective, full."),
@@ -64,6 +63,15 @@ def test_careless_options_are_told_in_one_line(plan: str, devices: int, told: st
     with pytest.raises(PlanError, match=re.escape(told)) as error:
         compiled("gpt2:size=tiny", plan, devices)
     assert "\n" not in str(error.value)
+
+
+def test_a_plan_of_the_library_is_named_as_it_was_written_and_not_by_its_file() -> None:
+    plan = "zb_h1:2,microbatches=2 x sequence_parallel:2,regather=true"
+    with pytest.raises(PlanError) as error:
+        ss.compile(graph_of("gpt2:size=tiny"), plan, "local:4")
+    assert str(error.value) == (
+        f"op_trans of '{plan}': Regather of embedding, which is split already; leave it out of one of them."
+    )
 
 
 def test_a_model_without_attention_has_none_to_compute_again() -> None:

@@ -174,3 +174,10 @@ def test_a_frozen_weight_is_placed_and_never_updated() -> None:
     code[at] = replace(update, buffers=(*update.buffers, name), values=(*update.values, name))
     with pytest.raises(ScheduleError, match="changes h_0_base_weight, which no op updates"):
         check_program(replace(program, devices=(replace(first, instructions=tuple(code)), *program.devices[1:])))
+
+
+def test_a_weight_of_two_stages_is_compiled_once_for_all_replicas_of_its_slices() -> None:
+    graph = graph_of("gpt2:size=tiny,batch=64")
+    plan = ss.compile(graph, "pipeline_1f1b:2,microbatches=2 x zero:16,stage=1", "h100:4x8")
+    assert plan.compiled.fold is not None
+    assert plan.compiled.fold.widths == (16,)

@@ -14,11 +14,14 @@ from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import width
 from superscaler.materialize.rvd.search import Cache, Path, find_path
+from superscaler.materialize.rvd.spread import spread
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.schedule.transfers import Transfer
 
-# The search grows fast with the number of devices; larger groups exchange exact messages.
+# The search grows fast with the number of devices; larger groups exchange exact messages, if no closed form fits.
 MOST_DEVICES = 32
+# So many devices take a closed form where one fits, without a search.
+MANY_DEVICES = 16
 # Seconds to start an operation and wait for it, besides the links: an estimate, so that fewer steps are better.
 START = 10e-6
 
@@ -81,13 +84,17 @@ def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, pa
     classes: dict[int, Hashable] = dict(zip(held, numbers, strict=True))
     if fold is not None and fold.spanned([*held, *read]):
         held, read, classes = fold.extend(held), fold.extend(read), fold.extend_classes(classes)
-    if len({*held, *read}) > MOST_DEVICES or len(held) == len(read) == 1:
+    if len(held) == len(read) == 1:
         return None
     whole = tuple((min(lo for lo, _ in ends), max(hi for _, hi in ends)) for ends in zip(*held.values(), strict=True))
     source, goal = _layout(held, whole, classes), _layout(read, whole, {})
     if source is None or goal is None:
         return None
-    return Route(find_path(source, goal, extents(whole), itemsize, priced(costs), paths), whole)
+    count, sizes, prices = len({*held, *read}), extents(whole), priced(costs)
+    path = spread(source, goal, sizes, itemsize, prices) if count > MANY_DEVICES else None
+    if path is None and count <= MOST_DEVICES:
+        path = find_path(source, goal, sizes, itemsize, prices, paths)
+    return None if path is None else Route(path, whole)
 
 
 def _layout(boxes: Mapping[int, Box], whole: Box, classes: Mapping[int, Hashable]) -> Layout | None:

@@ -130,7 +130,7 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
         mesh = cluster.mesh(**sizes)
         _multiply(graph, mesh, {name: plan for name, (_, plan) in terms.items()})
 
-    vars(run).update(__name__=spec, sizes=sizes)
+    vars(run).update(__name__=spec, spec=spec, sizes=sizes)
     return run
 
 

@@ -15,6 +15,7 @@ from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.route import START, priced
 from superscaler.materialize.rvd.search import Path, find_path
+from superscaler.materialize.rvd.spread import spread
 from superscaler.materialize.rvd.transitions import INTRA, MESSAGES, messages
 from tests.helpers.sweeps import few, slow
 from tests.materialize.rvd.layouts import Servers, execute, exhaustive, holds, layout, scattered, shapes
@@ -232,3 +233,16 @@ def test_known_paths_are_renamed_where_the_costs_allow() -> None:
 def test_layouts_that_do_not_fit(source: str, goal: str, sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         find_path(Layout.parse(source), Layout.parse(goal), sizes, 4, Servers())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_slices_spread_to_rows_of_many_devices_without_a_search(rows: int) -> None:
+    ids = np.random.default_rng(0).permutation(12 * (1 + rows))
+    source, goal = layout((1, 1, 1, 12, 1), ids[:12]), layout((len(ids), 1, 1, 1, 1), ids)
+    path = spread(source, goal, SIZES, ITEMSIZE, Servers(8))
+    assert path is not None
+    check_values(source, goal, path)
+    # A link carries each slice once to each row, and then what a ring of each row needs.
+    whole = prod(SIZES)
+    assert sum(step.moved for step in path.steps) == rows * whole + (1 + rows) * 11 * whole
+    assert path.steps[-1].layout == goal
