@@ -33,6 +33,7 @@ class Speeds:
 
     units      multiprocessors that share the tiles of a product; 0: a core, which reads and then computes
     products   operations per second of large matrix products, by dtype
+    boost      that of their tiles before the power limit slows the clock, by dtype; left out: that of `products`
     attention  `forward` and `backward`, also of a dtype (`forward float32`)
     memory     bytes per second of large kernels that read and write; of others by `operators`: an operator with its
                dtype (`gelu bfloat16`), an operator, or a class of these (`product` for the reads of a core)
@@ -51,6 +52,7 @@ class Speeds:
     issue: float = 0.0
     fresh: float = 0.0
     slowdown: float = 1.0
+    boost: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class SpeedsFile(_Checked):
 
     units: NonNegativeInt | None = None
     products: Annotated[dict[StrictStr, _Pair], Field(min_length=1)] | None = None
+    boost: dict[StrictStr, _Amount] | None = None
     memory: _Pair | None = None
     attention: dict[StrictStr, AttentionFile] | None = None
     shares: dict[StrictStr, _Amount] | None = None
@@ -117,7 +118,7 @@ class SpeedsFile(_Checked):
             known = replace(known, operators=classes(found.get("memory", known.memory), shares))
         for name, make in (("attention", Attention), ("operators", Link)):
             found[name] = {key: make(**one.model_dump()) for key, one in found.get(name, {}).items()}
-        for name in ("products", "attention", "operators"):
+        for name in ("products", "boost", "attention", "operators"):
             found[name] = {**getattr(known, name), **found.get(name, {})}
         return replace(known, **found)
 
@@ -226,6 +227,7 @@ def _check_names(found: ClusterFile | PresetFile, where: str) -> None:
     for table, names, known in (
         ("device.flops", found.device.flops, _DTYPES),
         ("device.speeds.products", speeds.products, _DTYPES),
+        ("device.speeds.boost", speeds.boost, _DTYPES),
         ("device.speeds.attention", speeds.attention, passes),
         ("links.curves", links.curves, _KINDS),
         ("links.starts", links.starts, _KINDS),

@@ -265,16 +265,18 @@ def _product(speeds: Speeds, batch: int, m: int, n: int, k: int, *, dtype: str, 
     if not speeds.units:
         line = speeds.operators.get(f"product {dtype}", Link(speeds.floor, inf))
         return line.alpha + moved / line.bandwidth + 2 * batch * m * n * k / rate
+    boost = max(rate, speeds.boost.get(dtype, 0.0))
     if any(size * width % _ALIGNED for size in (m, n, k)):
-        rate *= _UNALIGNED
+        rate, boost = rate * _UNALIGNED, boost * _UNALIGNED
     memory = _at(speeds.memory, share)
     fastest = min(
-        tiled(speeds.units, rate, (batch, m, n, k), tile, split, width)
+        tiled(speeds.units, boost, (batch, m, n, k), tile, split, width)
         + (split > 1) * (speeds.floor + 8 * split * batch * m * n / memory)
         for tile in _TILES
         for split in _SPLITS
     )
-    return speeds.floor + max(fastest, moved / memory)
+    # Short of whole waves, tiles run at the boost clock; the power limit holds for all together.
+    return speeds.floor + max(fastest, 2 * batch * m * n * k / rate, moved / memory)
 
 
 def tiled(
