@@ -47,7 +47,7 @@ def compare(case: Case) -> tuple[float, float]:
     graph, cluster = graph_of(case.model), ss.Cluster.parse(case.cluster)
     menu = Menu(graph, cluster)
     best, count = inf, 0
-    for choice in choices(cluster, menu.batch, sum(map(len, menu.runs)), sequence=True):
+    for choice in choices(cluster, menu.batch, sum(map(len, menu.runs)), layouts=["sequence"]):
         try:
             p = ss.compile(graph, choice.spec, cluster).simulate(case.memory)
         except ss.PlanError:

@@ -105,7 +105,7 @@ class SearchOptions:
         option(
             "--where",
             "Constraints, as 'tp <= 8, no recompute, schedule = zb_h1': of dp, tp, pp, microbatches, rows (of one on a "
-            "device), chunks, zero, recompute, schedule.",
+            "device), chunks, zero, recompute, schedule, layout, loss, swap.",
             "TEXT",
         ),
     ] = ""
@@ -147,9 +147,9 @@ class SearchOptions:
 def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> bool:
     """Find the plan with the shortest step that fits, and say how far it can be from the best of the space.
 
-    The space: pipelines (1F1B, interleaved, zero bubble) of stages with own numbers of blocks, tensor and data
-    parallelism, ZeRO and FSDP, recomputation, microbatches. Blocks are compiled and simulated; then the best plans are,
-    whole. With --like, the plan is for a run that goes on. Exit code 1 when no plan fits.
+    The space: pipelines of stages with own numbers of blocks, tensor, expert and data parallelism, ZeRO and FSDP,
+    recomputation, microbatches; and what saves more memory, where that is short. Blocks are compiled and simulated;
+    then the best plans are, whole. With --like, the plan is for a run that goes on. Exit code 1 when no plan fits.
     """
     from superscaler.cluster import Cluster
     from superscaler.planner import constraints

@@ -7,13 +7,17 @@ import re
 from collections.abc import Callable, Sequence
 
 from superscaler.errors import InputError, unknown
-from superscaler.planner.space import RECOMPUTE, SCHEDULES, Choice
+from superscaler.planner.space import LAYOUTS, LOSS, RECOMPUTE, SCHEDULES, SWAP, Choice
 
 Allows = Callable[[Choice], bool]
 NUMBERS = ("dp", "tp", "pp", "microbatches", "rows", "chunks", "zero")
-_WORDS = {"recompute": tuple(RECOMPUTE), "schedule": SCHEDULES}
-# What `no NAME` means: the value that is left.
-_NONE = {"dp": 1, "tp": 1, "pp": 1, "chunks": 1, "zero": 0, "recompute": "none"}
+WORDS = {
+    "recompute": tuple(RECOMPUTE), "schedule": tuple(SCHEDULES), "layout": tuple(LAYOUTS), "loss": tuple(LOSS),
+    "swap": tuple(SWAP),
+}  # fmt: skip
+# What `no NAME` means: the value that is left, or no such value.
+_NONE = {"dp": 1, "tp": 1, "pp": 1, "chunks": 1, "zero": 0, "recompute": "none", "swap": "none"}
+_VALUES = {value: name for name, values in WORDS.items() for value in values if value not in ("none", "whole")}
 _SIGNS = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
@@ -34,23 +38,23 @@ def read(text: str) -> list[tuple[str, Allows]]:
 def _read(clause: str) -> Allows:
     if clause.startswith("no "):
         name = clause[3:].strip()
-        if name in SCHEDULES:
-            return lambda c: c.schedule != name
+        if name in _VALUES:
+            return lambda c: bool(getattr(c, _VALUES[name]) != name)
         if name not in _NONE:
-            raise InputError(f"--where: '{clause}': {unknown('decision', name, (*_NONE, *SCHEDULES))}")
+            raise InputError(f"--where: '{clause}': {unknown('decision', name, (*_NONE, *_VALUES))}")
         return lambda c: bool(getattr(c, name) == _NONE[name])
     found = _CLAUSE.fullmatch(clause)
     if found is None:
         raise InputError(f"--where: '{clause}' is no constraint; write tp <= 8, no recompute or schedule = 1f1b.")
     name, sign, value = found[1], found[2].replace("==", "="), found[3]
-    if name in _WORDS:
+    if name in WORDS:
         if sign not in ("=", "!="):
             raise InputError(f"--where: '{clause}': {name} has names, not numbers; compare it by = or !=.")
-        if value not in _WORDS[name]:
-            raise InputError(f"--where: '{clause}': {unknown(name, value, _WORDS[name])}")
+        if value not in WORDS[name]:
+            raise InputError(f"--where: '{clause}': {unknown(name, value, WORDS[name])}")
         return lambda c: bool(_SIGNS[sign](getattr(c, name), value))
     if name not in NUMBERS:
-        raise InputError(f"--where: '{clause}': {unknown('decision', name, (*NUMBERS, *_WORDS))}")
+        raise InputError(f"--where: '{clause}': {unknown('decision', name, (*NUMBERS, *WORDS))}")
     if not value.isdecimal():
         raise InputError(f"--where: '{clause}': {name} is a number, not {value}; write one as {name} {sign} 2.")
     return lambda c: bool(_SIGNS[sign](getattr(c, name), int(value)))
@@ -90,5 +94,5 @@ def left(space: Sequence[Choice], constraints: Sequence[tuple[str, Allows]]) -> 
 
 def _values(space: Sequence[Choice], words: str) -> str:
     """Return the values of the decision of a constraint in a space, in words."""
-    name = next((n for n in (*NUMBERS, *_WORDS) if re.search(rf"\b{n}\b", words)), "schedule")
+    name = next((n for n in (*NUMBERS, *WORDS) if re.search(rf"\b{n}\b", words)), "schedule")
     return f"{name} is one of {', '.join(map(str, sorted({getattr(c, name) for c in space})))}."

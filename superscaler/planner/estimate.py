@@ -20,8 +20,10 @@ from superscaler.planner.space import Choice, Use
 Ints = NDArray[np.int64]
 # The share of a block's seconds that its backward takes, beside which gradients are sent.
 _BACKWARD = 2 / 3
-# The idle time of a zero-bubble schedule in that of 1F1B: the halves of a backward are as long as a forward.
-_ZERO_BUBBLE = 1 / 3
+# The idle time of zero-bubble schedules in that of 1F1B: the halves of a backward are as long as a forward.
+_IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
+# The activations of an interlaced pipeline in those of 1F1B.
+_INTERLACED = 1.5
 # Blocks whose weights are gathered at a time.
 _GATHERED = 2
 
@@ -49,7 +51,8 @@ class Estimator:
         self.graph, self.cluster, self.menu = graph, cluster, menu
         # The run of each block, and the number of the model's blocks in it, as `blocks=` counts them.
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
-        self._bounds: dict[tuple[Use, int, int], list[int] | None] = {}
+        self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
+        self._bounds: dict[tuple[Use, int, bool, bool], list[int] | None] = {}
         self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
         self.sizes = menu.sizes()
 
@@ -58,54 +61,73 @@ class Estimator:
         costs = self.menu.costs(choice.use)
         if costs is None:
             return None
-        bounds = self._stages(choice.use, choice.pp, choice.chunks)
+        bounds = None if choice.schedule == "3f1b" and not self.has_passes else self._stages(choice)
         if bounds is None:
             return None
-        stages = [self._stage(costs, a, b, len(self.run_of)) for a, b in pairwise(bounds)]
-        is_even = choice.pp == 1 or choice.chunks > 1
-        blocks = () if is_even else tuple(sum(self.sizes[a:b]) for a, b in pairwise(bounds))
-        chosen = replace(choice, blocks=blocks)
+        stages = self._costs(choice, costs, bounds)
+        is_whole = choice.pp == 1 or choice.is_even
+        chosen = replace(choice, blocks=() if is_whole else tuple(sum(self.sizes[a:b]) for a, b in pairwise(bounds)))
         works, bubble = self._steady(choice, stages)
         exposed = max(self._exposed(choice, stage) for stage in set(stages))
-        update = max(stage.update for stage in stages) * choice.chunks / (choice.dp if choice.zero else 1)
+        update = self._update(choice, stages)
         sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * self._send(choice) if choice.pp > 1 else 0.0
         peak = max(self._bytes(choice, costs, stages, device) for device in range(choice.pp))
         least = works + bubble + exposed + update
         return Estimate(chosen, least + sends, peak, least)
 
-    def _stage(self, costs: Costs, first: int, end: int, count: int) -> Cost:
-        """Return the cost of a stage: its blocks, and at the last one the rest. The first one holds half of its
-        weights, as those of an embedding.
+    def _costs(self, c: Choice, costs: Costs, bounds: Sequence[int]) -> list[Cost]:
+        """Return the costs of the stages: of their blocks, and of the rest. That is on the last one, and half of its
+        weights, as of an embedding, on the first; an interlaced pipeline has a share of it on each device.
         """
-        total = Cost(0, 0, 0, 0, 0, 0)
-        for n, run in enumerate(costs.runs):
-            total = total.plus(run, int((self.run_of[first:end] == n).sum()))
-        if end == count:
-            return total.plus(costs.rest, 1)
-        return total.plus(costs.rest._replace(seconds=0, kept=0), 0.5) if first == 0 else total
+        stages = []
+        for first, end in pairwise(bounds):
+            total = Cost(0, 0, 0, 0, 0, 0)
+            for n, run in enumerate(costs.runs):
+                total = total.plus(run, int((self.run_of[first:end] == n).sum()))
+            if c.schedule == "interlaced":
+                total = total.plus(costs.rest, 1 / c.pp)
+            elif end == len(self.run_of):
+                total = total.plus(costs.rest, 1)
+            elif first == 0:
+                total = total.plus(costs.rest._replace(seconds=0, kept=0), 0.5)
+            stages.append(total)
+        return stages
 
-    def _stages(self, use: Use, pp: int, chunks: int) -> list[int] | None:
+    def _of_device(self, c: Choice, stages: Sequence[Cost], device: int) -> Sequence[Cost]:
+        """Return the stages of a device of the pipeline."""
+        if c.schedule == "zbv":
+            return stages[device], stages[2 * c.pp - 1 - device]
+        return stages[device :: c.pp]
+
+    def _update(self, c: Choice, stages: Sequence[Cost]) -> float:
+        """Return the seconds of the update: over the links of the hosts, if the optimizer is there."""
+        if c.swap != "none":
+            moved = max(stage.gradients + stage.weights for stage in stages) * c.chunks
+            return moved / self.cluster.links.host.bandwidth
+        return max(stage.update for stage in stages) * c.chunks / (c.dp if c.zero else 1)
+
+    def _stages(self, c: Choice) -> list[int] | None:
         """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None
         for more stages than blocks.
         """
-        key = use, pp, chunks
+        key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
         if key not in self._bounds:
-            self._bounds[key] = self._balanced(use, pp * chunks, even=chunks > 1)
+            self._bounds[key] = self._balanced(*key)
         return self._bounds[key]
 
-    def _balanced(self, use: Use, stages: int, even: bool) -> list[int] | None:
+    def _balanced(self, use: Use, stages: int, is_even: bool, has_rest: bool) -> list[int] | None:
         count, costs = len(self.run_of), self.menu.costs(use)
         if stages == 1 or costs is None:
             return [0, count]
         if stages > count:
             return None
-        if even:
+        if is_even:
             return [round(k * count / stages) for k in range(stages + 1)]
         seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in self.run_of])])
         # The slowest of the stages up to each block, and where the last of them begins.
         slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
         for k in range(1, stages + 1):
-            own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if k == stages else 0.0)
+            own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages else 0.0)
             own[np.tril_indices(count + 1)] = inf
             table = np.maximum(slowest[:, None], own)
             begins.append(table.argmin(axis=0))
@@ -117,11 +139,10 @@ class Estimator:
 
     def _steady(self, c: Choice, stages: Sequence[Cost]) -> tuple[float, float]:
         """Return the seconds in which the slowest device works, and those in which it waits for the others."""
-        works = [sum(stage.seconds for stage in stages[device :: c.pp]) for device in range(c.pp)]
+        works = [sum(stage.seconds for stage in self._of_device(c, stages, device)) for device in range(c.pp)]
         slowest, total = max(works), sum(works)
         # 1F1B fills and drains once through all other stages.
-        idle = (total - slowest) / c.chunks
-        return c.microbatches * slowest, idle * (_ZERO_BUBBLE if c.schedule == "zb_h1" else 1.0)
+        return c.microbatches * slowest, (total - slowest) * _IDLE.get(c.schedule, 1.0 / c.chunks)
 
     def _exposed(self, c: Choice, stage: Cost) -> float:
         """Return the seconds of the communication between data-parallel devices that no work hides."""
@@ -138,11 +159,12 @@ class Estimator:
     def _bytes(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
         """Return the bytes of a device of the pipeline at its peak."""
         total = 0.0
-        for stage in stages[device :: c.pp]:
+        for stage in self._of_device(c, stages, device):
             shards = c.dp if c.zero else 1
             weights = stage.weights * (1 + 1 / shards if c.zero == 1 else 1 / shards)
             gradients = stage.gradients / (c.dp if c.zero == 3 else 1)
-            total += weights + gradients + stage.optimizer / shards + stage.kept * self._alive(c, device)
+            optimizer = stage.optimizer / shards if c.swap == "none" else 0.0
+            total += weights + gradients + optimizer + stage.kept * self._alive(c, device)
         gathered = max((run.weights + run.gradients for run in costs.runs), default=0.0) * _GATHERED
         last = device == c.pp - 1
         moved = costs.beside if last else max((run.kept for run in costs.runs), default=0.0)
@@ -150,6 +172,8 @@ class Estimator:
 
     def _alive(self, c: Choice, device: int) -> float:
         """Return the microbatches whose activations a device keeps at a time, for each of its stages."""
+        if c.schedule in ("zbv", "interlaced"):
+            return min(c.microbatches, c.pp if c.schedule == "zbv" else _INTERLACED * (c.pp - device))
         if c.chunks > 1:
             return min(c.microbatches, (2 * (c.pp - device - 1) + (c.chunks - 1) * c.pp + 1) / c.chunks)
         return min(c.microbatches, c.pp - device)
@@ -164,7 +188,7 @@ class Estimator:
 
     def _send(self, c: Choice) -> float:
         """Return the seconds of a message between stages."""
-        size = self._handed * c.rows / (c.tp if c.use.sequence else 1)
+        size = self._handed * c.rows / (c.tp if c.layout != "tensor" else 1)
         pairs = [[n, n + c.dp * c.tp] for n in range(c.dp * c.tp)]
         return self.cluster.seconds("send", pairs, size)
 

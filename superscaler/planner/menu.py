@@ -120,7 +120,7 @@ class Menu:
         graph = reduced(self.graph, self.runs, counts, use.rows * _MICROBATCHES)
         devices = type(self.cluster.devices)([*self.cluster.devices][: use.tp])
         cluster = replace(self.cluster, devices=devices, devices_per_server=use.tp)
-        spec = Choice(1, use.tp, 1, use.rows, _MICROBATCHES, use.sequence, use.recompute).spec
+        spec = Choice(1, use.tp, 1, use.rows, _MICROBATCHES, use.layout, use.recompute, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster).program
         p = simulate(program, cluster, None, self.torch_compile, among=len(self.cluster.devices)).prediction
         update, memory = p.mean("optimizer"), p.fullest.memory

@@ -25,7 +25,7 @@ def reasons(answer: Answer) -> Iterator[str]:
     best, capacity = answer.best, answer.best.prediction.capacity or inf
     mine = next(e for e in answer.estimates if e.choice == best.choice)
     ranked = sorted(answer.estimates, key=lambda e: (e.peak > capacity, e.a_row))
-    for name in ("batch", "pp", "tp", "dp", "rows", "recompute", "zero", "schedule"):
+    for name in ("batch", "pp", "tp", "dp", "rows", "layout", "recompute", "zero", "schedule", "loss", "swap"):
         own, others = getattr(best.choice, name), dict[object, Estimate]()
         for e in ranked:
             others.setdefault(getattr(e.choice, name), e)

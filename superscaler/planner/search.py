@@ -96,29 +96,31 @@ def search(
     start, constraints, kind = time.monotonic(), read(where), check_speeds(devices)
     menu, room = Menu(graph, devices, torch_compile), memory or kind.memory or inf
     estimator = Estimator(graph, devices, menu)
-    count, is_cut = len(estimator.run_of), _by_sequence(menu, devices)
-    every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, is_cut)]
+    count, layouts = len(estimator.run_of), _layouts(menu, devices)
+    every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, layouts)]
     if not every:
         raise InputError(_undivided(devices, batches or [menu.batch], count))
     space = left(every, constraints)
     note(f"{len(space)} plans in the space; measuring blocks")
-    estimates = [found for found in map(estimator.of, space) if found is not None]
-    if not estimates:
-        raise InputError("no plan of the space holds for this model; superscaler plans lists others.")
-    note(f"{len(estimates)} plans estimated; compiling the best")
-    found, errors = list[Found](), _Errors()
+    found, estimates, errors = list[Found](), list[Estimate](), _Errors()
+    compiled = partial(_whole, graph, devices, memory, torch_compile)
     try:
-        for whole in _whole_plans(estimates, room, errors, partial(_whole, graph, devices, memory, torch_compile)):
-            found.append(whole)
-            note(_line(whole))
-            if time.monotonic() - start > seconds:
-                break
+        for is_thrifty in (False, True):
+            some = [c for c in space if c.is_thrifty(devices.devices_per_server) == is_thrifty]
+            new = [e for e in map(estimator.of, _shorter(some, layouts[0], estimates, _best(found))) if e]
+            estimates += new
+            note(f"{len(new)} plans estimated{' that save memory' * is_thrifty}; compiling the best")
+            for whole in _whole_plans(new, room, errors, compiled, _best(found)):
+                found.append(whole)
+                note(_line(whole))
+                if time.monotonic() - start > seconds:
+                    break
     except KeyboardInterrupt:
         if not found:
             raise
         note("interrupted; these are the best so far")
     if not found:
-        raise InputError("none of the best estimates holds for this model; give constraints that leave others.")
+        raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
     found.sort(key=lambda f: (not f.prediction.fits, f.a_row))
     fitting = [e.bound / e.choice.batch for e in estimates if e.peak <= _ALMOST * room]
     bound = min([*fitting, found[0].a_row]) * found[0].choice.batch
@@ -138,24 +140,34 @@ def _undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
 
 
 def _whole_plans(
-    estimates: Sequence[Estimate], room: float, errors: _Errors, compiled: Callable[[Choice], Found | None]
+    estimates: Sequence[Estimate],
+    room: float,
+    errors: _Errors,
+    compiled: Callable[[Choice], Found | None],
+    best: float,
 ) -> Iterator[Found]:
-    """Yield plans that are compiled whole, the best estimates first, until no estimate is better than the best plan.
-    Each corrects the estimates of its kind.
+    """Yield plans that are compiled whole, the best estimates first, until no estimate is better than the best plan: at
+    first one of `best` seconds a row. Each corrects the estimates of its kind; of a kind that does not hold twice, no
+    other is compiled.
     """
-    waiting, best = {e.choice: e for e in estimates}, inf
+    waiting, least = {e.choice: e for e in estimates}, _LEAST if best == inf else 0
 
     def rank(e: Estimate) -> tuple[bool, float]:
         """Those that fit come first, the fastest first; others by their bytes."""
         return e.peak > _ALMOST * room, e.a_row if e.peak <= _ALMOST * room else e.peak
 
-    for count in range(min(MOST, len(estimates))):
+    for count in range(MOST):
+        if not waiting:
+            return
         nearest = min(map(errors.corrected, waiting.values()), key=rank)
         is_worse = best < inf and nearest.a_row > _NEAR * best
-        if count >= _LEAST and (is_worse or nearest.peak > _ALMOST * room):
+        if count >= least and (is_worse or nearest.peak > _ALMOST * room):
             return
         estimate = waiting.pop(nearest.choice)
-        if (whole := compiled(estimate.choice)) is not None:
+        whole = compiled(estimate.choice)
+        if whole is None:
+            errors.refuse(estimate.choice, waiting)
+        else:
             errors.learn(estimate, whole.prediction)
             best = min(best, whole.a_row) if whole.prediction.fits else best
             yield whole
@@ -167,11 +179,20 @@ class _Errors:
     """
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
+        self.known: dict[Choice, list[tuple[float, float]]] = {}
+        self.refused: set[Choice] = set()
 
     def learn(self, e: Estimate, p: Prediction) -> None:
         found = p.step_seconds / e.seconds, p.fullest.peak_bytes / e.peak
-        self.known.setdefault(self._kind(e.choice), []).append(found)
+        self.known.setdefault(_kind(e.choice), []).append(found)
+
+    def refuse(self, choice: Choice, waiting: dict[Choice, Estimate]) -> None:
+        """Note a plan that does not hold; remove all of its kind if it is the second, and none has held."""
+        kind = _kind(choice)
+        if kind in self.refused and kind not in self.known:
+            for other in [c for c in waiting if _kind(c) == kind]:
+                del waiting[other]
+        self.refused.add(kind)
 
     def corrected(self, e: Estimate, whole: Prediction | None = None) -> Estimate:
         """Return the estimate with the seconds and bytes of the whole plan; without it with more of them, or less, as
@@ -179,18 +200,37 @@ class _Errors:
         """
         if whole is not None:
             return e._replace(seconds=whole.step_seconds, peak=float(whole.fullest.peak_bytes))
-        own = self.known.get(self._kind(e.choice), ())
+        own = self.known.get(_kind(e.choice), ())
         time, room = ((_TRUST + sum(pair[k] for pair in own)) / (_TRUST + len(own)) for k in (0, 1))
         return e._replace(seconds=e.seconds * time, peak=e.peak * room)
 
-    def _kind(self, c: Choice) -> tuple[int, str, bool]:
-        return c.zero, c.schedule, c.pp > 1
+
+def _kind(c: Choice) -> Choice:
+    """Return a plan that stands for all of its kind."""
+    recompute = c.recompute if c.recompute == "co_shard" else "none"
+    return replace(
+        c, dp=1, tp=1, pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute, blocks=(),
+        layout=c.layout if c.layout in ("ulysses", "ring", "experts") else "tensor",
+    )  # fmt: skip
 
 
-def _by_sequence(menu: Menu, cluster: Cluster) -> bool:
-    """Return whether the model can be cut along its sequence."""
+def _layouts(menu: Menu, cluster: Cluster) -> list[str]:
+    """Return the layouts that the model has: tensor, or sequence if it can be cut along that; and of its experts."""
     tp = next((n for n in (2, 4, 8) if cluster.devices_per_server % n == 0), 1)
-    return tp > 1 and menu.costs(Use(tp, True, "none", 1)) is not None
+    is_cut = tp > 1 and menu.costs(Use(tp, "sequence", "none", "whole", 1)) is not None
+    has_experts = any(op.target == "ss.experts" for op in menu.graph.model.ops)
+    return ["sequence" if is_cut else "tensor", *(["experts"] if has_experts else [])]
+
+
+def _best(found: Sequence[Found]) -> float:
+    """Return the least seconds of a row of the plans that fit."""
+    return min((f.a_row for f in found if f.prediction.fits), default=inf)
+
+
+def _shorter(plans: Sequence[Choice], tensor: str, known: Sequence[Estimate], best: float) -> Iterator[Choice]:
+    """Yield the plans that without what is thrifty in them would be shorter than the best; all if none fits."""
+    least = {replace(e.choice, blocks=()): e.bound / e.choice.batch for e in known}
+    return (c for c in plans if best == inf or least.get(c.plain(tensor), inf) < _NEAR * best)
 
 
 def _line(found: Found) -> str:

@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
 from superscaler.cluster import Cluster
 
-# Names of the decisions, as `--where` and the answer have them.
-RECOMPUTE = {"none": "", "selective": "attention", "full": "block"}
-SCHEDULES = ("1f1b", "interleaved", "zb_h1")
+# Names of the decisions, as `--where` and the answer have them, and the terms of a product that say so.
+RECOMPUTE = {
+    "none": "", "selective": "recompute:1,what=attention", "full": "recompute:1,what=block",
+    "co_shard": "co_shard:1,parts=4",
+}  # fmt: skip
+LAYOUTS = {
+    "tensor": "tensor_parallel", "sequence": "sequence_parallel", "ulysses": "ulysses", "ring": "ring_attention",
+    "experts": "expert_parallel",
+}  # fmt: skip
+LOSS = {"whole": "", "chunked": "chunked_loss:1,parts=8"}
+SWAP = {"none": "", "optimizer": "swap:1,what=optimizer"}
+SCHEDULES = {
+    "1f1b": "pipeline_1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "zbv": "zbv", "interlaced": "interlaced",
+    "3f1b": "three_f_one_b",
+}  # fmt: skip
+_TENSOR = ("tensor",)
+# What `hybrid` says, which is shorter than a product.
+_HYBRID = {"recompute": ("none", "selective", "full"), "layout": ("tensor", "sequence")}
 # The most rows of a microbatch on a device.
 MOST_ROWS = 16
+# The most servers of tensor parallelism.
+_SERVERS = 4
 # The most devices of pipelines under ZeRO. Data-parallel devices do not fold there: more take minutes to compile.
 _UNFOLDED = 256
 
 
 class Use(NamedTuple):
-    """How the devices of a stage compute a microbatch of `rows`: on `tp` devices, with `recompute`. `sequence`: what
-    tensor parallelism leaves whole is cut along the sequence.
-    """
+    """How the `tp` devices of a stage compute a microbatch of `rows`, by the names of a `Choice`."""
 
     tp: int
-    sequence: bool
+    layout: str
     recompute: str
+    loss: str
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan of the space: `dp` x `tp` devices in each of `pp` stages, `microbatches` of `rows` a device.
+    """A plan of the space: `dp` groups of `tp` devices in each of `pp` stages; a group has `microbatches` of `rows`.
 
-    recompute  none, selective (attention), full (each block)
+    layout     the way of a group to share a microbatch: tensor; sequence: tensor parallelism, with the rest cut along
+               the sequence; ulysses, ring: the sequence is cut; experts: rows and experts are
+    recompute  none, selective (attention), full (each block), co_shard (each block, a part of its heads at a time)
     zero       0: all data-parallel devices have all weights; 1, 3: as the stages of ZeRO
-    schedule   1f1b, interleaved, zb_h1; of `pp` = 1: 1f1b
+    schedule   1f1b, interleaved, zb_h1, zbv, interlaced (embedding and head on all devices), 3f1b (of models with
+               several passes); of `pp` = 1: 1f1b
     chunks     stages on each device
-    blocks     of each stage; () for one stage
+    loss       whole, chunked: head and loss in parts of the tokens
+    swap       none, optimizer: on the hosts
+    blocks     of each stage; () for one stage, and for schedules that cut the model themselves
     """
 
     dp: int
@@ -45,11 +66,13 @@ class Choice:
     pp: int
     rows: int
     microbatches: int
-    sequence: bool = False
+    layout: str = "tensor"
     recompute: str = "none"
     zero: int = 0
     schedule: str = "1f1b"
     chunks: int = 1
+    loss: str = "whole"
+    swap: str = "none"
     blocks: tuple[int, ...] = ()
 
     @property
@@ -59,19 +82,39 @@ class Choice:
 
     @property
     def use(self) -> Use:
-        return Use(self.tp, self.sequence and self.tp > 1, self.recompute, self.rows)
+        return Use(self.tp, self.layout, self.recompute, self.loss, self.rows)
+
+    def is_thrifty(self, per_server: int) -> bool:
+        """Return whether the plan saves memory, or divides few rows among many devices, at a price."""
+        is_saving = self.recompute == "co_shard" or self.loss != "whole" or self.swap != "none"
+        return is_saving or self.layout in ("ulysses", "ring") or self.tp > per_server
+
+    def plain(self, tensor: str) -> Choice:
+        """Return the plan without what is thrifty in it, whose step is as a rule no longer. `tensor`: the layout of
+        tensor parallelism.
+        """
+        layout = tensor if self.layout in ("ulysses", "ring") else self.layout
+        recompute = "full" if self.recompute == "co_shard" else self.recompute
+        return replace(self, recompute=recompute, layout=layout, loss="whole", swap="none")
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether the schedule cuts the model into its stages by itself."""
+        return self.schedule in ("interleaved", "interlaced", "3f1b")
 
     @property
     def spec(self) -> str:
         """Return the text of the plan, as --plan takes it."""
-        return self._product if self.zero == 3 or self.schedule == "zb_h1" else self._hybrid
+        is_hybrid = all(getattr(self, name) in values for name, values in _HYBRID.items())
+        is_plain = self.zero < 3 and self.loss == "whole" and self.swap == "none"
+        return self._hybrid if is_hybrid and is_plain and self.schedule in ("1f1b", "interleaved") else self._product
 
     @property
     def _hybrid(self) -> str:
         chosen: dict[str, object] = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "microbatches": self.microbatches}
         asked: dict[str, object] = {
             "chunks": self.chunks if self.chunks > 1 else "",
-            "sequence": "true" if self.use.sequence else "",
+            "sequence": "true" if self.layout == "sequence" else "",
             "recompute": self.recompute if self.recompute != "none" else "",
             "zero": self.zero or "",
             "blocks": "+".join(map(str, self.blocks)),
@@ -81,25 +124,35 @@ class Choice:
 
     @property
     def _product(self) -> str:
-        terms, microbatches = [], f"microbatches={self.microbatches}"
-        if self.pp > 1:
-            blocks = f",blocks={'+'.join(map(str, self.blocks))}" if self.blocks else ""
-            terms.append(f"pipeline:{self.pp},schedule={self.schedule},{microbatches}{blocks}")
+        count, recompute = f"microbatches={self.microbatches}", RECOMPUTE[self.recompute]
+        zero = f"fsdp:{self.dp}" if self.zero == 3 else f"zero:{self.dp},stage=1" if self.zero else ""
+        terms = [self._pipeline(count)] if self.pp > 1 else []
         if self.zero == 3:
-            again = ",recompute=true" if self.recompute == "full" else ""
-            terms.append(f"fsdp:{self.dp},{microbatches}{again}")
-        elif self.dp > 1:
-            terms.append(f"zero:{self.dp},stage=1" if self.zero else f"data_parallel:{self.dp}")
-        if self.tp > 1:
-            terms.append(f"{'sequence' if self.sequence else 'tensor'}_parallel:{self.tp}")
-        if self.zero < 3 and (what := RECOMPUTE[self.recompute]):
-            terms.append(f"recompute:1,what={what}")
-        return " x ".join(terms)
+            again, recompute = (",recompute=true", "") if self.recompute == "full" else ("", recompute)
+            terms.append(f"{zero},{count}{again}" if self.pp == 1 else f"{zero}{again}")
+        else:
+            terms += [f"gradient_accumulation:1,{count}"] if self.pp == 1 and self.microbatches > 1 else []
+            terms += [zero or f"data_parallel:{self.dp}"] if self.dp > 1 else []
+        terms += [f"{LAYOUTS[self.layout]}:{self.tp}"] if self.tp > 1 else []
+        if self.schedule != "interlaced" or self.recompute == "co_shard":
+            terms.append(recompute)
+        return " x ".join(filter(None, [*terms, LOSS[self.loss], SWAP[self.swap]])) or "single"
+
+    def _pipeline(self, count: str) -> str:
+        """Return the term of the pipeline."""
+        name, blocks = SCHEDULES[self.schedule], "+".join(map(str, self.blocks))
+        more = [f"blocks={blocks}"] if blocks else []
+        more += [f"chunks={self.chunks}"] if self.schedule == "interleaved" else []
+        more += ["recompute=late"] if self.schedule == "interlaced" and self.recompute == "full" else []
+        return ",".join([f"{name}:{self.pp}", count, *more])
 
 
-def choices(cluster: Cluster, batch: int, blocks: int, sequence: bool) -> Iterator[Choice]:
-    """Yield the plans for a batch of so many rows and a model of so many blocks; some may not hold for a model."""
-    return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, sequence)
+def choices(cluster: Cluster, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR) -> Iterator[Choice]:
+    """Yield the plans for a batch of so many rows and a model of so many blocks; some may not hold for a model.
+
+    `layouts`: tensor, or sequence for models that can be cut along it; and experts for those that have them.
+    """
+    return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, layouts)
 
 
 def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
@@ -108,7 +161,7 @@ def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
     """
 
     def has_any(count: int, rows: int) -> bool:
-        return any(True for _ in _choices(count, cluster.devices_per_server, rows, blocks, False))
+        return any(True for _ in _choices(count, cluster.devices_per_server, rows, blocks))
 
     count, unit = len(cluster.devices), cluster.devices_per_server
     unit = unit if count > unit else 1
@@ -118,27 +171,55 @@ def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
     return [rows for rows in found if rows], fewer
 
 
-def _choices(count: int, per_server: int, batch: int, blocks: int, sequence: bool) -> Iterator[Choice]:
+def _choices(
+    count: int, per_server: int, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR
+) -> Iterator[Choice]:
     for pp in (n for n in divisors(count) if n <= max(blocks, 1)):
-        for tp in (n for n in divisors(count // pp) if n <= per_server):
+        for tp in (n for n in divisors(count // pp) if n <= _SERVERS * per_server):
             dp = count // pp // tp
             for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS) if batch % dp == 0 else ():
-                plain = Choice(dp, tp, pp, rows, batch // dp // rows, sequence)
-                yield from (c for c in _variants(plain, blocks))
+                for layout in layouts if tp > 1 else _TENSOR:
+                    if layout != "experts" or rows % tp == 0:
+                        yield from _variants(Choice(dp, tp, pp, rows, batch // dp // rows, layout), blocks)
+                yield from _thrifty(Choice(dp, tp, pp, rows, batch // dp // rows, layouts[0] if tp > 1 else "tensor"))
 
 
 def _variants(c: Choice, blocks: int) -> Iterator[Choice]:
     is_small = c.pp == 1 or c.dp * c.tp * c.pp <= _UNFOLDED
-    for recompute, zero in product(RECOMPUTE, (0, 1) if c.dp > 1 and is_small else (0,)):
-        own = replace(c, recompute=recompute, zero=zero)
-        yield own
-        for chunks in (2, 4) if c.pp > 1 and c.microbatches % c.pp == 0 else ():
-            if blocks >= c.pp * chunks:
-                yield replace(own, schedule="interleaved", chunks=chunks)
-        if c.pp > 1:
-            yield replace(own, schedule="zb_h1")
+    for recompute, zero in product(tuple(RECOMPUTE)[:3], (0, 1) if c.dp > 1 and is_small else (0,)):
+        yield from _schedules(replace(c, recompute=recompute, zero=zero), blocks)
     if c.pp == 1 and c.dp > 1:
         yield from (replace(c, recompute=recompute, zero=3) for recompute in ("none", "full"))
+
+
+def _schedules(c: Choice, blocks: int) -> Iterator[Choice]:
+    """Yield a plan under each schedule that it can have."""
+    yield c
+    if c.pp == 1:
+        return
+    for chunks in (2, 4) if c.microbatches % c.pp == 0 else ():
+        if blocks >= c.pp * chunks:
+            yield replace(c, schedule="interleaved", chunks=chunks)
+    yield replace(c, schedule="zb_h1")
+    if blocks >= 2 * c.pp and c.microbatches >= 2 * c.pp:
+        yield replace(c, schedule="zbv", chunks=2)
+    if not c.zero and c.recompute != "selective":
+        yield replace(c, schedule="interlaced")
+    if not c.zero and c.recompute == "none":
+        yield replace(c, schedule="3f1b")
+
+
+def _thrifty(c: Choice) -> Iterator[Choice]:
+    """Yield what else a plan of 1F1B, or without a pipeline, can do against a lack of memory, or of rows."""
+    for zero in (0, 1, 3) if c.dp > 1 and c.pp == 1 else (0,):
+        own = replace(c, zero=zero)
+        yield replace(own, recompute="co_shard")
+        for recompute in ("none", "full"):
+            yield replace(own, loss="chunked", recompute=recompute)
+            if c.tp > 1:
+                yield from (replace(own, layout=layout, recompute=recompute) for layout in ("ulysses", "ring"))
+            if zero == 0:
+                yield replace(own, swap="optimizer", recompute=recompute)
 
 
 def divisors(n: int) -> list[int]:

@@ -54,9 +54,9 @@ def test_batches_that_are_none_are_refused(text: str, why: str) -> None:
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_with_what_can_be() -> None:
-    """5 rows on 7 servers of 2: 10 devices in 5 groups of 2 can divide them."""
-    with pytest.raises(InputError, match=r"a batch of 5 cannot be divided among the 14 .*a batch of 7, or 10 devices"):
-        search(graph_of(f"{TINY},batch=5"), "a100:7x2")
+    """5 rows on 11 servers of 1: at most 2 stages and 4 tensor-parallel devices; 10 devices divide them."""
+    with pytest.raises(InputError, match=r"a batch of 5 cannot be divided among the 11 .*a batch of 11, or 10 devices"):
+        search(graph_of(f"{TINY},batch=5"), "a100:11x1")
 
 
 def test_a_checkpoint_of_another_model_or_precision_is_refused(

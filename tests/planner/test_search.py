@@ -8,9 +8,9 @@ import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.planner.constraints import NUMBERS, left, read
+from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.search import Answer, search
-from superscaler.planner.space import RECOMPUTE, SCHEDULES, choices
+from superscaler.planner.space import Choice, choices
 from superscaler.plans import resolve
 from tests.helpers.commands import run
 from tests.helpers.graphs import graph_of
@@ -25,7 +25,7 @@ LARGE = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=16,device=m
 def _fastest(graph: ss.Graph, cluster: ss.Cluster, memory: int) -> float:
     """Return the seconds of the fastest plan of a whole space that fits."""
     best = inf
-    for choice in choices(cluster, 16, 4, sequence=True):
+    for choice in choices(cluster, 16, 4, layouts=["sequence"]):
         try:
             p = ss.compile(graph, choice.spec, cluster).simulate(memory)
         except ss.PlanError:
@@ -58,12 +58,56 @@ def test_the_plans_of_an_answer_hold_and_fit() -> None:
     assert ss.compile(graph, answer.best.spec, "local:2").verify()["equal"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "where", "term", "memory"),
+    [
+        # Scores take most of the memory, but not those of a part of the tokens.
+        (
+            "gpt2:layers=2,hidden=256,heads=4,seq=1024,vocab=50304,batch=8,device=meta",
+            "pp = 1",
+            "chunked_loss",
+            2_200_000_000,
+        ),
+        ("mixtral:size=tiny,batch=16,device=meta", "no zb_h1, no interlaced, rows <= 4", "expert_parallel", None),
+    ],
+)
+def test_plans_beyond_megatrons_are_found_where_they_are_better(
+    model: str, where: str, term: str, memory: int | None
+) -> None:
+    """Others do not fit into the memory, or have longer steps."""
+    graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x2")
+    usual = search(graph, cluster, memory, where=f"{where}, no chunked, no experts, no swap, no co_shard").best
+    best = search(graph, cluster, memory, where=where).best
+    assert term in best.spec
+    assert best.prediction.fits
+    assert not usual.prediction.fits or best.prediction.step_seconds < usual.prediction.step_seconds
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(1, 2, 2, 2, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)),
+        Choice(2, 1, 2, 2, 2, schedule="interlaced", recompute="full"),
+        Choice(1, 2, 2, 2, 2, layout="ulysses", loss="chunked"),
+        Choice(2, 2, 1, 1, 2, layout="ring", zero=3, recompute="full"),
+        Choice(2, 1, 1, 2, 2, recompute="co_shard", swap="optimizer"),
+        Choice(1, 1, 4, 1, 8, recompute="co_shard", blocks=(1, 1, 1, 1)),
+    ],
+    ids=lambda choice: choice.spec,
+)
+def test_a_choice_is_the_plan_that_its_text_names(choice: Choice) -> None:
+    """It is compiled for its devices and its batch, and equals the model."""
+    count = choice.dp * choice.tp * choice.pp
+    assert ss.compile(graph_of(GPT), choice.spec, f"local:{count}").verify()["equal"]
+
+
 def test_random_constraints_leave_plans_that_satisfy_them_or_are_refused() -> None:
-    space, drawn = list(choices(ss.Cluster.parse("a100:2x8"), 64, 24, sequence=True)), random.Random(0)
+    space, drawn = list(choices(ss.Cluster.parse("a100:2x8"), 64, 24, layouts=["sequence"])), random.Random(0)
     refused = list[tuple[str, str]]()
     for _ in range(200):
-        name = drawn.choice([*NUMBERS, "recompute", "schedule"])
-        values = {"recompute": tuple(RECOMPUTE), "schedule": SCHEDULES}.get(name, (0, 1, 2, 3, 4, 8, 64))
+        name = drawn.choice([*NUMBERS, *WORDS])
+        values = WORDS.get(name, (0, 1, 2, 3, 4, 8, 64))
         sign, value = drawn.choice(["=", "!="] + ["<=", "<", ">", ">="] * (name in NUMBERS)), drawn.choice(values)
         text = f"{name} {sign} {value}"
         try:
