@@ -167,7 +167,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "materialize/test_lowering"),
     ("the last of equal prices is not taken", "if price <= min(prices) * NEARLY][-1]",
      "if price <= min(prices) * NEARLY][0]", "materialize/test_pricing materialize/test_lowering"),
-    ("a last update is before a message", "if not isinstance(last, Update):", "if last is None:",
+    ("a last update is before a message", "if last is None or not last.updates:", "if last is None:",
      "integration/test_updates"),
     ("last updates do not meet", "i.updates and not i.is_early]",
      "i.updates and i.is_early]",

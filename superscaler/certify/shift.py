@@ -18,24 +18,19 @@ from superscaler.certify.passes import Tape
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, loops_of
-from superscaler.ir.program import (
+from superscaler.ir.program import (  # fmt: skip
     ROLES,
     VALUES,
-    Accumulate,
-    Forward,
-    Give,
     Instruction,
-    Load,
-    Loss,
+    Meets,
     Program,
-    Recv,
     Role,
-    Send,
     Task,
-    Update,
     Value,
+    calls,
+    loads,
     names,
-)  # fmt: skip
+)
 from superscaler.ir.running.machine import Lap
 
 K = TypeVar("K", bound=Hashable)
@@ -97,26 +92,25 @@ class Shift:
     def read(self, loop: Loop, rank: int) -> None:
         """Add the steps of a device's loop. Raises Unsteady if part of it moves by another step."""
         for a, b in zip(loop.first, loop.second, strict=True):
-            if type(a) is not type(b) or isinstance(a, Give | Loss | Update):
+            if type(a) is not type(b) or a.outlives:
                 raise Unsteady
             if any(getattr(a, name) != getattr(b, name) for name in still_fields(type(a))):
                 raise Unsteady
             for x, y in zip_longest(keys(a), keys(b)):
                 if x != y:
                     self._name(x, y)
-            match a, b:
-                case Forward(at=one), Forward(at=two):
-                    self._run(a.function, tuple(np.subtract(two, one).tolist()))
-                case Send() | Recv(), Send() | Recv():
-                    if a.peer not in range(len(self.cohort_of)):
-                        raise Unsteady
-                    ends = int(self.cohort_of[rank]), int(self.cohort_of[a.peer])
-                    _set(self.messages, ends if isinstance(a, Send) else ends[::-1], b.message - a.message)
-            if isinstance(a, Load) and isinstance(b, Load):
-                moved = np.subtract(b.box, a.box).reshape(-1, 2)
-                for slot, (lo, hi) in enumerate(moved.tolist()):
-                    _set(self.slots, (a.tensor, slot), lo)
-                    _set(self.slots, (a.tensor, slot), hi)
+            if a.meets is Meets.PEER:
+                if a.peer not in range(len(self.cohort_of)):
+                    raise Unsteady
+                ends = int(self.cohort_of[rank]), int(self.cohort_of[a.peer])
+                _set(self.messages, ends if a.is_send else ends[::-1], b.message - a.message)
+        for (_, one), (_, two) in zip(calls(loop.first), calls(loop.second), strict=True):
+            self._run(one.function, tuple(np.subtract(two.at, one.at).tolist()))
+        for here, there in zip(loads(loop.first), loads(loop.second), strict=True):
+            moved = np.subtract(there.box, here.box).reshape(-1, 2)
+            for slot, (lo, hi) in enumerate(moved.tolist()):
+                _set(self.slots, (here.tensor, slot), lo)
+                _set(self.slots, (here.tensor, slot), hi)
 
     def _name(self, a: Key | None, b: Key | None) -> None:
         if a is None or b is None or a._replace(microbatch=b.microbatch) != b or a.microbatch < 0:
@@ -216,9 +210,9 @@ class Shift:
     def message(self, post: Post[Content]) -> int:
         """Return the step of the number of a started message."""
         i, own, other = post.cohort.code[post.at], post.cohort.number, int(self.cohort_of[post.peers.flat[0]])
-        if not isinstance(i, Send | Recv):
+        if i.meets is not Meets.PEER:
             return 0
-        return self.messages.get((own, other) if isinstance(i, Send) else (other, own), 0)
+        return self.messages.get((own, other) if i.is_send else (other, own), 0)
 
     def post(self, post: Post[Content], count: int) -> None:
         """Turn a started communication into the one of `count` rounds later."""
@@ -247,9 +241,9 @@ def _body(loop: Loop, step: int) -> Body:
     """Return a loop whose names move by `step` microbatches."""
     moving, fixed, sums = dict[Key, list[int]](), dict[Key, None](), dict[Value, None]()
     for a, b in zip(loop.first, loop.second, strict=True):
-        added = {*names(a, Role.SUM), *((a.into,) if isinstance(a, Accumulate) and a.in_place else ())}
+        added = {*names(a, Role.SUM), a.grows}
         for x, y in zip(keys(a), keys(b), strict=True):
-            if x in added:
+            if x is not None and x in added:
                 assert isinstance(x, Value)
                 sums[x] = None
             elif x is not None and x == y:
@@ -276,7 +270,7 @@ def still_fields(kind: type) -> Iterator[str]:
     """Yield the fields of an instruction that are equal in all repetitions of any loop."""
     for name, role in ROLES[kind].items():
         moves = role in VALUES or role in (Role.MESSAGE, Role.NOTE)
-        if not (moves or name == "task" or (kind, name) in ((Forward, "at"), (Load, "box"))):
+        if not (moves or name in ("task", "at", "box")):
             yield name
 
 

@@ -78,6 +78,11 @@ def loads(code: Iterable[Instruction]) -> Iterator[Load]:
     return (i for i in code if isinstance(i, Load))
 
 
+def updates(code: Iterable[Instruction]) -> Iterator[tuple[int, Update]]:
+    """Yield the instructions of code that run the optimizer, each with its number."""
+    return ((at, i) for at, i in enumerate(code) if isinstance(i, Update))
+
+
 def gives(code: Iterable[Instruction]) -> Iterator[Give]:
     """Yield the instructions of code that give parts of outputs."""
     return (i for i in code if isinstance(i, Give))

@@ -12,7 +12,7 @@ from superscaler.ir.communication import is_met
 from superscaler.ir.fold import Fold
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import extents
-from superscaler.ir.program import (
+from superscaler.ir.program import (  # fmt: skip
     ONE,
     Backward,
     Device,
@@ -23,7 +23,8 @@ from superscaler.ir.program import (
     Program,
     Update,
     Value,
-)  # fmt: skip
+    updates,
+)
 from superscaler.materialize.actions import Action, Arrive, Bucket, EndUpdates, Start, Sum, actions
 from superscaler.materialize.check_unrolled import rolled
 from superscaler.materialize.fold import fold_devices
@@ -119,10 +120,9 @@ class _Builder:
             code = self.code.of[rank]
             # Global norms are sums over all devices: each takes part in a last update, after all that others wait for.
             last = next((i for i in reversed(code) if is_met(i)), None)
-            if not isinstance(last, Update):
+            if last is None or not last.updates:
                 code.append(Update((), ()))
-            updates = [(at, i) for at, i in enumerate(code) if isinstance(i, Update)]
-            for at, i in updates[:-1]:
+            for at, i in [*updates(code)][:-1]:
                 code[at] = replace(i, is_early=True)
             parts = self.loss_parts[rank]
             turns = tuple(turn for *_, turn in parts) if self.model.iterations > 1 else ()

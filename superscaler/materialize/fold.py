@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from superscaler.ir.cohorts import form
 from superscaler.ir.fold import Fold, Folded, Unfoldable
-from superscaler.ir.program import Collective, Device, Recv, Send
+from superscaler.ir.program import Device, Meets
 from superscaler.materialize.steps import CollectiveStep, Lowered, Message
 
 
@@ -44,9 +44,9 @@ def _check_peers(device: Device, fold: Fold) -> None:
     """
     groups: dict[tuple[tuple[int, ...], bool], None] = {}
     for i in device.instructions:
-        if isinstance(i, Send | Recv):
+        if i.meets is Meets.PEER:
             groups[(device.rank, i.peer), True] = None
-        elif isinstance(i, Collective):
+        elif i.meets is Meets.GROUP:
             groups[i.group, False] = None
     for group, is_message in groups:
         _check_group(group, is_message, fold)
@@ -88,9 +88,9 @@ def _meet(first: Device, other: Device, fold: Fold) -> bool:
         return known[devices]
 
     for a, b in zip(first.instructions, other.instructions, strict=True):
-        if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and moved((a.peer,)) != (b.peer,):
+        if a.meets is Meets.PEER and moved((a.peer,)) != (b.peer,):
             return False
-        if isinstance(a, Collective) and isinstance(b, Collective):
+        if a.meets is Meets.GROUP:
             # A group is in chunk order. Without chunks only the source of a broadcast has a fixed place, the first.
             ordered = {"all_reduce": 0, "broadcast": 1}.get(a.kind, len(a.group))
             one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (moved(a.group), b.group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -143,9 +143,9 @@ class Segments:
         rounded, dtypes = dict[Task, Dtypes](), dict[Value, str]()
         for step, _, turn in steps(code):
             i = step.first
-            if isinstance(i, Forward):
+            if i.function >= 0:
                 task = step.moved("task", turn)
-                forwards.append((task, i, step, turn))
+                forwards.append((task, cast("Forward", i), step, turn))
                 if dtypes:
                     given = enumerate(step.moved("inputs", turn))
                     rounded[task] = tuple((n, dtypes[name]) for n, name in given if name in dtypes)
@@ -154,10 +154,10 @@ class Segments:
             elif i.whole is not None and dtypes:
                 source = step.moved("whole", turn)
                 dtypes |= {step.moved("out", turn): dtypes[source]} if source in dtypes else {}
-            elif isinstance(i, Backward):
-                task = step.moved("task", turn)
-                backwards.setdefault(task, i)
-                added.setdefault(task, set()).update(n for n, total in enumerate(i.sums) if total is not None)
+            elif i.is_mirror:
+                task, mirror = step.moved("task", turn), cast("Backward", i)
+                backwards.setdefault(task, mirror)
+                added.setdefault(task, set()).update(n for n, total in enumerate(mirror.sums) if total is not None)
         found, strides = dict[Task, Segment](), dict[Value, tuple[int, ...]]()
         for task, i, step, turn in forwards:
             inputs = step.moved("inputs", turn) if strides else ()

@@ -40,6 +40,8 @@ class Facts:
       runs_segment     it runs a part of a segment, or its mirror (`is_mirror`), or a `half` of that
       needs_tape       it waits until the tape of its task has been copied
       whole            the value, or its handle, whose part is the result as it is
+      grows            the sum that it adds to in place
+      takes_piece      its box is a piece of a tensor, which is as much work wherever it lies
       updates          it runs the optimizer on `weights`, after all that was sent or copied; `is_early`: not the last
       is_between       messages that start together may have it between them
       frees            it runs nothing: names end
@@ -55,6 +57,7 @@ class Facts:
     needs_tape: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     is_between: ClassVar[bool] = False
+    takes_piece: ClassVar[bool] = False
     frees: ClassVar[bool] = False
     outlives: ClassVar[bool] = False
 
@@ -124,6 +127,10 @@ class Facts:
 
     @property
     def whole(self) -> Value | None:
+        return None
+
+    @property
+    def grows(self) -> Value | None:
         return None
 
     @property

@@ -32,6 +32,7 @@ from superscaler.ir.names import Task, Value
 class Load(Facts):
     """Load a resident tensor: a slice of an input of the batch, of a constant, or a weight at rest."""
 
+    takes_piece = True
     out: Write
     tensor: str
     box: Annotated[Box, Role.EVEN]
@@ -77,6 +78,7 @@ class Slice(Facts):
     """out = the sub-box `ranges` of `source` (in slots), as a contiguous tensor of `shape`."""
 
     is_between = True
+    takes_piece = True
     out: Write
     source: Read
     view: Shape
@@ -112,6 +114,10 @@ class Accumulate(Facts):
     value: Read
     in_place: bool
     largest: bool = False
+
+    @property
+    def grows(self) -> Value | None:
+        return self.into if self.in_place else None
 
 
 @dataclass(frozen=True, slots=True)

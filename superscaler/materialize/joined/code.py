@@ -6,10 +6,10 @@ Works of a segment in several microbatches are one family: its key has no microb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from superscaler.ir.loops import Loop, runs_of
-from superscaler.ir.program import Backward, Fetch, Forward, Free, Instruction, Offload, Task, Tasked, Value, reads
+from superscaler.ir.program import Backward, Forward, Instruction, Task, Value, reads
 
 Position = tuple[int, int]
 
@@ -49,54 +49,50 @@ class Code:
             last: Position | None = None
             for n, i in enumerate(sequence):
                 at = number, n
-                if not isinstance(i, Free):
-                    for name in reads(i):
-                        self.readers.setdefault(plain(name), set()).add(at)
-                if not isinstance(i, Tasked):
+                for name in reads(i):
+                    self.readers.setdefault(plain(name), set()).add(at)
+                if i.task is None:
                     continue
                 if last is not None:
                     self.next[last] = at
                 last = at
-                if isinstance(i, Forward):
-                    self.forwards.setdefault(key_of(i.task), []).append(at)
-                elif isinstance(i, Backward):
-                    self.backwards.setdefault(key_of(i.task), {}).setdefault(i.half, []).append(at)
-                elif isinstance(i, Offload | Fetch):
+                if not i.runs_segment:
                     self.moved.add(key_of(i.task))
+                elif i.is_mirror:
+                    self.backwards.setdefault(key_of(i.task), {}).setdefault(i.half, []).append(at)
+                else:
+                    self.forwards.setdefault(key_of(i.task), []).append(at)
 
     def __getitem__(self, at: Position) -> Instruction:
         return self.sequences[at[0]][at[1]]
 
     def task(self, at: Position) -> Task:
-        found = self[at]
-        assert isinstance(found, Tasked)
-        return found.task
+        found = self[at].task
+        assert found is not None
+        return found
 
     def forward(self, at: Position) -> Forward:
-        found = self[at]
-        assert isinstance(found, Forward)
-        return found
+        return cast("Forward", self[at])
 
     def backward(self, at: Position) -> Backward:
-        found = self[at]
-        assert isinstance(found, Backward)
-        return found
+        return cast("Backward", self[at])
 
     def after(self, key: Key) -> Key | None:
         """Return the family whose forward is the next work, None if that is of another part, or no forward."""
         at = self.next.get(self.forwards[key][0])
         i = None if at is None else self[at]
-        return key_of(i.task) if isinstance(i, Forward) and i.task.part == key.part else None
+        task = None if i is None or not i.runs_segment or i.is_mirror else i.task
+        return key_of(task) if task is not None and task.part == key.part else None
 
-    def following(self, first: Position, keys: Sequence[Key], kind: type) -> list[Position] | None:
-        """Return the positions of works of one kind and microbatch, one after the other, for these families from
-        `first` on; None if others are between them.
+    def following(self, first: Position, keys: Sequence[Key]) -> list[Position] | None:
+        """Return the positions of works as the first, of its microbatch, one after the other, for these families; None
+        if others are between them.
         """
         found, task = [first], self.task(first)
         for key in keys[1:]:
             at = self.next.get(found[-1])
             i = None if at is None else self[at]
-            if at is None or not isinstance(i, kind) or getattr(i, "half", "") != getattr(self[first], "half", ""):
+            if at is None or type(i) is not type(self[first]) or self[at].half != self[first].half:
                 return None
             if self.task(at) != task._replace(segment=key.segment, part=key.part):
                 return None

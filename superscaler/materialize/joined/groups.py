@@ -12,7 +12,6 @@ from superscaler.ir.program import (
     Accumulate,
     Backward,
     Combine,
-    Forward,
     Free,
     Function,
     Instruction,
@@ -93,14 +92,14 @@ class _Check:
     def __init__(self, code: Code, functions: Sequence[Function], keys: tuple[Key, ...], moves_waits: bool) -> None:
         self.code, self.moves_waits = code, moves_waits
         self.mirrored = tuple(n for n, key in enumerate(keys) if key in code.backwards)
-        self.forwards = self._runs([code.forwards[key] for key in keys], keys, Forward)
+        self.forwards = self._runs([code.forwards[key] for key in keys], keys)
         self.backwards = list[Run]()
         if self.mirrored:
             back = [keys[n] for n in reversed(self.mirrored)]
             kinds = {tuple(code.backwards[key]) for key in back}
             _require(len(kinds) == 1 and code.moved.isdisjoint(keys))
             for half in kinds.pop():
-                self.backwards += self._runs([code.backwards[key][half] for key in back], back, Backward)
+                self.backwards += self._runs([code.backwards[key][half] for key in back], back)
         self.numbers = tuple(code.forward(at).function for at in self.forwards[0])
         self.functions = [functions[n] for n in self.numbers]
         _require(all(bool(f.grads) == (n in self.mirrored) for n, f in enumerate(self.functions)))
@@ -110,9 +109,9 @@ class _Check:
         self.left, self.dropped = dict[Position, dict[End, Value]](), set[Position]()
         self.inside = set[Value]()
 
-    def _runs(self, own: Sequence[Sequence[Position]], keys: Sequence[Key], kind: type) -> list[Run]:
+    def _runs(self, own: Sequence[Sequence[Position]], keys: Sequence[Key]) -> list[Run]:
         """Return the positions of the members at each place."""
-        found = [run for at in own[0] if (run := self.code.following(at, keys, kind)) is not None]
+        found = [run for at in own[0] if (run := self.code.following(at, keys)) is not None]
         _require(all(len(found) == len(some) for some in own))
         return found
 
@@ -264,7 +263,7 @@ def arranged(code: Code, run: Run, group: Group) -> tuple[list[Instruction], lis
         elif at not in group.dropped:
             _require(isinstance(i, _LOCAL) or (isinstance(i, Wait) and group.moves_waits and not i.shape))
             if made.isdisjoint(reads(i)):
-                _require(not (isinstance(i, Accumulate) and i.in_place and i.into in used))
+                _require(i.grows not in used)
                 before.append(i)
             else:
                 after.append(i)

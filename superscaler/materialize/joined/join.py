@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.communication import check_rendezvous
 from superscaler.ir.loops import Loop, Rolled, runs_of, weighted
-from superscaler.ir.program import Backward, Device, Forward, Free, Instruction, Program, Value, writes
+from superscaler.ir.program import Backward, Device, Forward, Free, Instruction, Program, Value, ended, writes
 from superscaler.materialize.joined.code import Code, Position
 from superscaler.materialize.joined.functions import columns_of, function_of
 from superscaler.materialize.joined.groups import Form, Group, Run, arranged, groups_of
@@ -42,7 +43,7 @@ def _joined(program: Program, moves_waits: bool) -> Program:
 def most_works(program: Program) -> int:
     """Return the largest number of forwards and backwards that a device runs in a step."""
     codes = (weighted(device.instructions) for device, _ in program.distinct)
-    return max(sum(n for i, n in code if isinstance(i, Forward | Backward)) for code in codes)
+    return max(sum(n for i, n in code if i.runs_segment) for code in codes)
 
 
 @dataclass
@@ -93,7 +94,7 @@ class _Joiner:
         return tuple(_without(found, gone))
 
     def _one(self, code: Code, run: Run, group: Group) -> Instruction:
-        if isinstance(code[run[0]], Forward):
+        if code[run[0]].function >= 0:
             return self._forward([code.forward(at) for at in run], group.form)
         first = code.forward(group.forwards[0][0]).task
         made = self._backward(
@@ -129,16 +130,17 @@ class _Joiner:
         used = set[int]()
 
         def use(i: Instruction) -> Instruction:
-            if not isinstance(i, Forward):
+            if i.function < 0:
                 return i
             used.add(i.function)
-            return replace(i, at=tuple(i.at[n] for n in kept[i.function])) if i.function in kept else i
+            run = cast("Forward", i)
+            return replace(run, at=tuple(run.at[n] for n in kept[i.function])) if i.function in kept else i
 
         program = program.changed(lambda device: _changed(device, use))
         number = {old: new for new, old in enumerate(sorted(used))}
 
         def renumber(i: Instruction) -> Instruction:
-            return replace(i, function=number[i.function]) if isinstance(i, Forward) else i
+            return replace(cast("Forward", i), function=number[i.function]) if i.function >= 0 else i
 
         program = program.changed(lambda device: _changed(device, renumber))
         return replace(program, functions=tuple(functions[n] for n in number))
@@ -152,7 +154,7 @@ def _changed(device: Device, change: Callable[[Instruction], Instruction]) -> De
 def _without(code: Sequence[Instruction], gone: set[Value]) -> Iterator[Instruction]:
     """Yield instructions; names that are gone do not end."""
     for i in code:
-        if not isinstance(i, Free):
+        if not i.frees:
             yield i
-        elif names := tuple(name for name in i.names if name not in gone):
+        elif names := tuple(name for name in ended(i) if name not in gone):
             yield Free(names)

@@ -11,11 +11,8 @@ from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     ROLES,
     VALUES,
-    Forward,
     Instruction,
-    Load,
     Role,
-    Slice,
     Task,
     Value,
 )  # fmt: skip
@@ -85,13 +82,13 @@ def _keys(i: Instruction) -> Iterator[Value | Task]:
 def _is_alike(one: Instruction, two: Instruction) -> bool:
     """Return whether instructions differ only in names, numbers of messages, and places of pieces of equal sizes."""
     for name, role in ROLES[type(one)].items():
-        if role in (Role.MESSAGE, Role.NOTE) or name == "task" or (isinstance(one, Forward) and name == "at"):
-            # The part of a forward is that of its task.
+        # The part at which a forward starts is that of its task.
+        if role in (Role.MESSAGE, Role.NOTE) or name in ("task", "at"):
             continue
         a, b = getattr(one, name), getattr(two, name)
         if role in VALUES:
             is_same = isinstance(a, Value) or [v is None for v in a] == [v is None for v in b]
-        elif role is Role.EVEN and isinstance(one, Load | Slice):
+        elif role is Role.EVEN and one.takes_piece:
             is_same = extents(a) == extents(b)
         else:
             is_same = a == b
