@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from superscaler.certify.certificate import certify
 from superscaler.cluster import Cluster
 from superscaler.emit.device import Emitted, emit
 from superscaler.errors import InputError, PlanError
@@ -28,7 +29,7 @@ from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.residents import check_copies, place_updates
 from superscaler.schedule.steady_state import SteadyState, first_microbatches, steady_states
-from superscaler.timing import timed, without_garbage_collection
+from superscaler.timing import phase, timed, without_garbage_collection
 from superscaler.transform.place import check_axes_cut, check_cut_first, place_twins
 from superscaler.transform.recompute import keep_slices, recompute_checkpoints
 from superscaler.translation.check import check_translation
@@ -43,7 +44,8 @@ class Compiled:
     """The result of compiling.
 
     For a folded plan, `schedule` covers the sampled places only; `full_fold` is the fold before any axis was given up.
-    For a plan with loops, `schedule` covers the first microbatches only. `seconds`: of each phase.
+    For a plan with loops, `schedule` covers the first microbatches only. `seconds`: of each phase. `checked`: a program
+    that was certified when it was compiled, with the seconds of each check.
     """
 
     graph: Graph
@@ -52,6 +54,12 @@ class Compiled:
     full_fold: Fold | None
     program: Program
     seconds: dict[str, float]
+    checked: tuple[Program, Mapping[str, float]] | None = None
+
+    @property
+    def certified(self) -> Mapping[str, float]:
+        """Return the seconds of each check of the certificate if the program has one already, as plans with loops."""
+        return self.checked[1] if self.checked is not None and self.checked[0] is self.program else {}
 
     @cached_property
     def emitted(self) -> Emitted:
@@ -195,19 +203,34 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     with without_garbage_collection():
         with timed(phases, "schedule"):
             full_fold = find_fold(planned)
-        schedule, program = _compiled(planned, cluster, full_fold, phases)
-    return Compiled(planned, cluster, schedule, full_fold, program, phases)
+        schedule, program, seconds_of_checks = _compiled(planned, cluster, full_fold, phases)
+    checked = (program, seconds_of_checks) if seconds_of_checks else None
+    return Compiled(planned, cluster, schedule, full_fold, program, phases, checked)
 
 
 def _compiled(
     planned: Graph, cluster: Cluster, full_fold: Fold | None, phases: dict[str, float]
-) -> tuple[Schedule, Program]:
-    """Compile the first microbatches, more of them if these do not determine all, and all if the plan does not hold."""
+) -> tuple[Schedule, Program, Mapping[str, float]]:
+    """Compile the first microbatches and certify the program of all; compile more of them if these do not determine
+    it, and all if the plan does not hold.
+    """
     with contextlib.suppress(PlanError):
         for steady in steady_states(planned):
             with contextlib.suppress(Aperiodic):
-                return _folded(planned, cluster, full_fold, phases, steady)
-    return _folded(planned, cluster, full_fold, phases)
+                schedule, program = _folded(planned, cluster, full_fold, phases, steady)
+                return schedule, program, _certified(program)
+    return *_folded(planned, cluster, full_fold, phases), {}
+
+
+def _certified(program: Program) -> Mapping[str, float]:
+    """Certify a program of all microbatches that was made from the first ones; return the seconds of each check. Raises
+    Aperiodic if it does not hold.
+    """
+    try:
+        with phase("certify"):
+            return certify(program)
+    except PlanError as error:
+        raise Aperiodic from error
 
 
 def _folded(

@@ -57,7 +57,7 @@ class Plan:
     def __init__(self, compiled: Compiled, sprogram: Callable[[Graph, Cluster], Any] | None = None) -> None:
         self.compiled = compiled
         self._sprogram = sprogram
-        self._certified: dict[str, float] = {}
+        self._certified = compiled.certified
         self._is_joined_certified = False
 
     @property

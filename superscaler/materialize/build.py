@@ -26,7 +26,7 @@ from superscaler.ir.program import (  # fmt: skip
     updates,
 )
 from superscaler.materialize.actions import Action, Arrive, Bucket, EndUpdates, Start, Sum, actions
-from superscaler.materialize.check_unrolled import rolled
+from superscaler.materialize.all_microbatches import rolled
 from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.frees import with_frees
 from superscaler.materialize.functions import Functions

@@ -2,8 +2,7 @@
 
 Only the first microbatches of a plan are compiled. If the code of a device repeats and all its numbers move evenly, the
 repetition is continued for the microbatches in between; the code behind the loop then belongs to the last ones. Values
-are named by microbatch, so a name is never ambiguous. `check_unrolled` proves the result for all microbatches: each
-value is made before it is read, each is read and freed as often as before, and the communication of all devices meets.
+are named by microbatch, so a name is never ambiguous. The certificate decides whether the result is right.
 """
 
 from collections.abc import Container, Hashable, Mapping, Sequence

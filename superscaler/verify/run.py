@@ -83,7 +83,7 @@ def verify(
         found = {**_certified(exact, replace(run, with_options=True), batch), "shapes": "model", "shrunk": {}}
         values, inputs = initial_values(compiled.graph.model, captured.values), batch or captured.batch
         return _as_trained(found, compiled, run, values, inputs)
-    refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
+    refused = _refusals(compiled)
     small = shrink(compiled, batch)
     exact, own = (finish(retype(small.graph, kind), small.cluster) for kind in ("float64", None))
     values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
@@ -182,7 +182,7 @@ def _certificate(
     If it differs, it is compared with the next one too, which shows whether the plan or the captured graph is wrong.
     """
     model, timeout = exact.graph.model, run.timeout
-    refused = {name: _refusal(partial(check, exact.program)) for name, check in CHECKS.items()}
+    refused = _refusals(exact)
     first = next((text for text in refused.values() if text), "")
     results: list[list[Result]] = []
     try:
@@ -247,6 +247,13 @@ def _judged(
         if comparison.errors.is_equal:
             break
     return found
+
+
+def _refusals(compiled: Compiled) -> dict[str, str]:
+    """Return why each check of the certificate refuses a program; "" where it does not."""
+    return {
+        name: "" if compiled.certified else _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()
+    }
 
 
 def _refusal(check: Callable[[], None]) -> str:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.certify.certificate import CHECKS, check_program
+from superscaler.certify.certificate import CHECKS, certify, check_program
 from superscaler.compiler import Compiled, SProgram, compile_graph
 from superscaler.ir import program as p
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.graph import Graph
 from superscaler.ir.loops import Loop, Rolled, Span, find_spans
 from superscaler.ir.text.program import parse_program, print_program
-from superscaler.materialize import check_unrolled
+from superscaler.materialize import all_microbatches
 from superscaler.materialize.loops import Aperiodic, find_shape, roll
 from superscaler.plans import resolve
 from tests.helpers.graphs import graph_of
@@ -228,18 +228,35 @@ def test_wrong_loops_are_refused(name: str) -> None:
         check_program(program.changed(change))
 
 
-# The certificate does not ask whether all values are freed.
-@pytest.mark.parametrize("name", ["a value is freed before its last use", "a repetition more"])
+# The certificate refuses the first two. It does not ask whether all values are freed, nor for the plan's order.
+@pytest.mark.parametrize("name", ["a value is freed before its last use", "a message has another number", "no Free"])
 def test_code_that_does_not_go_on_evenly_is_compiled_whole(
     mlp: Graph, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rolled(*given: Any) -> Rolled:
         return with_loop(roll(*given), WRONG.get(name, left_out(p.Free)))
 
-    monkeypatch.setattr(check_unrolled, "roll", rolled)
+    monkeypatch.setattr(all_microbatches, "roll", rolled)
     program = compiled(mlp, PLANS[0][0], 2).program
     assert not loops(program)
     check_program(program)
+
+
+def test_a_plan_with_loops_is_certified_when_it_is_compiled_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    certified = list[p.Program]()
+    for room in ("compiler", "plan"):
+        monkeypatch.setattr(
+            f"superscaler.{room}.certify", lambda program: certified.append(program) or certify(program)
+        )
+    plan = ss.compile(graph_of(MLP, "SGD"), PLANS[0][0], "local:2")
+    assert plan.seconds["certify"] > 0
+    for _ in range(2):
+        plan.validate()
+    assert certified.count(plan.compiled.program) == 1
+    wrong = replace(plan.compiled, program=plan.compiled.program.changed(lambda device: replace(device, weights=())))
+    assert not wrong.certified
+    with pytest.raises(ss.PlanError):
+        ss.Plan(wrong).validate()
 
 
 @pytest.mark.parametrize("plan", [*slow("pipeline_1f1b"), *slow("zbv"), "chimera"])
