@@ -74,19 +74,17 @@ class _Order:
         self._made: list[Action] = []
         self._point = 0
         self._buckets = Buckets(self.options.policy.overlaps)
-        # Transfers with rounds left, and the number of finished rounds. Rounds follow at the first read, so that
-        # nothing is waited for earlier; but the next round of reduce-scatters starts once they have arrived.
-        self._left: set[int] = set()
-        self._done = Counter[int]()
+        # The rounds that have not ended, of transfers with rounds left to start. Rounds follow at the first read, so
+        # that nothing is waited for earlier; but the next round of reduce-scatters starts once they have arrived.
+        self._left: dict[int, list[Sequence[Step]]] = {}
         # By work, the transfers that it reads of which some had rounds left.
         self._awaited: dict[Hashable, list[int]] = {}
         # By transfer, the collectives that wait in buckets.
         self._waiting = Counter[int]()
-        # Reduce-scatters in flight, by group. Inputs stay alive until they arrive.
-        self._in_flight: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
-        # The number of forwards and backwards so far, and the number at the start of a transfer with rounds left.
+        # Buckets of reduce-scatters in flight, by group, each with the number of forwards and backwards before it.
+        # Inputs stay alive until they arrive.
+        self._in_flight: dict[tuple[int, ...], list[tuple[Sequence[Entry], int]]] = {}
         self._works_so_far = 0
-        self._begun: dict[int, int] = {}
         # By update, the transfers of its weight or buffer, then those of views of it.
         self._sent: dict[Work, list[int]] = {}
         for number, transfer in enumerate(self.transfers):
@@ -153,12 +151,12 @@ class _Order:
             number, transfer = node.number, self.transfers[node.number]
             if transfer.is_local:
                 continue
-            first, *left = self.lowering.lowered(number).rounds
+            first, *left = rounds = self.lowering.lowered(number).rounds
             if node.link >= 0:
                 out = len(transfer.pieces) + node.link
                 first = tuple(step for step in first if isinstance(step, Message) and step.out.item == out)
             if left:
-                self._left.add(number)
+                self._left[number] = [*rounds]
                 for work in {place[:3] for reader in transfer.readers for place in reader.places}:
                     self._awaited.setdefault(work, []).append(number)
             self._begin(number, first)
@@ -185,18 +183,17 @@ class _Order:
     def _send(self, bucket: Sequence[Entry]) -> None:
         """Start the collectives of a bucket as one."""
         self._made.append(Bucket(bucket))
-        first, how = bucket[0].number, bucket[0].step.how
-        if KINDS[how.kind].ends == (PART, TILE) and self.transfers[first].is_to_updates:
+        how = bucket[0].step.how
+        if KINDS[how.kind].ends == (PART, TILE) and self.transfers[bucket[0].number].is_to_updates:
             flying = self._in_flight.setdefault(how.group, [])
-            flying.append(bucket)
-            self._begun[first] = self._works_so_far
+            flying.append((bucket, self._works_so_far))
             while self._is_over(flying):
                 self._arrive(flying)
 
-    def _is_over(self, flying: Sequence[Sequence[Entry]]) -> bool:
+    def _is_over(self, flying: Sequence[tuple[Sequence[Entry], int]]) -> bool:
         """Return whether the first bucket in flight has to arrive."""
-        first = flying[0][0].number
-        return self._begun[first] < self._works_so_far if first in self._left else len(flying) > FLYING
+        bucket, begun = flying[0]
+        return begun < self._works_so_far if bucket[0].number in self._left else len(flying) > FLYING
 
     def _turn(self, devices: Set[int], microbatch: int) -> None:
         """Release the gradients of other microbatches when devices turn to this one, and wait for the reduce-scatters
@@ -206,13 +203,13 @@ class _Order:
         if self._buckets.close(devices, microbatch):
             self._flush(frozenset())
         for group, flying in self._in_flight.items():
-            first = self.transfers[flying[0][0].number].microbatches if flying else {-1}
+            first = self.transfers[flying[0][0][0].number].microbatches if flying else {-1}
             if not {-1, microbatch} & first and not devices.isdisjoint(group):
                 self._arrive(flying)
 
-    def _arrive(self, flying: list[Sequence[Entry]]) -> None:
+    def _arrive(self, flying: list[tuple[Sequence[Entry], int]]) -> None:
         """Wait for the first bucket in flight, and start the next rounds of its transfers."""
-        bucket = flying.pop(0)
+        bucket, _ = flying.pop(0)
         for number, step in ((entry.number, entry.step) for entry in bucket):
             if number in self._left and self.lowering.ends_on_hosts(number):
                 self._finish([number])
@@ -228,22 +225,23 @@ class _Order:
 
     def _can_go_on(self, number: int) -> bool:
         """Return whether the second round of a transfer can start: all devices have started the first one."""
-        is_first = number in self._left and not self._done[number]
+        is_first = len(self._left.get(number, ())) == len(self.lowering.lowered(number).rounds)
         return is_first and self.lowering.is_joined(number) and not self._waiting[number]
 
     def _finish(self, numbers: Iterable[int]) -> None:
         """Do the remaining rounds of transfers, in the same order on all devices."""
-        left = sorted(self._left.intersection(numbers))
+        left = sorted(self._left.keys() & numbers)
         joined = [number for number in left if self.lowering.is_joined(number)]
         self._go_through(joined, {piece.device for number in joined for piece in self.transfers[number].pieces})
         for number in sorted({*left}.difference(joined)):
             self._go_through([number], frozenset())
-        self._left.difference_update(left)
+        for number in left:
+            self._left.pop(number, None)
 
     def _go_through(self, numbers: Sequence[int], ended: Set[int]) -> None:
         """Do the remaining rounds of transfers together."""
         self._flush(ended)
-        while going := [n for n in numbers if self._done[n] + 1 < len(self.lowering.lowered(n).rounds)]:
+        while going := [n for n in numbers if len(self._left.get(n, ())) > 1]:
             self._point += 1
             for number in going:
                 self._go_on(number)
@@ -251,7 +249,5 @@ class _Order:
 
     def _go_on(self, number: int, is_due: bool = False) -> None:
         """Wait for a round of a transfer, and start the next one."""
-        first, second, *_ = self.lowering.lowered(number).rounds[self._done[number] :]
-        self._made.append(Arrive(number, first))
-        self._done[number] += 1
-        self._begin(number, second, is_due)
+        self._made.append(Arrive(number, self._left[number].pop(0)))
+        self._begin(number, self._left[number][0], is_due)
