@@ -296,7 +296,7 @@ class Weighed(nn.Linear):
 
 def test_slices_of_a_constant_for_each_microbatch_are_compiled_whole() -> None:
     module = Weighed(4, 4)
-    graph = ss.capture(module, (torch.ones(16, 4),), optimizer=torch.optim.SGD(module.parameters()))
+    graph = ss.capture(module, (torch.ones(16, 4),), optimizer=torch.optim.SGD(module.parameters()), check=False)
     program = compiled(graph, "gradient_accumulation:microbatches=16", 1).program
     assert not loops(program)
     check_program(program)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from math import inf
 
 import pytest
@@ -20,6 +21,12 @@ GPT = "gpt2:size=tiny,layers=4,batch=8"
 FEW = "rows = 4, no recompute"
 # A model whose products take longer than the launches of kernels.
 LARGE = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=16,device=meta"
+
+
+@cache
+def few() -> Answer:
+    """Return what a search among few plans finds."""
+    return search(graph_of(GPT), "a100:1x2", where=FEW)
 
 
 def _fastest(graph: ss.Graph, cluster: ss.Cluster, memory: int) -> float:
@@ -46,8 +53,7 @@ def test_a_search_finds_the_fastest_plan_of_the_space(memory: int) -> None:
 
 def test_the_plans_of_an_answer_hold_and_fit() -> None:
     """Each is predicted as its text is; the first is equal to the model; the bound is below all."""
-    graph = graph_of(GPT)
-    answer = search(graph, "a100:1x2", where=FEW)
+    graph, answer = graph_of(GPT), few()
     assert len(answer.plans) >= 3
     for found in answer.plans:
         again = ss.compile(graph, found.spec, "a100:1x2").simulate()
@@ -148,7 +154,7 @@ def test_the_command_prints_a_plan_to_own(capfd: pytest.CaptureFixture[str]) -> 
     assert found["bound"] <= found["plans"][found["plan"]]["step_seconds"]
     assert "its step takes" in found["why_not"]["zero:2,stage=3"]
     assert "it does not hold" in found["why_not"]["tensor_parallel:3 x data_parallel"]
-    assert run("search", GPT, "--cluster", "a100:1x2", "--where", FEW, "--memory", "1MB", "--top", "1") == 1
+    assert run(*given[:5], f"{FEW}, tp = 2", "--memory", "1MB", "--top", "1") == 1
     assert "no plan of the space fits" in capfd.readouterr().out
 
 
@@ -167,14 +173,14 @@ def test_wrong_input_is_one_line(options: list[str], why: str, capfd: pytest.Cap
 
 
 def test_auto_is_the_plan_of_a_search(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, found = graph_of(GPT), list[str]()
+    graph, best, asked = graph_of(GPT), few().best, list[tuple[object, str]]()
 
-    def few(graph: ss.Graph, cluster: ss.Cluster) -> Answer:
-        answer = search(graph, cluster, where=FEW)
-        found.append(answer.best.spec)
-        return answer
+    def searched(graph: ss.Graph, cluster: ss.Cluster) -> Answer:
+        asked.append((graph.model, str(cluster)))
+        return few()
 
-    monkeypatch.setattr("superscaler.planner.search.search", few)
+    monkeypatch.setattr("superscaler.planner.search.search", searched)
     plan = ss.compile(graph, "auto", "a100:1x2")
-    assert found[0] in caplog.text
-    assert plan.simulate() == ss.compile(graph, found[0], "a100:1x2").simulate()
+    assert asked == [(graph.model, "a100:1x2")]
+    assert best.spec in caplog.text
+    assert plan.simulate() == best.prediction

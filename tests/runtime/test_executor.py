@@ -41,7 +41,9 @@ def lent(graph: ss.Graph, cluster: ss.Cluster) -> None:
 def test_an_update_waits_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module = Net()
-    graph = ss.capture(module, (torch.randn(3, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    graph = ss.capture(
+        module, (torch.randn(3, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1), check=False
+    )
     plan = ss.compile(graph, lent, ss.Cluster.local(2))
     opened = []
 
@@ -113,7 +115,7 @@ def test_a_gradient_that_is_not_finite_is_clipped_as_by_torch() -> None:
     """Torch multiplies all gradients by the limit over the norm, also where that is nan, or infinite."""
     module = Around(lambda self, x, y: self.a(x).sum() + self.b(y).sum(), a=nn.Linear(2, 1), b=nn.Linear(2, 1))
     given = torch.ones(2, 2), torch.ones(2, 2)
-    graph = ss.capture(module, given, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    graph = ss.capture(module, given, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), check=False)
     plan = ss.compile(graph, "single", "local:1")
     for bad in (torch.nan, torch.inf):
         plain, x = copy.deepcopy(module), torch.full((2, 2), bad)
