@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from superscaler.cli.options import completion
 from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError, unknown
@@ -35,6 +36,7 @@ class ModelRequest:
         str,
         typer.Argument(
             metavar="MODEL",
+            autocompletion=completion.models,
             help="NAME[:key=value,...] of `superscaler models`, or FILE.py:FUNCTION[:key=value,...], which returns "
             "(module, args) or (module, args, kwargs)",
         ),
@@ -46,7 +48,7 @@ class ModelRequest:
             "adamw (default where MODEL gives a loss), adam, sgd, adadelta, adagrad, adamax, asgd, nadam, radam, "
             "rmsprop, rprop, muon (weights are matrices); none: inference, nothing is trained; FILE.py:FUNCTION that "
             "takes the module and --lr, and returns one, or several that share the parameters out.",
-            known=lambda: (*OPTIMIZERS, _NONE),
+            completion=completion.optimizers,
         ),
     ] = None
     lr: Annotated[float, option("--lr", "Learning rate of the optimizer.")] = 1e-3
@@ -156,12 +158,6 @@ class ModelRequest:
         )  # fmt: skip
 
 
-def _plans() -> list[str]:
-    from superscaler.plans import names
-
-    return names()
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(ModelRequest):
     """A plan to compile, as text."""
@@ -172,10 +168,13 @@ class PlanRequest(ModelRequest):
             "--plan",
             "NAME[:key=value,...] of `superscaler plans`, FILE.py:FUNCTION[:key=value,...], or 'NAME:2 x NAME'",
             "PLAN",
-            _plans,
+            completion.plans,
         ),
     ]
-    cluster: Annotated[str, option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
+    cluster: Annotated[
+        str,
+        option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER", completion.clusters),
+    ]
     no_overlap: Annotated[
         bool, option("--no-overlap", "Send gradients of weights after the backward of a device, not during it.")
     ] = False

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Sequence
@@ -46,13 +45,12 @@ def plans(
 
 def _plan(name: str) -> tuple[dict[str, Any], str]:
     """Return the keys of a plan with their defaults, and what its file says about it."""
+    from superscaler.plans import home_of, keys_of
     from superscaler.plans.lib.schedules import RULES
 
-    home = importlib.import_module(f"superscaler.plans.{'pipeline' if name in RULES else name}")
-    function = getattr(home, home.__name__.rpartition(".")[2])
-    _, _, *keys = inspect.signature(function).parameters.values()
+    home = home_of(name)
     about = f"{inspect.getdoc(RULES[name])}\n\n{home.__doc__}" if name in RULES else home.__doc__
-    return {key.name: key.default for key in keys if name not in RULES or key.name != "schedule"}, (about or "").strip()
+    return keys_of(name), (about or "").strip()
 
 
 def _words(title: str, names: Sequence[str]) -> str:

@@ -81,6 +81,8 @@ def _group() -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with the exit code of the command, or of its error."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    # As git and others have it: superscaler help train.
+    given = [*given[1:], "--help"] if given[:1] == ["help"] else given
     try:
         # Libraries abort without a current directory.
         os.getcwd()

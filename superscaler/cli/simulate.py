@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from superscaler.cli.common import ModelRequest, warn_of_servers
+from superscaler.cli.options import completion
 from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import option, path
 from superscaler.cli.printing import Printer, table
@@ -86,7 +87,9 @@ class SearchRequest(ModelRequest):
     """A model and the cluster to find a plan for."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model: see compile; with --like that of DIR.")] = ""
-    cluster: Annotated[str, option("--cluster", "a100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
+    cluster: Annotated[
+        str, option("--cluster", "a100:4x8 (servers x devices), or a YAML file", "CLUSTER", completion.clusters)
+    ]
     like: Annotated[
         Path | None,
         path("--like", "DIR", "Checkpoints of a run that shall go on on --cluster, with its model and optimizer."),

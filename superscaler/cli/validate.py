@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from superscaler.cli.common import PlanRequest
+from superscaler.cli.options import completion
 from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer
@@ -26,10 +27,15 @@ _FIXED = {
 class Request(PlanRequest):
     """A plan to compile, or the directory of a saved one."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL | DIR", help="A model, or a plan directory.")]
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL | DIR", help="A model, or a plan directory.", autocompletion=completion.models),
+    ]
     directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A plan directory that may be of the model.")] = ""
-    plan: Annotated[str, option("--plan", "The plan of a model: see compile.", "PLAN")] = ""
-    cluster: Annotated[str, option("--cluster", "The cluster of a model: see compile.", "CLUSTER")] = ""
+    plan: Annotated[str, option("--plan", "The plan of a model: see compile.", "PLAN", completion.plans)] = ""
+    cluster: Annotated[
+        str, option("--cluster", "The cluster of a model: see compile.", "CLUSTER", completion.clusters)
+    ] = ""
 
     def check_plan(self) -> None:
         """Raise InputError unless a model has a plan and a cluster."""

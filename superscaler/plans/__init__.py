@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from math import gcd, prod
+from types import ModuleType
+from typing import Any
 
 from superscaler.errors import InputError, unknown
 from superscaler.plans.lib.products import product
@@ -29,6 +32,18 @@ AUTO = "auto"
 def names() -> list[str]:
     """Return the names of the plans of the library."""
     return sorted({m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg}.union(RULES))
+
+
+def home_of(name: str) -> ModuleType:
+    """Return the file of a plan of the library."""
+    return importlib.import_module(f"{__name__}.{'pipeline' if name in RULES else name}")
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """Return the keys of a plan of the library with their defaults."""
+    home = home_of(name)
+    _, _, *keys = inspect.signature(getattr(home, home.__name__.rpartition(".")[2])).parameters.values()
+    return {key.name: key.default for key in keys if name not in RULES or key.name != "schedule"}
 
 
 def resolve(spec: str, written: str = "") -> SProgram:

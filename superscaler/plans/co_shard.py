@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 
+from superscaler.errors import unknown
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import joined, layers, made_for, splits_within, undivided
@@ -54,7 +55,7 @@ def _named(graph: Graph, parts: int, factors: str) -> dict[str, list[Split]]:
     for name in factors.split("+"):
         own = [factor for factor in graph.factors if f".{factor}".endswith(f".{name}")]
         if not own:
-            known = ", ".join(dict.fromkeys(factor.rpartition(".")[2] for factor in graph.factors))
-            raise InputError(f"co_shard:factors={factors}: the model has no factor {name}; known: {known}.")
+            known = {factor.rpartition(".")[2] for factor in graph.factors}
+            raise InputError(f"co_shard:factors={factors}: {unknown('factor', name, known)}")
         found += own
     return {op.name: [Split(f, parts) for f in found if op.find(f) is not None] for op in graph.forward_ops}

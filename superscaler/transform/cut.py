@@ -60,9 +60,11 @@ def _check_factor(graph: Graph, name: str, where: str) -> None:
     if factor not in graph.model.factors and not any(is_named(known, factor) for known in graph.model.factors):
         several = any(is_named(known, f"*.{factor}") for known in graph.model.factors)
         hint = f" Write '*.{factor}' for all that end so." if several else ""
+        # Of many blocks a pattern stands for the factors that end alike.
+        ends = {f"*.{known.rpartition('.')[2]}" for known in graph.model.factors if "." in known and not several}
         raise InputError(
-            f"op_trans at {where}: {unknown('factor', factor, graph.model.factors)}{hint} A dim of size 1, as of a "
-            "batch of one, has no factor: it comes in one part only."
+            f"op_trans at {where}: {unknown('factor', factor, {*graph.model.factors, *ends})}{hint} A dim of size 1, "
+            "as of a batch of one, has no factor: it comes in one part only."
         )
     if at and not (which.isdigit() or which in MARKS):
         raise InputError(f"op_trans at {where}: '{name}': {unknown('index', which, [*MARKS, '0, 1, ...'])}")

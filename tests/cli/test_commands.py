@@ -351,3 +351,35 @@ def test_a_module_that_is_not_its_graph_is_refused_unless_nobody_asks(
     assert "steps are those of the module" not in capsys.readouterr().out
     assert run("capture", MODEL) == 0
     assert "2 steps are those of the module; the largest difference is 0.0e+00" in capsys.readouterr().out
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for with_word, with_option in (
+        (["help"], ["--help"]),
+        (["help", "launch", "slurm"], ["launch", "slurm", "--help"]),
+    ):
+        assert run(*with_word) == 0
+        said = capsys.readouterr().out
+        assert run(*with_option) == 0
+        assert said == capsys.readouterr().out
+        assert "Usage: superscaler" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("train gpt2:size=ti", ["gpt2:size=tiny"]),
+        ("simulate gpt2 --plan hybrid:dp=2,t", ["hybrid:dp=2,tp="]),
+        ("validate gpt2 --cluster a1", ["a100:"]),
+        ("train gpt2 --optimizer adamw", ["adamw"]),
+    ],
+)
+def test_the_shell_completes_models_keys_of_plans_and_clusters(
+    words: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the shell's script asks, which `superscaler --install-completion` writes."""
+    monkeypatch.setenv("_SUPERSCALER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"superscaler {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    run()
+    assert capsys.readouterr().out.split() == offered

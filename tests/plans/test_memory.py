@@ -42,7 +42,7 @@ REFUSED = [
     ("co_shard:parts=3", 1, "co_shard:parts=3 divides no factor of this model: h.0.attn.heads of size 4"),
     ("hybrid:1 x tensor_parallel", 2, "hybrid places all ops itself, so it cannot be multiplied; only plans along"),
     ("co_shard:blocks=2", 1, "co_shard:blocks=2: give all, or first:N."),
-    ("co_shard:factors=head", 1, "co_shard:factors=head: the model has no factor head; known: "),
+    ("co_shard:factors=head", 1, "co_shard:factors=head: unknown factor 'head'; did you mean 'heads'"),
     ("co_shard:factors=vocabulary", 1, "co_shard:parts=4: none of these blocks has a factor to cut"),
     ("recompute x swap:2", 2, "Recompute of layer_norm is asked for twice; leave it out of one of them."),
     ("co_shard:1,parts=2 x recompute", 1, "is asked for twice; leave it out of one of them."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +12,12 @@ import typer
 from superscaler.errors import InputError
 from superscaler.train.options import Option
 
+Completion = Callable[[str], list[str]]
 
-def option(name: str, text: str, metavar: str | None = None, known: Callable[[], Iterable[str]] | None = None) -> Any:
-    """Return an option. The shell completes the names that are `known`."""
 
-    def completed(incomplete: str) -> list[str]:
-        return [name for name in known() if name.startswith(incomplete)] if known else []
-
-    # Typer reads the signature of each completion when it starts, which takes as long as the rest of the options.
-    return typer.Option(name, metavar=metavar, help=text, autocompletion=completed if known else None)
+def option(name: str, text: str, metavar: str | None = None, completion: Completion | None = None) -> Any:
+    """Return an option. `completion`: from what was typed of its value to the values that the shell offers."""
+    return typer.Option(name, metavar=metavar, help=text, autocompletion=completion)
 
 
 def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:
