@@ -1,12 +1,12 @@
 """Published seconds of training steps beside those that `superscaler simulate` gives. Nothing is fitted to them.
 
     python benchmarks/simulate_published.py [--only mosaic,korthikanti] [--rows "hidden=2048"] [--shards]
-        [--torch-compile]
+        [--torch-compile] [--fused]
 
 `tau`: Kendall's, of the rows of one model on one kind of GPU. A step that was published as tokens, or operations, per
 second is computed from these. A row takes 10 to 80 CPU seconds, those with pipelines minutes. `unseen`: rows that no
 choice in the simulator was made after. `--shards`: rows with FSDP keep float32 shards alone, and gather bf16.
-`--torch-compile`: operators are fused, as the systems of some rows fuse them.
+`--torch-compile`, `--fused`: operators are fused, as the systems of some rows fuse them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 # FlashAttention 1 in Triton with ALiBi: on A100 30 to 50 % of the peak, backward 25 to 35 % (Dao 2023, from 512 keys to
 # 16,384: so the ramps). A size: layers, hidden, heads. A row: size, GPU, GPUs, sequence, microbatch, number of these,
 # recomputation, tokens per second in all.
-_FLASH = "rates: {%d: [%g, %g]}, ramp: %d, causal: 0.9, tile: 128"
-_FIRST = {"forward": (128, 156e12, 156e12, 341), "backward": (128, 109e12, 109e12, 205)}
 _MPT = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
     "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
@@ -277,8 +275,9 @@ _SHAPED = (
 
 @dataclass(frozen=True)
 class Row:
-    """A published step. `late`: gradients are sent after the backward. `unseen`: nothing was changed after the row was
-    predicted."""
+    """A published step. `late`: gradients are sent after the backward. `attention`: its kernel, if not torch's.
+    `unseen`: nothing was changed after the row was predicted.
+    """
 
     source: str
     sweep: str
@@ -289,6 +288,7 @@ class Row:
     precision: str = "bf16"
     late: bool = False
     unseen: bool = False
+    attention: str = ""
 
 
 def rows() -> Iterator[Row]:
@@ -299,12 +299,8 @@ def rows() -> Iterator[Row]:
         batch = micro * number * count
         model = f"gpt3:layers={layers},hidden={hidden},heads={heads},seq={seq},vocabulary=50368,batch={batch}"
         plan = f"fsdp:microbatches={number}" + ",recompute=true" * again
-        cluster = f"{gpu}:{count // 8}x8"
-        if gpu == "a100":
-            old = ", ".join(f"{way}: {{{_FLASH % rates}}}" for way, rates in _FIRST.items())
-            device = f"device: {{speeds: {{attention: {{{old}}}}}}}"
-            cluster = f"{{name: mosaic, preset: a100, servers: {count // 8}, devices_per_server: 8, {device}}}"
-        yield Row("mosaic", f"{name} {gpu}", model, plan, cluster, batch * seq / speed, unseen=unseen)
+        cluster, seconds = f"{gpu}:{count // 8}x8", batch * seq / speed
+        yield Row("mosaic", f"{name} {gpu}", model, plan, cluster, seconds, unseen=unseen, attention="flash1")
     old = "seq=2048,vocabulary=51200,attention=eager"
     for sizes, plan, servers, batch, seconds in _KORTHIKANTI:
         model, cluster = f"gpt3:{sizes},{old},batch={batch}", f"a100:{servers}x8"
@@ -419,7 +415,7 @@ def unseen_rows() -> Iterator[Row]:
         yield Row("shaped", "gpt3-xl", model, plan, cluster, seconds, "fp16")
 
 
-def simulated(row: Row, shards: bool = False, torch_compile: bool = False) -> Prediction:
+def simulated(row: Row, shards: bool = False, torch_compile: bool = False, fused: bool = False) -> Prediction:
     """Return the prediction for a row; with `shards` of weights that rest in float32 and are gathered in bf16."""
     import torch
 
@@ -434,7 +430,8 @@ def simulated(row: Row, shards: bool = False, torch_compile: bool = False) -> Pr
     if row.late:
         graph.send_gradients_last()
     more = f"{',' if ':' in row.plan else ':'}gather_halves=true" * shards
-    return ss.compile(graph, row.plan + more, row.cluster).simulate(torch_compile=torch_compile)
+    plan = ss.compile(graph, row.plan + more, row.cluster)
+    return plan.simulate(torch_compile=torch_compile, attention=row.attention, fused=fused)
 
 
 def main() -> None:
@@ -443,6 +440,7 @@ def main() -> None:
     parser.add_argument("--rows", default="")
     parser.add_argument("--shards", action="store_true")
     parser.add_argument("--torch-compile", action="store_true")
+    parser.add_argument("--fused", action="store_true")
     given = parser.parse_args()
     only, found, unseen = given.only.split(","), defaultdict(list), list[float]()
     print(f"{'source':11} {'published s':>11} {'predicted':>9} {'error':>6} {'peak GB':>7} {'CPU s':>5}  plan, model")
@@ -450,7 +448,7 @@ def main() -> None:
         if (given.only and row.source not in only) or given.rows not in f"{row.sweep} {row.model} {row.plan}":
             continue
         start = time.process_time()
-        p = simulated(row, given.shards and row.plan.startswith("fsdp"), given.torch_compile)
+        p = simulated(row, given.shards and row.plan.startswith("fsdp"), given.torch_compile, given.fused)
         found[row.sweep].append((p.step_seconds, row.seconds))
         unseen += [abs(p.step_seconds / row.seconds - 1)] * row.unseen
         took, peak = time.process_time() - start, p.fullest.peak_bytes / 1e9

@@ -35,6 +35,7 @@ from superscaler.runtime.step import Step
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, precision_of, predict
 from superscaler.simulate.prediction import Prediction
+from superscaler.simulate.system import System
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
 from superscaler.store.plan import remove_evaluation
@@ -151,15 +152,22 @@ class Plan:
 
     @checked
     def simulate(
-        self, capacity: int | None = None, torch_compile: bool = False, cuda_graph: bool = False
+        self,
+        capacity: int | None = None,
+        torch_compile: bool = False,
+        cuda_graph: bool = False,
+        attention: str = "",
+        fused: bool = False,
     ) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
-        `torch_compile`, `cuda_graph`: the step is loaded with it.
+        `torch_compile`, `cuda_graph`: the step is loaded with it. `attention`: the kernel of attention, as flash1.
+        `fused`: a system with fused norms, activations, loss and sums of gradients, as Megatron-LM's.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
         with phase("simulate"):
-            return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph)
+            system = System(attention, fused)
+            return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
 
     @property
     def precision(self) -> str:

@@ -43,13 +43,21 @@ def simulate(
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Of a step that is replayed as a CUDA graph, as of train.")
     ] = False,
+    attention: Annotated[
+        str,
+        option("--attention", "Its kernel: flash1, triton (of 2023), flash2, flash3; default: torch's here.", "KERNEL"),
+    ] = "",
+    fused: Annotated[
+        bool,
+        typer.Option("--fused", help="Of a system with fused norms, activations, loss and sums, as Megatron-LM."),
+    ] = False,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    way = read_bytes("--memory", memory) if memory else None, torch_compile, cuda_graph
+    way = read_bytes("--memory", memory) if memory else None, torch_compile, cuda_graph, attention, fused
     if os.path.isdir(request.model) and not request.plan:
         if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
@@ -74,7 +82,7 @@ def simulate(
     found = {request.plan: plan.simulate(*way)}
     found |= {spec: compile_graph(graph, spec, cluster).simulate(*way) for spec in specs[1:]}
     if cuda_graph:
-        found[f"{request.plan}, not replayed"] = plan.simulate(*way[:2])
+        found[f"{request.plan}, not replayed"] = plan.simulate(*way[:2], False, attention, fused)
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")

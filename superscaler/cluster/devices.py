@@ -35,6 +35,7 @@ class Speeds:
     products   operations per second of large matrix products, by dtype
     boost      that of their tiles before the power limit slows the clock, by dtype; left out: that of `products`
     attention  `forward` and `backward`, also of a dtype (`forward float32`)
+    attentions `attention` by the name of other kernels than torch's, as flash1
     memory     bytes per second of large kernels that read and write; of others by `operators`: an operator with its
                dtype (`gelu bfloat16`), an operator, or a class of these (`product` for the reads of a core)
     floor      the seconds of the shortest kernel
@@ -53,6 +54,7 @@ class Speeds:
     fresh: float = 0.0
     slowdown: float = 1.0
     boost: Mapping[str, float] = field(default_factory=dict)
+    attentions: Mapping[str, Mapping[str, Attention]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

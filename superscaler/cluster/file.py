@@ -91,7 +91,8 @@ class AttentionFile(_Checked):
 
 class SpeedsFile(_Checked):
     """The fields of `Speeds`. Tables are joined with those of the preset. `shares`: of the bandwidth of memory, by
-    operator or class of operators, with estimates for classes left out (see `classes`); they replace the preset's.
+    operator or class of operators, with estimates for classes left out (see `classes`); they, and `attentions`, replace
+    the preset's.
     """
 
     units: NonNegativeInt | None = None
@@ -99,6 +100,7 @@ class SpeedsFile(_Checked):
     boost: dict[StrictStr, _Amount] | None = None
     memory: _Pair | None = None
     attention: dict[StrictStr, AttentionFile] | None = None
+    attentions: dict[StrictStr, dict[StrictStr, AttentionFile]] | None = None
     shares: dict[StrictStr, _Amount] | None = None
     operators: dict[StrictStr, LineFile] | None = None
     floor: _Seconds | None = None
@@ -118,6 +120,11 @@ class SpeedsFile(_Checked):
             known = replace(known, operators=classes(found.get("memory", known.memory), shares))
         for name, make in (("attention", Attention), ("operators", Link)):
             found[name] = {key: make(**one.model_dump()) for key, one in found.get(name, {}).items()}
+        if others := found.get("attentions"):
+            found["attentions"] = {
+                name: {key: Attention(**one.model_dump()) for key, one in table.items()}
+                for name, table in others.items()
+            }
         for name in ("products", "boost", "attention", "operators"):
             found[name] = {**getattr(known, name), **found.get(name, {})}
         return replace(known, **found)
@@ -229,6 +236,7 @@ def _check_names(found: ClusterFile | PresetFile, where: str) -> None:
         ("device.speeds.products", speeds.products, _DTYPES),
         ("device.speeds.boost", speeds.boost, _DTYPES),
         ("device.speeds.attention", speeds.attention, passes),
+        *((f"device.speeds.attentions.{name}", table, passes) for name, table in (speeds.attentions or {}).items()),
         ("links.curves", links.curves, _KINDS),
         ("links.starts", links.starts, _KINDS),
     ):

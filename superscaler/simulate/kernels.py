@@ -31,14 +31,19 @@ _LISTED = (("mul_", 1, 1), ("lerp_", 2, 1), ("mul_", 1, 1), ("addcmul_", 2, 1), 
 class Works:
     """The kernels of the devices of a program. Equal segments are recorded once. `on_gpu`: the updates are those of a
     GPU; `torch_compile`: Inductor compiles segments, whose backward makes the first sums of gradients itself;
-    `cuda_graph`: the step is replayed.
+    `cuda_graph`: the step is replayed. `adds`: products add their gradients to sums themselves.
     """
 
     def __init__(
-        self, program: Program, on_gpu: bool = False, torch_compile: bool = False, cuda_graph: bool = False
+        self,
+        program: Program,
+        on_gpu: bool = False,
+        torch_compile: bool = False,
+        cuda_graph: bool = False,
+        adds: bool = False,
     ) -> None:
         self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu, torch_compile, cuda_graph), on_gpu
-        self.torch_compile = torch_compile
+        self.torch_compile, self.adds = torch_compile, adds
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.
         self._backwards: dict[tuple[object, ...], Kernels] = {}
@@ -53,6 +58,8 @@ class Works:
     def backward(self, work: Kernels, added: tuple[tuple[Meta, Meta, bool], ...]) -> Kernels:
         """Return the kernels of a backward and of its sums (gradient, sum, whether the sum exists already)."""
         key = id(work), added
+        if self.adds:
+            return work
         if key not in self._backwards:
             first = _cast if self.torch_compile else _copied
             sums = (_added(total, own) if is_old else first(total, own) for own, total, is_old in added)

@@ -34,6 +34,7 @@ from superscaler.simulate.rates import (
 )
 from superscaler.simulate.recording import alone, callables
 from superscaler.simulate.segments import recorded
+from superscaler.simulate.system import PLAIN, System
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
 from superscaler.simulate.works import Call
@@ -61,13 +62,14 @@ def predict(
     capacity: int | None = None,
     torch_compile: bool = False,
     cuda_graph: bool = False,
+    system: System = PLAIN,
 ) -> Prediction:
     """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's. `torch_compile`: its
-    segments are compiled, `cuda_graph`: it is replayed, as by `ss.load` with these options.
+    segments are compiled, `cuda_graph`: it is replayed, as by `ss.load` with these options. `system`: other kernels.
 
     Raises InputError if the speeds of the cluster's devices are unknown, and for a step that no CUDA graph replays.
     """
-    return simulate(program, cluster, capacity, torch_compile, cuda_graph).prediction
+    return simulate(program, cluster, capacity, torch_compile, cuda_graph, system=system).prediction
 
 
 def simulate(
@@ -77,19 +79,23 @@ def simulate(
     torch_compile: bool = False,
     cuda_graph: bool = False,
     among: int | None = None,
+    system: System = PLAIN,
 ) -> Simulation:
     """Return the prediction for a step with its timetable and memories; see `predict`. That of a compiled step is of
     the program with longer segments. `among`: the slowest device of so many sets the pace; default: of the cluster's.
     """
     kind = check_speeds(cluster)
     assert kind.speeds is not None
-    speeds, program = kind.speeds, joined(program) if torch_compile else program
+    torch_compile |= system.fused
+    speeds, program = system.speeds(kind.speeds, cluster), joined(program) if torch_compile else program
+    kind = replace(kind, speeds=speeds)
     if cuda_graph:
         _check_replayed(program, cluster, speeds)
         # The host starts kernels and communication of a step at once.
         speeds = replace(speeds, issue=0.0)
         kind = replace(kind, speeds=speeds)
-    work = _Work(Works(program, speeds.units > 0, torch_compile, cuda_graph), kind, _share(cluster, among))
+    works = Works(program, speeds.units > 0, torch_compile, cuda_graph, system.fused)
+    work = _Work(works, kind, _share(cluster, among))
     table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)
@@ -113,6 +119,7 @@ def simulate(
         capacity=has,
         reserved=overheads.context,
         links=table.bytes,
+        assumed=", ".join(system.words(torch_compile, cuda_graph, speeds.units > 0)),
     )
     return Simulation(program, cluster, table, found, prediction)
 

@@ -58,6 +58,7 @@ class Prediction:
     devices         a row for each distinct program
     capacity        bytes of a device, None if unknown; `reserved`: bytes of it for the driver and libraries
     links           bytes of a step by class of link
+    assumed         what is assumed of kernels, in words
     """
 
     cluster: str
@@ -74,6 +75,7 @@ class Prediction:
     capacity: int | None
     reserved: int
     links: Mapping[str, float]
+    assumed: str = ""
 
     @property
     def world(self) -> int:
@@ -140,34 +142,36 @@ def _lines(p: Prediction) -> Iterator[str]:
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{number(amount / p.step_seconds)} {what}/s"
     peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.mfu is not None else ""
-    spread = f"{duration(p.low)} to {duration(p.high)}"
+    spread = f"{duration(p.low)} on fast devices of this kind, {duration(p.high)} on slow ones"
     condition = "" if p.fits else ", if it did fit"
     yield f"step {duration(p.step_seconds)} ({spread}){peak}, {speed}{condition}"
     host, work = p.mean("host"), p.mean("compute") + p.mean("optimizer")
     if host > _LAUNCH_BOUND * work and p.step_seconds > _FAR * p.bound:
         yield f"launch-bound: for {host / work:.0%} of their work devices wait for the host to start kernels"
     elif p.bound:
-        yield f"{p.step_seconds / p.bound:.2f}x of what this hardware allows" + _said(_losses(p))
+        yield f"the model's own products take {duration(p.bound)} of it at full speed; the rest{_said(_losses(p))}"
     if p.links:
         yield "bytes of a step: " + ", ".join(f"{name} {size(count)}" for name, count in p.links.items() if count)
+    if p.assumed:
+        yield f"assumed: {p.assumed}"
 
 
 def _losses(p: Prediction) -> list[tuple[float, str]]:
-    """Return the step's seconds beyond its bound, by cause, as parts of the bound, the largest first."""
+    """Return the step's seconds beyond its bound, by cause, the largest first; small parts of the step are left out."""
     parts = {
-        "kernels beside large products": p.mean("compute") - p.bound,
-        "exposed communication": p.mean("communication"),
+        "slower and other kernels": p.mean("compute") - p.bound,
+        "waits for communication": p.mean("communication"),
         "bubble": p.mean("bubble"),
         "optimizer": p.mean("optimizer"),
-        "copies": p.mean("copies"),
-        "launch": p.mean("launch"),
+        "waits for copies": p.mean("copies"),
+        "starts of communication": p.mean("launch"),
     }
-    return sorted(((seconds / p.bound, name) for name, seconds in parts.items()), reverse=True)
+    found = ((seconds, name) for name, seconds in parts.items() if seconds > _SMALL * p.step_seconds)
+    return sorted(found, reverse=True)
 
 
 def _said(losses: Sequence[tuple[float, str]]) -> str:
-    some = [f"{share:.2f} {name}" for share, name in losses if share > _SMALL]
-    return ": " + ", ".join(some) if some else ""
+    return " is " + ", ".join(f"{duration(seconds)} {name}" for seconds, name in losses) if losses else " is small"
 
 
 # The columns of devices after their names: the parts of their time, and their peak.
@@ -184,7 +188,7 @@ PLANS: Mapping[str, Callable[[Prediction], str]] = {
     "peak": lambda p: size(p.fullest.peak_bytes),
     "fits": lambda p: "yes" if p.fits else "no",
     "step": lambda p: duration(p.step_seconds),
-    "beside the bound": lambda p: ", ".join(f"{s:.2f} {name}" for s, name in _losses(p)[:2] if s > _SMALL),
+    "beside products": lambda p: ", ".join(f"{duration(s)} {name}" for s, name in _losses(p)[:2]),
 }
 
 

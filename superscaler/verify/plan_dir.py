@@ -21,6 +21,7 @@ from superscaler.report.subject import Subject, subject
 from superscaler.runtime.metrics import Known
 from superscaler.simulate.predict import fullest, model_flops, predict
 from superscaler.simulate.prediction import Prediction
+from superscaler.simulate.system import System
 from superscaler.store.plan import read_plan
 from superscaler.store.plan_head import (
     EXPLAIN_FILE,
@@ -78,7 +79,13 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
 
 
 def simulate_directory(
-    directory: Path, cluster: str, capacity: int | None = None, torch_compile: bool = False, cuda_graph: bool = False
+    directory: Path,
+    cluster: str,
+    capacity: int | None = None,
+    torch_compile: bool = False,
+    cuda_graph: bool = False,
+    attention: str = "",
+    fused: bool = False,
 ) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
 
@@ -92,7 +99,7 @@ def simulate_directory(
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    return predict(program, found, capacity, torch_compile, cuda_graph)
+    return predict(program, found, capacity, torch_compile, cuda_graph, System(attention, fused))
 
 
 def known_of(program: Program, cluster: Cluster, peak_bytes: int) -> Known:

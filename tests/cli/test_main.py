@@ -95,7 +95,17 @@ def test_the_options_of_every_command() -> None:
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "--torch-compile", "model"]),
         "simulate": sorted(
-            [*compiling, "--compare", "--cuda-graph", "--memory", "--torch-compile", "directory", "model"]
+            [
+                *compiling,
+                "--attention",
+                "--compare",
+                "--cuda-graph",
+                "--fused",
+                "--memory",
+                "--torch-compile",
+                "directory",
+                "model",
+            ]
         ),
         "search": sorted(
             [

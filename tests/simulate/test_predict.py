@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 import superscaler as ss
 from superscaler.cli.train import _more_memory
+from superscaler.errors import InputError
 from superscaler.runtime.optimizer import LISTED
 from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
 from superscaler.simulate.prediction import words
@@ -50,6 +52,34 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     assert all(0.3 < d.host / d.compute < 1 for d in found.devices)
     assert "launch-bound" in words(found)
     assert "launch-bound" not in words(replace(found, devices=tuple(replace(d, host=0.0) for d in found.devices)))
+
+
+def test_the_parts_of_a_step_are_said_in_seconds_that_add_up_and_so_is_what_is_assumed() -> None:
+    found = ss.compile(graph_of(GPT), "data_parallel", "a100:1x2").simulate()
+    text = words(replace(found, devices=tuple(replace(d, host=0.0) for d in found.devices)))
+    (line,) = (line for line in text.splitlines() if "the model's own products take" in line)
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    said = [float(count) * units[unit] for count, unit in re.findall(r"([\d.]+) (us|ms|s)\b", line)]
+    assert said[0] == pytest.approx(found.bound, rel=0.01)
+    assert sum(said) == pytest.approx(found.step_seconds, rel=0.03)
+    assert "assumed: operators run one by one, torch's attention" in text
+
+
+def test_the_kernel_of_attention_and_fused_operators_are_assumptions() -> None:
+    plan = ss.compile(graph_of(GPT), "gradient_accumulation:microbatches=2", "a100:1x1")
+    plain, compiled, fused = plan.simulate(), plan.simulate(torch_compile=True), plan.simulate(fused=True)
+    # Sums of gradients are in the products.
+    assert fused.step_seconds < compiled.step_seconds < plain.step_seconds
+    assert fused.assumed.startswith("norms, activations, loss and sums of gradients fused")
+    assert plan.simulate(attention="flash1").assumed.endswith("attention of flash1")
+    with pytest.raises(
+        InputError, match=r"--attention on a100:1x1: unknown attention 'flash3'.* Known: flash1, flash2,"
+    ):
+        plan.simulate(attention="flash3")
+    lab = "{preset: local, servers: 1, devices_per_server: 1, device: {memory: 1e9, flops: {}, speeds: "
+    measured = ss.compile(graph_of(GPT), "single", lab + "{products: {float32: 1e9}, memory: 1e10}}}")
+    with pytest.raises(InputError, match="--attention flash1: only one attention is known on"):
+        measured.simulate(attention="flash1")
 
 
 def test_products_of_a_dtype_without_a_speed_take_the_slowest_one() -> None:

@@ -262,6 +262,32 @@ def test_products_of_a_b200_are_those_of_its_clock_under_load() -> None:
     assert abs(sum(errors)) / len(errors) < 0.06
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "causal", "channels", "published", "most"),
+    [
+        # triton-lang/triton pull request 1917, before it: by keys, forward and backward.
+        ("a100", "triton", True, 64, {1024: (84, 49), 4096: (113, 72), 16384: (122, 81)}, 0.02),
+        # Dao 2023: 30 to 50 % of 312 forward, 25 to 35 % backward.
+        ("a100", "flash1", False, 128, {512: (94, 78), 16384: (156, 109)}, 0.03),
+        # meta-pytorch/tritonbench pull request 1267.
+        ("h100", "flash3", True, 128, {1024: (364, 182), 2048: (560, 316), 4096: (667, 444), 8192: (685, 539)}, 0.08),
+    ],
+)
+def test_other_kernels_of_attention_have_published_speeds(
+    kind: str, name: str, causal: bool, channels: int, published: dict[int, tuple[int, int]], most: float
+) -> None:
+    device = PRESETS[kind].device
+    assert device is not None
+    assert device.speeds is not None
+    speeds = replace(device.speeds, attention=device.speeds.attentions[name])
+    for keys, both in published.items():
+        for backward, real in enumerate(both):
+            kernel = attention(4, 48, keys, channels, causal=causal, backward=bool(backward))
+            operations = (4, 10)[backward] * 4 * 48 * keys**2 * channels / (1 + causal)
+            made = operations / seconds(kernel, replace(device, speeds=speeds))
+            assert made / 1e12 == pytest.approx(real, rel=most)
+
+
 def test_few_tiles_run_at_the_boost_clock_and_many_at_the_power_limit() -> None:
     assert H100.speeds is not None
     limited = replace(H100, speeds=replace(H100.speeds, boost={"float16": 2 * H100.speeds.products["float16"][1]}))
