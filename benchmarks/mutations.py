@@ -77,6 +77,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "materialize/test_loops"),
     ("a verdict goes on to other programs", "self.checked is not None and self.checked[0] is self.program",
      "self.checked is not None", "materialize/test_loops"),
+    ("turns of a loop have gaps in other places", "return is_sized and [key is None", "return is_sized or [key is None",
+     "ir/test_turns"),
     ("rounds are left out before sums begin", "before.has_sums", "now.has_sums", "certify/test_rounds"),
     ("values that only later rounds read are not compared", "return goes_on and self._status(", "return self._status(",
      "certify/test_rounds"),
@@ -397,7 +399,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "ir/test_machine simulate/test_repeats"),
     ("what began before a loop repeats", "s is t or abs(b - a) == self.pace.length", "True", "simulate/test_repeats"),
     ("repetitions keep other tapes", "return pace if is_same else None", "return pace", "simulate/test_repeats"),
-    ("repetitions move equal bytes", "all(map(_is_alike, run.first, run.second))", "True", "simulate/test_clock"),
+    ("repetitions move equal bytes", "all(map(_is_known, run.first, run.second))", "True", "simulate/test_clock"),
     ("ports of a transfer alone stay free", "self._write()\n        route = transfer.route", "route = transfer.route",
      "simulate/test_clock"),
     # Plans, clusters, training.

@@ -8,8 +8,9 @@ from superscaler.certify.boxes import Boxes
 from superscaler.certify.content import Content, Memory
 from superscaler.certify.interpret import Post
 from superscaler.certify.passes import Tape, made_by
-from superscaler.certify.shift import Shift, Status, still_fields
+from superscaler.certify.shift import Shift, Status
 from superscaler.ir.program import Meets
+from superscaler.ir.running.turns import is_still
 
 Flags = Mapping[int, tuple[bool, ...]]
 
@@ -56,7 +57,7 @@ class Likeness:
         message = before.message + self._count * self.shift.message(before)
         return (
             type(a) is type(b)
-            and all(getattr(a, name) == getattr(b, name) for name in still_fields(type(a)))
+            and is_still(a, b)
             and np.array_equal(before.peers, now.peers)
             and np.array_equal(message, now.message)
             and self._same([self.shift.moved(read, self._count) for read in before.read], list(now.read))

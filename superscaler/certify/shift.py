@@ -2,9 +2,8 @@
 state of a cohort.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -19,9 +18,6 @@ from superscaler.ir.cohorts import Cohort
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, loops_of
 from superscaler.ir.program import (  # fmt: skip
-    ROLES,
-    VALUES,
-    Instruction,
     Meets,
     Program,
     Role,
@@ -32,6 +28,7 @@ from superscaler.ir.program import (  # fmt: skip
     names,
 )
 from superscaler.ir.running.machine import Lap
+from superscaler.ir.running.turns import is_alike, keys
 
 K = TypeVar("K", bound=Hashable)
 S = TypeVar("S")
@@ -92,12 +89,10 @@ class Shift:
     def read(self, loop: Loop, rank: int) -> None:
         """Add the steps of a device's loop. Raises Unsteady if part of it moves by another step."""
         for a, b in zip(loop.first, loop.second, strict=True):
-            if type(a) is not type(b) or a.outlives:
+            if not is_alike(a, b) or getattr(a, "ranges", ()) != getattr(b, "ranges", ()):
                 raise Unsteady
-            if any(getattr(a, name) != getattr(b, name) for name in still_fields(type(a))):
-                raise Unsteady
-            for x, y in zip_longest(keys(a), keys(b)):
-                if x != y:
+            for x, y in zip(keys(a), keys(b), strict=True):
+                if x is not None and y is not None and x != y:
                     self._name(x, y)
             if a.meets is Meets.PEER:
                 if a.peer not in range(len(self.cohort_of)):
@@ -112,8 +107,8 @@ class Shift:
                 _set(self.slots, (here.tensor, slot), lo)
                 _set(self.slots, (here.tensor, slot), hi)
 
-    def _name(self, a: Key | None, b: Key | None) -> None:
-        if a is None or b is None or a._replace(microbatch=b.microbatch) != b or a.microbatch < 0:
+    def _name(self, a: Key, b: Key) -> None:
+        if a._replace(microbatch=b.microbatch) != b or a.microbatch < 0:
             raise Unsteady
         step = b.microbatch - a.microbatch
         if step <= 0 or self.microbatches not in (0, step):
@@ -256,22 +251,6 @@ def _body(loop: Loop, step: int) -> Body:
         raise Unsteady
     bounds = {key: (min(found), max(found)) for key, found in moving.items()}
     return Body(bounds, [*fixed], [*sums])
-
-
-def keys(i: Instruction) -> Iterator[Key | None]:
-    """Yield all names in an instruction, gaps included, and its task."""
-    for name, role in ROLES[type(i)].items():
-        if role in VALUES or name == "task":
-            value = getattr(i, name)
-            yield from (value,) if isinstance(value, Value | Task) else value
-
-
-def still_fields(kind: type) -> Iterator[str]:
-    """Yield the fields of an instruction that are equal in all repetitions of any loop."""
-    for name, role in ROLES[kind].items():
-        moves = role in VALUES or role in (Role.MESSAGE, Role.NOTE)
-        if not (moves or name in ("task", "at", "box")):
-            yield name
 
 
 def _set(table: dict[K, S], key: K, value: S) -> None:

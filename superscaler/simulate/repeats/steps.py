@@ -8,10 +8,8 @@ from typing import Any
 
 from superscaler.ir.instructions.fields import Move, mover
 from superscaler.ir.loops import Loop, runs_of
-from superscaler.ir.program import ROLES, Instruction, Meets, Role, Value
-
-# The fields of communication that may differ between repetitions of a loop.
-_MOVING = (Role.READ, Role.WRITE, Role.MESSAGE, Role.NOTE)
+from superscaler.ir.program import Instruction, Meets, Value
+from superscaler.ir.running.turns import is_alike
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +50,7 @@ def steps(code: Sequence[Instruction]) -> Iterator[tuple[Step, int, int]]:
     """Yield the steps of code in order, each with the number of the instruction and of the repetition."""
     start = 0
     for run in runs_of(code):
-        if isinstance(run, Loop) and all(map(_is_alike, run.first, run.second)):
+        if isinstance(run, Loop) and all(map(_is_known, run.first, run.second)):
             body = _body(run, start)
             for turn in range(run.count):
                 offset = turn * len(run.first)
@@ -74,9 +72,7 @@ def _body(loop: Loop, start: int) -> list[Step]:
     return found
 
 
-def _is_alike(one: Instruction, two: Instruction) -> bool:
-    """Return whether communication of two repetitions has equal ends and equal bytes."""
-    if one.task is not None or one.meets in (Meets.NOBODY, Meets.ALL):
-        return True
-    fields = (name for name, role in ROLES[type(one)].items() if role not in _MOVING)
-    return all(getattr(one, name) == getattr(two, name) for name in fields)
+def _is_known(one: Instruction, two: Instruction) -> bool:
+    """Return whether the ends and bytes of an instruction's communication are equal in two turns."""
+    is_transfer = one.task is None and one.meets not in (Meets.NOBODY, Meets.ALL)
+    return not is_transfer or is_alike(one, two)
