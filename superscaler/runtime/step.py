@@ -27,6 +27,7 @@ from superscaler.runtime.parameter_groups import ParameterGroups
 from superscaler.runtime.replay.replays import Recorder, Replays
 from superscaler.runtime.replayable.refusals import check_plan, check_scaler
 from superscaler.runtime.scaling import Scaler
+from superscaler.store.rank_state import set_state, state_of
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -201,38 +202,11 @@ class Step:
         """Return the state of training on this rank: slices of `weights`, `optimizer`, `lr` and other `options` of all
         parameter groups, `steps`, and `scaler` (in the form of `torch.amp.GradScaler.state_dict`; None without one).
         """
-        state, updates = self.state, self.state.updates
-        return {
-            "weights": {name: weight.detach() for name, weight in state.weights.items()},
-            "optimizer": updates.optimizer.state_dict() if updates.optimizer else None,
-            "lr": self.groups.rates(),
-            "options": self.groups.options(),
-            "steps": state.steps,
-            "scaler": updates.scaler.state_dict() if updates.scaler else None,
-        }
+        return state_of(self)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank of the same plan. Raises InputError for another."""
-        state, updates = self.state, self.state.updates
-        is_whole = isinstance(saved, Mapping) and {"weights", "optimizer", "steps"} <= saved.keys()
-        is_whole = is_whole and isinstance(saved["steps"], int)
-        if not is_whole or (saved["optimizer"] is None) != (updates.optimizer is None):
-            raise InputError("load_state_dict takes a result of state_dict on the same rank of the same plan.")
-        theirs, ours = ({n: tuple(w.shape) for n, w in x.items()} for x in (saved["weights"], state.weights))
-        if theirs != ours:
-            name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
-            raise InputError(
-                f"weight {name} has shape {theirs.get(name)} in this state and {ours.get(name)} on rank {self.rank}; "
-                "load the state that the same rank of the same plan saved."
-            )
-        for name, weight in state.weights.items():
-            weight.detach().copy_(saved["weights"][name])
-        if updates.optimizer:
-            updates.optimizer.load_state_dict(saved["optimizer"])
-        if updates.scaler and saved.get("scaler"):
-            updates.scaler.load_state_dict(saved["scaler"])
-        self.groups.set(saved.get("options") or [{"lr": rate} for rate in saved.get("lr", self.groups.rates())])
-        state.steps = saved["steps"]
+        set_state(self, saved)
 
     def save(self, directory: str | Path, keep: int | None = None) -> Path:
         """Save a checkpoint into a folder of checkpoints, and wait until it is whole; all ranks call this.

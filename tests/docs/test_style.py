@@ -30,6 +30,11 @@ def test_a_room_has_at_most_seventeen_files() -> None:
     assert {room: count for room, count in rooms.items() if count > 17 and room != "plans"} == {}
 
 
+def test_a_file_has_at_most_350_lines() -> None:
+    lengths = {file.relative_to(PACKAGE).as_posix(): len(file.read_text().splitlines()) for file in FILES}
+    assert {name: length for name, length in lengths.items() if length > 350} == {}
+
+
 def test_tests_and_benchmarks_share_helpers_only() -> None:
     """Tests import no benchmark, and each other by whole names; benchmarks import `tests.helpers` only."""
     own = {file.stem for file in (ROOT / "tests").rglob("*.py")} - sys.stdlib_module_names
