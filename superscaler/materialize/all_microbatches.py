@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import NONE, Loop, Rolled
 from superscaler.ir.program import (
-    Accumulate,
-    Backward,
-    Forward,
     Instruction,
     Loss,
     Program,
@@ -89,8 +86,8 @@ def _family(value: Value) -> Value:
 
 def _with_loss(code: Rolled) -> Rolled:
     """Return code whose loss counts the parts of all microbatches; equal parts stay in the order of their making."""
-    *rest, (*last, loss) = code.runs
-    assert isinstance(loss, Loss)
+    *rest, (*last, end) = code.runs
+    loss = cast("Loss", end)
     if not loss.parts:
         return code
     own_of = dict[Value, tuple[bool, int]]()
@@ -122,7 +119,7 @@ def _left(code: Rolled) -> Counter[Value]:
     """Return the number of values of each family that are made and do not end. Sums count where they end only."""
     found = Counter[Value]()
     for i, *_, turns in _places(code):
-        for v in () if isinstance(i, Accumulate) and i.in_place else names(i, Role.WRITE):
+        for v in () if i.grows else names(i, Role.WRITE):
             found[_family(v)] += turns
         for v in ended(i):
             found[_family(v)] -= turns
@@ -161,13 +158,13 @@ def _ends(code: Rolled, segments: Sequence[Segment], total: int) -> Ends:
     found: Ends = {}
     halves = {"input": "I", "weight": "W"}
     for place in _places(code):
-        i, later = place.first, place.second
-        if not isinstance(i, Forward | Backward) or not isinstance(later, type(i)) or i.task.microbatch == NONE:
+        i, one, two = place.first, place.first.task, place.second.task
+        if not i.runs_segment or one is None or two is None or one.microbatch == NONE:
             continue
-        whole = "F" if isinstance(i, Forward) else next(iter(segments[i.task.segment].gradient_kinds.values()), "B")
-        kind = halves.get(getattr(i, "half", ""), whole), i.task.segment
+        whole = next(iter(segments[one.segment].gradient_kinds.values()), "B") if i.is_mirror else "F"
+        kind = halves.get(i.half, whole), one.segment
         first, last = found.setdefault(kind, (np.full(total, never), np.full(total, -1)))
-        at = place.microbatches(i.task.microbatch, later.task.microbatch)
+        at = place.microbatches(one.microbatch, two.microbatch)
         if at.min() < 0 or at.max() >= total:
             raise Aperiodic
         np.minimum.at(first, at, place.times)
