@@ -181,3 +181,12 @@ def test_a_weight_of_two_stages_is_compiled_once_for_all_replicas_of_its_slices(
     plan = ss.compile(graph, "pipeline_1f1b:2,microbatches=2 x zero:16,stage=1", "h100:4x8")
     assert plan.compiled.fold is not None
     assert plan.compiled.fold.widths == (16,)
+
+
+def test_a_bias_that_slices_would_cut_roughly_is_whole_so_that_devices_run_one_program() -> None:
+    graph = graph_of("gpt2:size=tiny,hidden=96,heads=2,batch=20")
+    plan = ss.compile(graph, "zero:20,stage=1", "h100:4x5")
+    rest = {op.inputs[0].tensor: plan.compiled.graph.grids[op.name] for op in graph.updates.values()}
+    # 96 channels are 4 or 5 a device, and 384 are 19 or 20.
+    assert rest["transformer.ln_f.weight"].axes[-1].index is None
+    assert rest["transformer.h.0.mlp.c_fc.weight"].axes[-1].index is not None
