@@ -89,7 +89,7 @@ def line(i: Instruction, lists: Lists, place: Hashable) -> Line:
         form.append(i.task[1:])
         slots.append(i.task)
     for name, role in ({} if isinstance(i, Waits) else ROLES[type(i)]).items():
-        if role is None and name not in ("task", "function"):
+        if role is None and name != "function":
             form.append(getattr(i, name))
     form.append(i.shapes if isinstance(i, Waits) else None)
     for role in VALUES:

@@ -17,7 +17,7 @@ from superscaler.groups import group_by
 from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import Loop, Rolled, kinds_of, runs_of
-from superscaler.ir.program import FIELDS, KINDS, ROLES, VALUES, Device, Instruction, Program, Role, Value, Weight
+from superscaler.ir.program import FIELDS, KEYS, KINDS, ROLES, Device, Instruction, Program, Role, Value, Weight
 from superscaler.ir.running.meetings import Message, meetings
 from superscaler.remembered import remembered
 
@@ -230,7 +230,7 @@ def form(device: Device) -> Hashable:
 
 
 # The fields that are equal on all devices that run a program.
-_KEPT = {kind: attrgetter(*(name for role in (None, *VALUES) for name in FIELDS[kind, role])) for kind in KINDS}
+_KEPT = {kind: attrgetter(*(name for role in (None, *KEYS) for name in FIELDS[kind, role])) for kind in KINDS}
 
 
 def _array(value: Any) -> NDArray[Any]:

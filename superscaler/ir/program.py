@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from superscaler.ir.instructions.facts import Facts as Facts
 from superscaler.ir.instructions.facts import Meets as Meets
+from superscaler.ir.instructions.fields import KEYS as KEYS
 from superscaler.ir.instructions.fields import VALUES as VALUES
 from superscaler.ir.instructions.fields import CollectiveArg as CollectiveArg
 from superscaler.ir.instructions.fields import Role as Role

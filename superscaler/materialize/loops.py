@@ -20,17 +20,14 @@ class Aperiodic(Exception):
 
 
 _NAMES = {kind: tuple(n for role in VALUES for n in FIELDS[kind, role]) for kind in ROLES}
-_KEPT = {
-    kind: tuple(n for role in (None, Role.GROUP, Role.PEER) for n in FIELDS[kind, role] if n != "task")
-    for kind in ROLES
-}
+_KEPT = {kind: tuple(n for role in (None, Role.GROUP, Role.PEER) for n in FIELDS[kind, role]) for kind in ROLES}
 # The fields that a form leaves out, or that move along a fold.
 _MOVING = {
     kind: tuple(n for role in (Role.EVEN, Role.MESSAGE, Role.GROUP, Role.PEER) for n in FIELDS[kind, role])
     for kind in ROLES
 }
-# The fields with values or tasks, which have microbatches.
-_NUMBERED = {kind: (*names, *(("task",) if "task" in ROLES[kind] else ())) for kind, names in _NAMES.items()}
+# The fields with microbatches.
+_NUMBERED = {kind: _NAMES[kind] + FIELDS[kind, Role.TASK] for kind in ROLES}
 _ONE = Value, Task
 Moves = Mapping[str, Move]
 # The kinds of instructions with numbers for each microbatch.

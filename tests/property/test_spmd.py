@@ -110,7 +110,7 @@ def data(i: p.Instruction, called: dict[p.Value, p.Value], program: p.Program) -
     """Return what an instruction is without its names, the number of its message, and the point where it starts."""
     kept = {
         name: getattr(i, name)
-        for role in (None, p.Role.EVEN, p.Role.GROUP, p.Role.PEER)
+        for role in (None, p.Role.TASK, p.Role.EVEN, p.Role.GROUP, p.Role.PEER)
         for name in p.FIELDS[type(i), role]
     }
     match i:

@@ -33,6 +33,7 @@ class Role(Enum):
     GROUP = "devices of a collective, in order"
     PEER = "the device at the other end of a message"
     MESSAGE = "the number of a message, the same at both ends"
+    TASK = "the part of a segment that is run, or whose tape moves"
     NOTE = "a reason, for reports"
 
     # By identity: roles are looked up for each instruction.
@@ -41,6 +42,8 @@ class Role(Enum):
 
 # The roles of fields with names.
 VALUES = (Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
+# Those of fields with microbatches: names and tasks.
+KEYS = (*VALUES, Role.TASK)
 
 Read = Annotated[Value, Role.READ]
 Reads = Annotated[tuple[Value, ...], Role.READ]

@@ -45,7 +45,7 @@ class Forward(Facts):
     """
 
     runs_segment = True
-    task: Task = field()
+    task: Annotated[Task, Role.TASK] = field()
     function: int = field()
     at: Annotated[Shape, Role.EVEN]
     inputs: Reads
@@ -65,7 +65,7 @@ class Backward(Facts):
     runs_segment = True
     is_mirror = True
     needs_tape = True
-    task: Task = field()
+    task: Annotated[Task, Role.TASK] = field()
     gradients: Gaps
     outputs: Annotated[tuple[Value | None, ...], Role.WRITE]
     half: str = ""
@@ -226,7 +226,7 @@ class Offload(Facts):
     meets = Meets.HOST
     kind = "to_host"
     to_host = True
-    task: Task = field()
+    task: Annotated[Task, Role.TASK] = field()
     alive: Reads = ()
 
 
@@ -237,7 +237,7 @@ class Fetch(Facts):
     meets = Meets.HOST
     kind = "to_device"
     needs_tape = True
-    task: Task = field()
+    task: Annotated[Task, Role.TASK] = field()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from superscaler.ir.mask import extents
-from superscaler.ir.program import KINDS, ROLES, VALUES, Instruction, Role, Task, Value
+from superscaler.ir.program import KEYS, KINDS, ROLES, Instruction, Role, Task, Value
 
 # The fields of each kind with names, or a task.
-_NAMED = {kind: [n for n, role in ROLES[kind].items() if role in VALUES or n == "task"] for kind in KINDS}
+_NAMED = {kind: [n for n, role in ROLES[kind].items() if role in KEYS] for kind in KINDS}
 # Those of places, which move: the start of a forward, which is that of its task, and boxes, whose extents stay.
 _BOXES = ("box", "ranges")
 _PLACES = ("at", *_BOXES)

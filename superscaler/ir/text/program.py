@@ -234,7 +234,7 @@ class _Reader:
                 continue
             if isinstance(node, ast.Subscript):
                 found[name] = self.tables[ast.literal_eval(node.slice)][row]
-            elif name == "task":
+            elif role is p.Role.TASK:
                 assert isinstance(node, ast.Name)
                 found[name] = p.Task.parse(node.id)
             else:
