@@ -222,18 +222,19 @@ class Folded(Sequence[Device]):
     def _device(self, rank: int) -> Device:
         if rank not in self.fold.places:
             return replace(self.idle, rank=rank)
-        base, *place = self.fold.places[rank]
-        code = zip(*(self.compiled[d].instructions for d in self.fold.samples(base)), strict=True)
-        moves = (moving(some, _MOVED, self.fold.mover) for some in code)
-        return Device(rank, self.weights(rank), tuple(move(*place) for move in moves))
+        code = self._moved(rank, [d.instructions for d in self._samples(rank)])
+        return Device(rank, self.weights(rank), tuple(code))
 
     def weights(self, rank: int) -> tuple[Weight, ...]:
         """Return the weights of a device, without making its code."""
         if rank not in self.fold.places:
             return self.idle.weights
-        base, *place = self.fold.places[rank]
-        same = zip(*(self.compiled[d].weights for d in self.fold.samples(base)), strict=True)
-        at = tuple(place)
-        return tuple(
-            replace(w[0], box=evenly([x.box for x in w], at), counted=evenly([x.counted for x in w], at)) for w in same
-        )
+        return tuple(self._moved(rank, [d.weights for d in self._samples(rank)]))
+
+    def _samples(self, rank: int) -> list[Device]:
+        return [self.compiled[d] for d in self.fold.samples(self.fold.base(rank))]
+
+    def _moved(self, rank: int, samples: Sequence[Sequence[T]]) -> Iterator[T]:
+        """Yield the instructions or weights of a device, from those of the sampled ones."""
+        place = self.fold.place(rank)
+        return (moving(some, _MOVED, self.fold.mover)(*place) for some in zip(*samples, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from superscaler.ir.instructions.facts import Facts as Facts
 from superscaler.ir.instructions.facts import Meets as Meets
@@ -12,7 +13,8 @@ from superscaler.ir.instructions.fields import VALUES as VALUES
 from superscaler.ir.instructions.fields import CollectiveArg as CollectiveArg
 from superscaler.ir.instructions.fields import Role as Role
 from superscaler.ir.instructions.fields import Shape as Shape
-from superscaler.ir.instructions.fields import roles
+from superscaler.ir.instructions.fields import Write
+from superscaler.ir.instructions.fields import roles as roles
 from superscaler.ir.instructions.kinds import KINDS as KINDS
 from superscaler.ir.instructions.kinds import Accumulate as Accumulate
 from superscaler.ir.instructions.kinds import Backward as Backward
@@ -106,11 +108,11 @@ class Weight:
     the optimizer.
     """
 
-    name: Value
+    name: Write
     tensor: str
-    box: Box
+    box: Annotated[Box, Role.EVEN]
     trained: bool
-    counted: bool
+    counted: Annotated[bool, Role.EVEN]
     group: int = 0
     host: bool = False
 

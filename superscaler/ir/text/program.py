@@ -35,9 +35,6 @@ from superscaler.ir.loops import Loop, Rolled, Run, runs_of
 from superscaler.ir.model import Model
 
 _DATA = (p.Role.EVEN, p.Role.GROUP, p.Role.PEER, p.Role.MESSAGE)
-_WEIGHT = {
-    f.name: {"name": p.Role.WRITE, "box": p.Role.EVEN, "counted": p.Role.EVEN}.get(f.name) for f in fields(p.Weight)
-}
 # Left out where they are not set.
 _FLAGS = {
     (k.__name__, f.name): f.default
@@ -45,10 +42,7 @@ _FLAGS = {
     for f in fields(k)
     if f.default is False or f.default == "" or f.name in ("again", "root", "sums", "alive")
 }
-_ROLES: Mapping[str, Mapping[str, p.Role | None]] = {
-    "Weight": _WEIGHT,
-    **{kind.__name__: p.ROLES[kind] for kind in p.KINDS},
-}
+_ROLES: Mapping[str, Mapping[str, p.Role | None]] = {kind.__name__: p.roles(kind) for kind in (p.Weight, *p.KINDS)}
 _GRADIENTS = ("grads", "wide", "again", "saved")
 _KINDS: Mapping[str, type] = {"Weight": p.Weight, **{kind.__name__: kind for kind in p.KINDS}}
 
