@@ -112,3 +112,13 @@ def test_a_bug_is_refused_in_the_words_of_the_page(bug: str, tmp_path: Path) -> 
         make(bug, tmp_path)
     said = " ".join(str(refused.value).replace(f"{tmp_path}/", "plan/").split())
     assert re.fullmatch(pattern, said), said
+
+
+def test_no_weight_is_left_out_of_the_norm_of_a_clipped_step() -> None:
+    """What the page says below its numbered bugs: a clipped step changes each weight as the module's does."""
+    (command,) = re.findall(r"^\$ superscaler verify (.*)$", PAGE, re.MULTILINE)
+    found = plan_of(command).verify()
+    clip = found["options"]["clip"]
+    assert found["equal"]
+    assert 0 < clip["value"] < 1
+    assert clip["error"] < 1e-9
