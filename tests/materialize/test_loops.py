@@ -242,6 +242,20 @@ def test_code_that_does_not_go_on_evenly_is_compiled_whole(
     check_program(program)
 
 
+def test_code_in_another_order_than_the_plans_is_compiled_whole(mlp: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def early(body: list[Any]) -> None:
+        # The second half of a backward may run at any time, but for the plan.
+        halves = [n for n, i in enumerate(body) if isinstance(i, p.Backward) and i.half == "weight"]
+        body[:0] = [body.pop(n) for n in halves[:1]]
+
+    monkeypatch.setattr(all_microbatches, "roll", lambda *given: with_loop(roll(*given), bodies(early)))
+    assert not loops(compiled(mlp, "zb_h1:microbatches=16", 2).program)
+    monkeypatch.setattr(all_microbatches, "_check_orders", lambda *given: None)
+    program = compiled(mlp, "zb_h1:microbatches=16", 2).program
+    assert loops(program)
+    check_program(program)
+
+
 def test_a_plan_with_loops_is_certified_when_it_is_compiled_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
     certified = list[p.Program]()
     for room in ("compiler", "plan"):
