@@ -225,6 +225,18 @@ class Plan:
         return summary(self.compiled)
 
 
+def save_evaluation(
+    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path, seed: int
+) -> None:
+    """Write the plan of a captured module in eval mode into the plan directory of the trained one, as `Plan.save` does.
+    Raises InputError with the reason if there is none.
+    """
+    own = Plan(evaluated(graph.captured, sprogram, cluster))
+    if (directory / EVALUATION / REFUSED_FILE).exists():
+        remove_evaluation(directory)
+    own._write(directory / EVALUATION, seed, directory / WEIGHTS_FILE)
+
+
 def compile_to(
     graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int
 ) -> tuple[str, dict[str, int], dict[str, float], bool]:

@@ -208,14 +208,6 @@ class PlanRequest(ModelRequest):
         graph, built = self.on(cluster).capture()
         return compile_graph(graph, sprogram, cluster), built
 
-    def compile_evaluation(self, built: BuiltModel) -> Plan:
-        """Capture the built module in eval mode, and compile it under the same plan."""
-        from superscaler.plan import compile as compile_graph
-
-        sprogram, cluster = self.read()
-        built.module.eval()
-        return compile_graph(self.on(cluster)._captured(built)(None), sprogram, cluster)
-
 
 def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Cluster) -> Any:
     """Run an sProgram, and send the gradients of weights last."""

@@ -24,15 +24,27 @@ Seed = Annotated[
 
 
 @command
-def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
+def compile(
+    printer: Printer,
+    request: PlanRequest,
+    out: Out = None,
+    seed: Seed = 0,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Write MODEL in eval mode, too, for step.evaluate and step.infer.")
+    ] = False,
+) -> None:
     """Compile MODEL under a plan for a cluster, and write the programs of all devices."""
     check_out(out)
+    if evaluation and out is None:
+        raise InputError("--evaluation writes into the plan directory; give --out DIR, too.")
     sprogram, devices = request.read()
-    from superscaler.plan import compile_to
+    from superscaler.plan import compile_to, save_evaluation
     from superscaler.simulate.predict import precision_of
 
     graph, built = request.on(devices).capture()
     summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
+    if evaluation and out is not None and graph.model.loss:
+        save_evaluation(graph, sprogram, devices, out, seed)
     precision = precision_of(graph.model)
     printer.show(f"precision: {precision}", summary, _totals(seconds, counts), *saved(out, devices, is_new))
     warn_of_servers(printer, request.plan, devices)

@@ -34,6 +34,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     check(request, training.data, training.eval, out)
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
+        from superscaler.plan import save_evaluation
         from superscaler.train import launch
         from superscaler.train.resume import ending, interrupted, unsaved
         from superscaler.verify.plan_dir import known_of
@@ -56,9 +57,10 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     printer.show(f"precision: {compiled.precision}", compiled.memory())
     # The directory of --out, or one that is removed afterwards.
     with nullcontext(out) if out else TemporaryFolder("superscaler-plan-") as folder:
+        compiled.save(folder, training.seed, evaluation=False)
         if training.eval:
             printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
-        compiled.save(folder, training.seed, request.compile_evaluation(built) if training.eval else False)
+            save_evaluation(compiled.compiled.graph, *request.read(), Path(folder), training.seed)
         facts = known_of(compiled.compiled.program, compiled.compiled.cluster, compiled.peak_bytes)
         known = {"named": request.model, **asdict(facts), **vars(training)}
         try:

@@ -176,8 +176,8 @@ class Step:
     def _filled_by(self) -> evaluation.Filler[Step]:
         if self.evaluation is None:
             raise InputError(
-                "this plan was saved without one of evaluation: plan.save(directory) writes that of the captured "
-                "module, plan.save(directory, evaluation=that) another one; superscaler train takes --eval."
+                "this plan was saved without one of evaluation: plan.save(directory), or superscaler compile "
+                "--evaluation, writes that of the captured module, plan.save(directory, evaluation=that) another one."
             )
         # Not a cached property: its lock is that of all ranks in a process, which build their steps together.
         if self._filler is None:

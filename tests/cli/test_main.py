@@ -91,7 +91,7 @@ def test_the_options_of_every_command() -> None:
     training += ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": [*model, "model"],
-        "compile": sorted([*compiling, "--out", "--seed", "model"]),
+        "compile": sorted([*compiling, "--evaluation", "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--gpu", "--processes", "--shapes", "--torch-compile", "model"]),
         "simulate": sorted(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from superscaler.store.plan import read_plan
+from superscaler.store.plan import EVALUATION, read_plan
 from tests.helpers.commands import answer, run
 
 MODEL = "gpt2:size=tiny,layers=2"
@@ -63,3 +63,14 @@ def test_a_report_names_the_precision_where_it_helps(tmp_path: Path, capsys: pyt
         assert run("report", tmp_path / "plan", "--out", tmp_path / "plan.html") == 0
         text = (tmp_path / "plan.html").read_text()
         assert ("a lower precision (--precision bf16): the products of this plan have 19.5 TFLOPS" in text) == helps
+
+
+def test_compile_writes_the_module_in_eval_mode_in_the_same_precision(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not (planned / EVALUATION).exists()
+    assert run("compile", MODEL, *GPUS, "--evaluation", "--out", planned) == 0
+    dtypes = {entry["dtype"] for entry in read_plan(planned / EVALUATION).head["tensors"].values()}
+    assert dtypes == {"bfloat16"}
+    assert run("compile", MODEL, *GPUS, "--evaluation") == 2
+    assert "--evaluation writes into the plan directory; give --out DIR, too" in capsys.readouterr().err

@@ -456,7 +456,8 @@ def test_train_reads_and_evaluates_what_functions_give(tmp_path: Path, capfd: py
         "def net():\n    torch.manual_seed(0)\n    return Net(8, 4), (torch.ones(4, 8), torch.zeros(4).long())\n"
     )
     found = []
-    for name, devices in (("single", 1), ("data_parallel", 2)):
+    # Nothing can be recomputed where nothing is trained.
+    for name, devices in (("single", 1), ("recompute:2,what=full", 2)):
         given = ["--plan", name, "--cluster", f"local:{devices}", "--steps", "4", "--eval-every", "3"]
         given += ["--data", f"{tmp_path}/data.py:rows:count=9", "--eval", f"{tmp_path}/data.py:held_out"]
         result, err = answer(capfd, "train", f"{tmp_path}/net.py:net", *given)
