@@ -105,11 +105,21 @@ def test_another_weight_than_the_forward_had_is_refused() -> None:
 
 
 def test_what_is_computed_again_or_split_is_not_regathered_too() -> None:
-    for one, other in ((ss.Regather, ss.Recompute), (ss.Recompute, ss.Regather), (ss.Regather, ss.SplitBackward)):
+    for one, other in ((ss.Recompute, ss.Regather), (ss.Regather, ss.SplitBackward), (ss.SplitBackward, ss.Regather)):
         graph = graph_of("mlp").copy()
         ss.op_trans(graph, graph.forward_ops, one())
         with pytest.raises(TransformError, match=r"test_regather.py:\d+: .* leave it out of one of them"):
             ss.op_trans(graph, graph.forward_ops, other())
+
+
+def test_what_is_computed_again_leaves_its_region_of_regathered_ops() -> None:
+    graph = graph_of("mlp").copy()
+    ss.op_trans(graph, graph.forward_ops, ss.Regather())
+    first, *others = [op.name for op in graph.forward_ops if op.regather]
+    ss.op_trans(graph, [graph.op(first)], ss.Recompute())
+    assert not graph.op(first).regather
+    assert not any(op.regather for op in graph.ops if op.origin)
+    assert all(graph.op(name).regather for name in others)
 
 
 def test_weights_that_are_all_kept_are_not_regathered_too() -> None:
