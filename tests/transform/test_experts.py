@@ -64,7 +64,7 @@ def test_what_a_capacity_drops_is_told_and_equal_to_one_device() -> None:
     assert 0 < lost < of == 8 * 20 * 2
     assert found["reference"] == "graph"
     assert f"equal to one device, with a capacity of experts that drops {lost} of {of} choices" in _certificate(
-        plan_of("expert_parallel:capacity=0.75", 2).verify()
+        plan_of("expert_parallel:capacity=0.75", 2).verify(), "float32"
     )
     exact = equal(graph_of(MODEL, "SGD"), "expert_parallel", 2).found
     assert (exact["reference"], exact["dropped"]) == ("eager", (0, 0))
