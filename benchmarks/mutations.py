@@ -534,7 +534,7 @@ def record(number: int, line: str) -> None:
 
 def bug_of(line: str) -> str:
     """Return the bug of a line of results: what is behind its day, up to the test."""
-    return line.split(" s  ", 1)[1].partition(": tests/")[0].removesuffix(":").rstrip()
+    return line.split(" s  ", 1)[1].partition(": tests/")[0].rstrip(": ")
 
 
 def check() -> list[Path]:
@@ -579,7 +579,8 @@ def report(tree: Path, number: int, place: Path, most: int) -> str:
     if test and failed(tree, test, most):
         raise SystemExit(f"mutation {number} ({mutation.bug}): {test} fails without it, too.")
     seconds = sum(os.times()[:4]) - before
-    return f"{number:3}  {'found' if test else 'NOT FOUND':9}  {date.today()}  {seconds:5.0f} s  {mutation.bug}: {test}"
+    found = f"{'found' if test else 'NOT FOUND':9}  {date.today()}  {seconds:5.0f} s  {mutation.bug}: {test}"
+    return f"{number:3}  {found}".rstrip(": ")
 
 
 def failed(tree: Path, name: str, most: int) -> str:
