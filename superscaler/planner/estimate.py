@@ -166,9 +166,7 @@ class Estimator:
             optimizer = stage.optimizer / shards if c.swap == "none" else 0.0
             total += weights + gradients + optimizer + stage.kept * self._alive(c, device)
         gathered = max((run.weights + run.gradients for run in costs.runs), default=0.0) * _GATHERED
-        last = device == c.pp - 1
-        moved = costs.beside if last else max((run.kept for run in costs.runs), default=0.0)
-        return total + moved + (gathered if c.zero == 3 else 0.0)
+        return total + costs.beside + (gathered if c.zero == 3 else 0.0)
 
     def _alive(self, c: Choice, device: int) -> float:
         """Return the microbatches whose activations a device keeps at a time, for each of its stages."""

@@ -124,8 +124,10 @@ class Menu:
         program = compile_graph(graph, resolve(spec), cluster).program
         p = simulate(program, cluster, None, self.torch_compile, among=len(self.cluster.devices)).prediction
         update, memory = p.mean("optimizer"), p.fullest.memory
-        beside = sum(memory[part] for part in ("values", "communication", "temporary", "overhead"))
         weights, kept = memory["weights"] + memory["gathered"], kept_bytes(program, self.torch_compile)
+        beside = sum(memory[part] for part in ("values", "communication", "temporary", "overhead"))
+        # What is recomputed for a backward exists at the peak, too.
+        beside += max(memory["activations"] - kept, 0)
         gradients = weights * _wide(graph.model)
         return Cost(
             (p.step_seconds - update) / _MICROBATCHES, update, weights, gradients, memory["optimizer"], kept

@@ -121,7 +121,7 @@ def search(
         note("interrupted; these are the best so far")
     if not found:
         raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
-    found.sort(key=lambda f: (not f.prediction.fits, f.a_row))
+    found.sort(key=lambda f: (not f.prediction.fits, f.a_row if f.prediction.fits else f.prediction.fullest.peak_bytes))
     fitting = [e.bound / e.choice.batch for e in estimates if e.peak <= _ALMOST * room]
     bound = min([*fitting, found[0].a_row]) * found[0].choice.batch
     whole_plans = {f.choice: f.prediction for f in found}
@@ -152,16 +152,18 @@ def _whole_plans(
     """
     waiting, least = {e.choice: e for e in estimates}, _LEAST if best == inf else 0
 
-    def rank(e: Estimate) -> tuple[bool, float]:
-        """Those that fit come first, the fastest first; others by their bytes."""
-        return e.peak > _ALMOST * room, e.a_row if e.peak <= _ALMOST * room else e.peak
+    def rank(e: Estimate) -> tuple[bool, bool, float]:
+        """Those that fit come first, the fastest first; of others one of each kind, by their bytes."""
+        is_over = e.peak > _ALMOST * room
+        return is_over, is_over and _kind(e.choice) in errors.known, e.peak if is_over else e.a_row
 
     for count in range(MOST):
         if not waiting:
             return
         nearest = min(map(errors.corrected, waiting.values()), key=rank)
-        is_worse = best < inf and nearest.a_row > _NEAR * best
-        if count >= least and (is_worse or nearest.peak > _ALMOST * room):
+        is_over, is_known, _ = rank(nearest)
+        is_hopeless = is_over and (is_known or best < inf)
+        if count >= least and (is_hopeless or nearest.a_row > _NEAR * best):
             return
         estimate = waiting.pop(nearest.choice)
         whole = compiled(estimate.choice)
