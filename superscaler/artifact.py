@@ -14,6 +14,7 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
+from superscaler.emit.tables import Tables
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model
@@ -55,9 +56,14 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
 
 def of_compiled(plain: Emitted, joined: Emitted) -> dict[str, Any]:
     """Return the entry of plan.json for the code of compiled steps: tables only where they differ."""
-    pairs = ((asdict(a), asdict(b)) for a, b in zip(plain.tables, joined.tables, strict=True))
+    pairs = ((_plain(a), _plain(b)) for a, b in zip(plain.tables, joined.tables, strict=True))
     changes = [{name: own for name, own in b.items() if own != a[name]} for a, b in pairs]
     return {"compiled": {"programs": list(joined.programs), "devices": changes}}
+
+
+def _plain(tables: Tables) -> dict[str, list[Any]]:
+    """Return the tables of a device as lists."""
+    return {name: [*rows] for name, rows in asdict(tables).items()}
 
 
 def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
         "cluster": cluster,
         "seed": seed,
         "programs": list(emitted.programs),
-        "devices": [asdict(t) for t in emitted.tables],
+        "devices": [_plain(tables) for tables in emitted.tables],
         **reads(model),
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
         "tensors": {name: owned(model, name) for name in sorted(model.tensors) if model.tensors[name].kind in _OWNED},

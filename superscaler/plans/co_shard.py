@@ -1,6 +1,5 @@
-"""Co-shard: heads and feed-forward hidden of blocks in parts on the same device, one after the other. Each block is
-recomputed in the backward, and each part inside it once more. A block keeps its input only, and one part of its other
-activations exists at a time.
+"""Co-shard: heads and feed-forward hidden of blocks in parts on the same device, one after the other. Blocks are
+recomputed, and each part inside once more: a block keeps its input, and one part of its activations exists at a time.
 
 parts=N         number of parts, on top of the cuts of other plans in a product
 blocks=first:N  the first N blocks only (default: all)

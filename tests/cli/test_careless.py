@@ -81,7 +81,7 @@ def test_an_empty_out_is_not_the_current_directory(
     assert run("checkpoint", "import", str(tmp_path / "weights"), "--out", "") == 2
     assert capsys.readouterr().err == "error: --out is empty; name a folder ('.' is the current one).\n"
     with pytest.raises(InputError, match="save needs the name of a file or directory"):
-        Plan(None).save("")  # type: ignore[arg-type]
+        Plan.__new__(Plan).save("")
     assert not list(tmp_path.iterdir())
     assert run("compile", MODEL, *ONE, "--out", ".") == 0
 
