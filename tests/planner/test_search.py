@@ -15,6 +15,7 @@ from superscaler.planner.space import Choice, choices
 from superscaler.plans import resolve
 from tests.helpers.commands import run
 from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
 # Few plans, of few uses of devices.
@@ -94,11 +95,13 @@ def test_plans_beyond_megatrons_are_found_where_they_are_better(
     "choice",
     [
         Choice(1, 2, 2, 2, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)),
-        Choice(2, 1, 2, 2, 2, schedule="interlaced", recompute="full"),
         Choice(1, 2, 2, 2, 2, layout="ulysses", loss="chunked"),
-        Choice(2, 2, 1, 1, 2, layout="ring", zero=3, recompute="full"),
-        Choice(2, 1, 1, 2, 2, recompute="co_shard", swap="optimizer"),
-        Choice(1, 1, 4, 1, 8, recompute="co_shard", blocks=(1, 1, 1, 1)),
+        *slow(
+            Choice(2, 1, 2, 2, 2, schedule="interlaced", recompute="full"),
+            Choice(2, 2, 1, 1, 2, layout="ring", zero=3, recompute="full"),
+            Choice(2, 1, 1, 2, 2, recompute="co_shard", swap="optimizer"),
+            Choice(1, 1, 4, 1, 8, recompute="co_shard", blocks=(1, 1, 1, 1)),
+        ),
     ],
     ids=lambda choice: choice.spec,
 )
