@@ -106,10 +106,12 @@ def search(
     compiled = partial(_whole, graph, devices, memory, torch_compile)
     try:
         for is_thrifty in (False, True):
+            too_large = [e for e in map(errors.corrected, estimates) if e.peak > room]
             some = [c for c in space if c.is_thrifty(devices.devices_per_server) == is_thrifty]
-            new = [e for e in map(estimator.of, _shorter(some, layouts[0], estimates, _best(found))) if e]
+            new = [e for e in map(estimator.of, _shorter(some, layouts[0], too_large, _best(found))) if e]
             estimates += new
-            note(f"{len(new)} plans estimated{' that save memory' * is_thrifty}; compiling the best")
+            if new:
+                note(f"{len(new)} plans estimated{' that save memory' * is_thrifty}; compiling the best")
             for whole in _whole_plans(new, room, errors, compiled, _best(found)):
                 found.append(whole)
                 note(_line(whole))
@@ -229,9 +231,11 @@ def _best(found: Sequence[Found]) -> float:
     return min((f.a_row for f in found if f.prediction.fits), default=inf)
 
 
-def _shorter(plans: Sequence[Choice], tensor: str, known: Sequence[Estimate], best: float) -> Iterator[Choice]:
-    """Yield the plans that without what is thrifty in them would be shorter than the best; all if none fits."""
-    least = {replace(e.choice, blocks=()): e.bound / e.choice.batch for e in known}
+def _shorter(plans: Sequence[Choice], tensor: str, too_large: Sequence[Estimate], best: float) -> Iterator[Choice]:
+    """Yield the plans that do not fit without what is thrifty in them, and would be shorter than the best; all plans if
+    none fits.
+    """
+    least = {replace(e.choice, blocks=()): e.bound / e.choice.batch for e in too_large}
     return (c for c in plans if best == inf or least.get(c.plain(tensor), inf) < _NEAR * best)
 
 
