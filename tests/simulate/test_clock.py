@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import superscaler as ss
@@ -119,6 +119,8 @@ def fluid(jobs: list[tuple[int, int]]) -> list[float]:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4, 9])), min_size=1, max_size=6))
+@example([(0, 1), (0, 4), (4, 1)])
+@example([(0, 2), (1, 9), (6, 4)])
 def test_messages_on_one_nic_have_equal_shares(jobs: list[tuple[int, int]]) -> None:
     """Each device of a server sends to one of another server, so many bytes at some time."""
     k = len(jobs)
