@@ -88,11 +88,11 @@ def _trained(checkpoint: Path) -> str:
     """
     from superscaler.store.tensors import open_checkpoint
 
-    name = (open_checkpoint(checkpoint).head["training"] or {}).get("model")
-    if not name or name.partition(":")[0].endswith(".py"):
+    name, is_named = open_checkpoint(checkpoint).model
+    if not is_named:
         known = f" {name}; a file of yours is run only where you name it" if name else " MODEL"
         raise InputError(f"{checkpoint}: name the model to export with --model{known}.")
-    return str(name)
+    return name
 
 
 @command

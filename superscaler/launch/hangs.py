@@ -57,8 +57,8 @@ def late(own: int, places: Sequence[Place | None], limit: float) -> list[int]:
     return found if all(rank in found for rank in there if rank < own) else []
 
 
-def told(own: int, ranks: Sequence[int], places: Sequence[Place | None], folder: Path) -> str:
-    """Return the lines about ranks for which a rank waits."""
+def warning(own: int, ranks: Sequence[int], places: Sequence[Place | None], folder: Path) -> str:
+    """Return the warning of a rank, `own`, about the `ranks` for which it waits."""
     me, lines = places[own], list[str]()
     assert me is not None
     for rank in ranks:

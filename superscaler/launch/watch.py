@@ -175,7 +175,7 @@ class Watch:
             self._due = 2 * waited
             places = [self._place(rank) for rank in range(self._world)]
             if ranks := hangs.late(self._rank, places, self._wait):
-                self._store.set("late", hangs.told(self._rank, ranks, places, self._stacks))
+                self._store.set("late", hangs.warning(self._rank, ranks, places, self._stacks))
         news = self._store.get("late") if self._store.check(["late"]) else b""
         if news != self._news:
             self._news = news

@@ -32,8 +32,8 @@ class Run:
         from superscaler.store.tensors import open_checkpoint
 
         stored = open_checkpoint(path)
-        known = (stored.head["training"] or {}).get("model") or ""
-        if not model and (not known or known.partition(":")[0].endswith(".py")):
+        known, is_named = stored.model
+        if not model and not is_named:
             which = f"{known}, a file of yours, which is run only where you name it" if known else "not recorded"
             raise InputError(f"--like {path}: its model is {which}; give MODEL, too.")
         return cls(path, model or known, stored)

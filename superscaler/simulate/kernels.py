@@ -57,9 +57,9 @@ class Works:
 
     def backward(self, work: Kernels, added: tuple[tuple[Meta, Meta, bool], ...]) -> Kernels:
         """Return the kernels of a backward and of its sums (gradient, sum, whether the sum exists already)."""
-        key = id(work), added
         if self.adds:
             return work
+        key = id(work), added
         if key not in self._backwards:
             first = _cast if self.torch_compile else _copied
             sums = (_added(total, own) if is_old else first(total, own) for own, total, is_old in added)

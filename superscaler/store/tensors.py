@@ -63,6 +63,14 @@ class TensorReader:
         return self.whole.head if self.whole else {}
 
     @property
+    def model(self) -> tuple[str, bool]:
+        """Return the text of the trained model, "" if it is not recorded, and whether it is of the library: a user's
+        file is run only where the user names it.
+        """
+        name = (self.head["training"] or {}).get("model") or ""
+        return name, bool(name) and not name.partition(":")[0].endswith(".py")
+
+    @property
     def names(self) -> set[str]:
         """Return the names of the model's tensors, without older versions."""
         return {name for name in self.tensors if newest(name) == name}

@@ -34,6 +34,17 @@ class Noise(nn.Module):
         return self.second((h + torch.rand_like(h)).tanh()).square().mean()
 
 
+class Net(nn.Module):
+    """Two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
 class Normed(nn.Module):
     """A convolution, the statistics of the whole batch, and a classifier."""
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.launch import hangs
 from superscaler.launch.hangs import Place, late
+from tests.helpers.small_plans import Net
 from tests.helpers.sweeps import slow
 
 ROOT = Path(__file__).parents[2]
@@ -59,15 +59,6 @@ def main():
 run_rank(main)
 """
 LAUNCH = "import sys, pathlib; from superscaler.launch.launch import launch; launch(pathlib.Path(sys.argv[1]), [], 2)"
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh()).square().mean()
 
 
 @pytest.mark.dist

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed import HashStore
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.launch import watch
 from tests.faults.kills import is_alive
+from tests.helpers.small_plans import Net
 
 ROOT = Path(__file__).parents[2]
 # Trains the plan; where rank 1 has an op that takes long, that is after its second step. What must be waited for is
@@ -56,15 +56,6 @@ main([str(here), *sys.argv[1:]], load=lambda directory, **options: load(director
 """
 TRAIN = "import sys, pathlib; from superscaler.train.launch import train; "
 TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=10**9)"
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh()).square().mean()
 
 
 class Launch(NamedTuple):
