@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from importlib.metadata import version
@@ -39,6 +40,8 @@ def is_whole(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
+    # A shell that starts pytest in the background lets it, and what tests start, ignore an interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         # The cores are shared out already; torch, which reads it once, is not there yet.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -72,6 +72,7 @@ def test_two_steps_are_those_of_the_module(make: Callable[[], Built]) -> None:
     assert found["reference"] == "eager"
 
 
+@pytest.mark.slow
 def test_two_steps_under_autocast_are_those_of_the_module() -> None:
     graph = captured(swin, 1e-3, torch.optim.AdamW, autocast="bf16")
     found = ss.compile(graph, "data_parallel", "local:2").verify()

@@ -57,7 +57,8 @@ def inductor_bytes(graph: torch.fx.GraphModule) -> int:
         return lowered.count_bytes()[0]
 
 
-@pytest.mark.parametrize(("spec", "autocast"), [pytest.param(GPT2, None, marks=pytest.mark.slow), (LLAMA, "bf16")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "autocast"), [(GPT2, None), (LLAMA, "bf16")])
 def test_fused_kernels_move_the_bytes_that_inductor_counts(
     spec: str, autocast: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_products_and_attention_are_those_of_the_segment_and_the_rest_takes_less
     assert not any(k.name.startswith(("pow", "rsqrt", "silu")) for k in fused)
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_by_the_kernels_that_read_it() -> None:
     plan = ss.compile(captured(f"gpt2:{SIZES},dropout=0.1"), "single", "h100:1x1")
     own, compiled = (words(kernels(plan, is_compiled)) for is_compiled in (False, True))

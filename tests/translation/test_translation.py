@@ -22,19 +22,22 @@ from superscaler.plans import resolve
 from superscaler.translation.check import check_translation
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import Around, captured, equal, exact
+from tests.helpers.sweeps import slow
 from tests.translation.edits import drawn
 
 GPT, DEEP = "gpt2:size=tiny", "gpt2:size=tiny,layers=4,batch=16"
 MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
 PLANS = [
     (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
+    (MLP, "pipeline_1f1b:microbatches=32", 4),
+    ("gpt2:size=tiny,layers=4,dropout=0.1", "data_parallel", 2),
+]
+OTHERS = [
     (GPT, "zb_h1:microbatches=8", 2),
     (GPT, "swap:what=both,microbatches=2", 2),
     (DEEP, "zero:stage=3,microbatches=2", 2),
     (DEEP, "tensor_parallel", 2),
     (DEEP, "recompute", 1),
-    (MLP, "pipeline_1f1b:microbatches=32", 4),
-    ("gpt2:size=tiny,layers=4,dropout=0.1", "data_parallel", 2),
 ]
 
 
@@ -137,6 +140,7 @@ def test_weights_of_equal_layers_at_the_root_are_named_by_layer() -> None:
     equal(ss.capture(model, (torch.rand(8, 4),), optimizer=torch.optim.SGD(model.parameters(), 0.1)), "zero:stage=3")
 
 
+@pytest.mark.slow
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the gradients of each layer are a bucket of their own.
     monkeypatch.setattr("superscaler.materialize.buckets.BUCKET_BYTES", 20_000)
@@ -154,7 +158,7 @@ def refusal(of: Compiled, **changed: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), PLANS)
+@pytest.mark.parametrize(("model", "plan", "devices"), [*PLANS, *slow(*OTHERS)])
 def test_edits_of_code_are_refused(model: str, plan: str, devices: int) -> None:
     of = compiled(model, plan, devices)
     files = of.emitted.files
@@ -164,7 +168,7 @@ def test_edits_of_code_are_refused(model: str, plan: str, devices: int) -> None:
     assert not missed, missed[0]
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), PLANS[:1] + PLANS[-2:])
+@pytest.mark.parametrize(("model", "plan", "devices"), PLANS)
 def test_edits_of_data_are_refused(model: str, plan: str, devices: int) -> None:
     of = compiled(model, plan, devices)
     tables = list(of.emitted.tables)
