@@ -140,7 +140,6 @@ def test_weights_of_equal_layers_at_the_root_are_named_by_layer() -> None:
     equal(ss.capture(model, (torch.rand(8, 4),), optimizer=torch.optim.SGD(model.parameters(), 0.1)), "zero:stage=3")
 
 
-@pytest.mark.slow
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the gradients of each layer are a bucket of their own.
     monkeypatch.setattr("superscaler.materialize.buckets.BUCKET_BYTES", 20_000)
