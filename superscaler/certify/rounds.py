@@ -27,16 +27,15 @@ class _Seen:
     """The state of a cohort before repetition `turn` of a loop, as far as the loop reads or changes it. `count`: the
     number of rounds that may be left out then.
 
-    `held`: the statuses of all names and tasks in that repetition. `has_sums`: whether all sums are made. `posted`: the
-    number of collectives by group. `sent`: messages under way. `flags`: of each memory, see `flags_of`. `added`: the
-    addends of each sum since the last state.
+    `held`: the statuses of all names and tasks in that repetition. `posted`: the number of collectives by group.
+    `sent`: messages under way. `flags`: of each memory, see `flags_of`. `added`: the addends of each sum since the last
+    state. All sums are made: the machine asks for no state before the first repetition, and each adds to all of them.
     """
 
     body: Body
     turn: int
     count: int
     held: dict[Key, Status]
-    has_sums: bool
     posted: dict[bytes, int]
     sent: dict[int, list[Post[Content]]]
     flags: dict[int, tuple[bool, ...]]
@@ -87,8 +86,7 @@ class Rounds(Interpreter[Content]):
         posted = {group: len(posts) for group, posts in run.collectives.items()}
         sent = {to: list(posts) for to, posts in run.sent.items() if posts}
         flags = {id(m): flags_of(m) for status in held.values() for m in memories(status)}
-        has_sums = all(name in run.values for name in body.sums)
-        return _Seen(body, turn, count, held, has_sums, posted, sent, flags, added)
+        return _Seen(body, turn, count, held, posted, sent, flags, added)
 
     def _window(self, body: Body, turn: int) -> Iterator[Key]:
         for key, (lo, hi) in body.moving.items():
@@ -121,8 +119,7 @@ class Rounds(Interpreter[Content]):
         like = Likeness(self.shift, {key: now.posted[key] - n for key, n in before.posted.items()})
         later = {key: self.shift.key(key, 0 if key in fixed else 1) for key in before.held}
         return (
-            before.has_sums
-            and all(like.follows(before.held[a], now.held[b], 1, before.flags) for a, b in later.items())
+            all(like.follows(before.held[a], now.held[b], 1, before.flags) for a, b in later.items())
             and all(self._go_on(like, run, now, key) for key in now.body.moving)
             and before.sent.keys() == now.sent.keys()
             and all(like.follow(before.sent[to], now.sent[to], before.flags) for to in now.sent)
