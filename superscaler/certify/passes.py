@@ -18,6 +18,8 @@ from superscaler.ir.program import ONE, Backward, Fetch, Forward, Offload, Progr
 Passed = Mapping[int, Mapping[int, Content]]
 # Addends of one operand: (group, input, chain) or (output, chain), and their boxes.
 Link = tuple[Chain, Boxes]
+# A gradient of more partial addends is refused.
+MOST = 200
 
 
 @dataclass(eq=False)
@@ -275,6 +277,8 @@ class Passes:
                     continue
                 links = self._links(tape.passed.get(op.name, {}), without=k)
                 addends = self._of_use(segment, n, k, mirrors, links, tape.at)
+                if len(addends) > MOST:
+                    self._refuse_uses(tape, given, operand.tensor)
                 number = function.input_of.get((op.name, k))
                 if number is None:
                     inner.setdefault(operand.tensor, []).append(addends)
@@ -282,6 +286,17 @@ class Passes:
                     for chain, boxes in addends.items():
                         found.setdefault(number, {}).setdefault(chain, []).append(boxes)
         return {n: {c: joined(b) for c, b in some.items()} for n, some in found.items()}
+
+    def _refuse_uses(self, tape: Tape, given: Mapping[str, Content], tensor: str) -> None:
+        """Raise Refusal: a gradient has more addends than are followed, each a way through the ops behind a partial
+        value. Behind a fork there are twice as many.
+        """
+        read = [content for passed in tape.passed.values() for some in passed.values() for content in some.values()]
+        content = next(content for content in (*read, *given.values()) if content.addends is not None)
+        raise Refusal(
+            f"makes the gradient of {tensor} of more than {MOST} partial addends, since {self.sums.fault(content)}",
+            self.sums.faulty(content),
+        )
 
     def _output_gradients(
         self, segment: Segment, n: int, given: Mapping[str, Content], inner: Mapping[str, list[Addends]], at: Ints

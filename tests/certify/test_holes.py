@@ -7,11 +7,27 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+import superscaler as ss
 from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Folded
-from superscaler.ir.program import Combine, Free, Function, Load, Program, Recv, Send, Slice, Update, Value, Wait
+from superscaler.ir.program import (
+    Collective,
+    Combine,
+    Forward,
+    Free,
+    Function,
+    Load,
+    Program,
+    Recv,
+    Send,
+    Slice,
+    Update,
+    Value,
+    Wait,
+)  # fmt: skip
 from tests.helpers.changes import Code, at, codes, exchanged, named, with_codes
+from tests.helpers.graphs import graph_of
 from tests.helpers.outcome import differs
 from tests.helpers.small_plans import exact
 
@@ -180,3 +196,19 @@ def test_places_of_a_fold_that_run_other_programs_are_refused(change: str) -> No
     mutant = replace(program, devices=replace(devices, compiled={**devices.compiled, rank: changed}))
     with pytest.raises(ScheduleError, match=rf"devices? .*{rank}"):
         check(mutant)
+
+
+@pytest.mark.parametrize(("is_twice", "says"), [(False, "lacks"), (True, "has 2 times")])
+def test_counts_of_experts_that_are_not_summed_once_are_refused_soon(is_twice: bool, says: str) -> None:
+    """The gradients behind them have an addend for each way through the blocks, of which there are millions."""
+    program = ss.compile(graph_of("mixtral:size=tiny"), "data_parallel", "local:2").compiled.program
+    count, once, twice, work = map(named, ("histc", "histc__2", "twice", "twice_work"))
+    code = codes(program)
+    for own in code:
+        n, k, read = at(own, Wait, out=once), at(own, Forward, inputs=once), twice if is_twice else count
+        own[k] = replace(own[k], inputs=tuple(read if x == once else x for x in own[k].inputs))
+        first = next(i for i in own if isinstance(i, Collective) and count in i.sources)
+        again = replace(first, works=(work,), sources=(once,), ways=first.ways[:1], bytes=48)
+        own[n + 1 : n + 1] = [again, replace(own[n], out=twice, work=work)] if is_twice else []
+    with pytest.raises(ScheduleError, match=rf"of more than 200 partial addends, since the gradient of sum_3.* {says}"):
+        check(with_codes(program, code))
