@@ -1,12 +1,13 @@
 """Published seconds of training steps beside those that `superscaler simulate` gives. Nothing is fitted to them.
 
     python benchmarks/simulate_published.py [--only mosaic,korthikanti] [--rows "hidden=2048"] [--shards]
-        [--torch-compile] [--fused]
+        [--torch-compile] [--fused] [--overlap pipelined]
 
 `tau`: Kendall's, of the rows of one model on one kind of GPU. A step that was published as tokens, or operations, per
 second is computed from these. A row takes 10 to 80 CPU seconds, those with pipelines minutes. `unseen`: rows that no
 choice in the simulator was made after. `--shards`: rows with FSDP keep float32 shards alone, and gather bf16.
-`--torch-compile`, `--fused`: operators are fused, as the systems of some rows fuse them.
+`--torch-compile`, `--fused`: operators are fused, as the systems of some rows fuse them. `--overlap`: communication of
+tensor parallelism beside products, as theirs.
 """
 
 from __future__ import annotations
@@ -415,7 +416,9 @@ def unseen_rows() -> Iterator[Row]:
         yield Row("shaped", "gpt3-xl", model, plan, cluster, seconds, "fp16")
 
 
-def simulated(row: Row, shards: bool = False, torch_compile: bool = False, fused: bool = False) -> Prediction:
+def simulated(
+    row: Row, shards: bool = False, torch_compile: bool = False, fused: bool = False, overlap: str = ""
+) -> Prediction:
     """Return the prediction for a row; with `shards` of weights that rest in float32 and are gathered in bf16."""
     import torch
 
@@ -431,7 +434,7 @@ def simulated(row: Row, shards: bool = False, torch_compile: bool = False, fused
         graph.send_gradients_last()
     more = f"{',' if ':' in row.plan else ':'}gather_halves=true" * shards
     plan = ss.compile(graph, row.plan + more, row.cluster)
-    return plan.simulate(torch_compile=torch_compile, attention=row.attention, fused=fused)
+    return plan.simulate(torch_compile=torch_compile, attention=row.attention, fused=fused, overlap=overlap)
 
 
 def main() -> None:
@@ -441,6 +444,7 @@ def main() -> None:
     parser.add_argument("--shards", action="store_true")
     parser.add_argument("--torch-compile", action="store_true")
     parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--overlap", default="")
     given = parser.parse_args()
     only, found, unseen = given.only.split(","), defaultdict(list), list[float]()
     print(f"{'source':11} {'published s':>11} {'predicted':>9} {'error':>6} {'peak GB':>7} {'CPU s':>5}  plan, model")
@@ -448,7 +452,8 @@ def main() -> None:
         if (given.only and row.source not in only) or given.rows not in f"{row.sweep} {row.model} {row.plan}":
             continue
         start = time.process_time()
-        p = simulated(row, given.shards and row.plan.startswith("fsdp"), given.torch_compile, given.fused)
+        is_sharded = given.shards and row.plan.startswith("fsdp")
+        p = simulated(row, is_sharded, given.torch_compile, given.fused, given.overlap)
         found[row.sweep].append((p.step_seconds, row.seconds))
         unseen += [abs(p.step_seconds / row.seconds - 1)] * row.unseen
         took, peak = time.process_time() - start, p.fullest.peak_bytes / 1e9

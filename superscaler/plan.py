@@ -153,15 +153,17 @@ class Plan:
         cuda_graph: bool = False,
         attention: str = "",
         fused: bool = False,
+        overlap: str = "",
     ) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
         `torch_compile`, `cuda_graph`: the step is loaded with it. `attention`: the kernel of attention, as flash1.
-        `fused`: a system with fused norms, activations, loss and sums of gradients, as Megatron-LM's.
+        `fused`: a system with fused norms, activations, loss and sums of gradients, as Megatron-LM's. `overlap`: `bulk`
+        or `pipelined`, communication of tensor parallelism beside products.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
         with phase("simulate"):
-            system = System(attention, fused)
+            system = System(attention, fused, overlap)
             return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
 
     @property

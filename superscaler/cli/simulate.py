@@ -51,13 +51,17 @@ def simulate(
         bool,
         typer.Option("--fused", help="Of a system with fused norms, activations, loss and sums, as Megatron-LM."),
     ] = False,
+    overlap: Annotated[
+        str,
+        option("--overlap", "Of tensor parallelism with products: bulk, pipelined; default: bulk if --fused.", "WAY"),
+    ] = "",
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    way = read_bytes("--memory", memory) if memory else None, torch_compile, cuda_graph, attention, fused
+    way = read_bytes("--memory", memory) if memory else None, torch_compile, cuda_graph, attention, fused, overlap
     if os.path.isdir(request.model) and not request.plan:
         if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
@@ -82,7 +86,7 @@ def simulate(
     found = {request.plan: plan.simulate(*way)}
     found |= {spec: compile_graph(graph, spec, cluster).simulate(*way) for spec in specs[1:]}
     if cuda_graph:
-        found[f"{request.plan}, not replayed"] = plan.simulate(*way[:2], False, attention, fused)
+        found[f"{request.plan}, not replayed"] = plan.simulate(*way[:2], False, attention, fused, overlap)
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")

@@ -23,6 +23,7 @@ from superscaler.ir.program import Meets, Program, Task
 from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.times import Floats, Times, earliest, even, is_later, later, latest, of_rows, sooner
 from superscaler.simulate.timetable import COMPUTE, Events, Timetable
+from superscaler.simulate.transfers.beside import Beside
 from superscaler.simulate.transfers.communication import Agenda, Communication
 from superscaler.simulate.transfers.ports import Ports
 from superscaler.simulate.transfers.posts import Event, Post, Run, path
@@ -34,6 +35,8 @@ Work = Callable[[Cohort, int], float | Floats]
 _MANY = (Meets.GROUP, Meets.ALL)
 # The bytes of the tape of a task that is copied to the host.
 Moved = Callable[[Cohort, Task], int]
+# What hides the collective with a number in the code of a cohort.
+Hidden = Callable[[Cohort, int], Beside | None]
 
 
 def clock(
@@ -45,6 +48,7 @@ def clock(
     slowdown: float = 1.0,
     one_stream: bool = False,
     moved: Moved = lambda cohort, task: 0,
+    hidden: Hidden = lambda cohort, at: None,
 ) -> Timetable:
     """Return the times of a step.
 
@@ -52,19 +56,19 @@ def clock(
     starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. `moved`: see `Moved`.
+    those of one direction with one peer. `moved`, `hidden`: see `Moved`, `Hidden`.
     Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden).run()
 
 
 class _Clock:
     def __init__(
         self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved,
+        moved: Moved, hidden: Hidden,
     ) -> None:  # fmt: skip
-        self.program, self.work, self.slowdown, self.moved = program, work, slowdown, moved
+        self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
         self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
         for run in self.runs:
             run.going = self._going(run)
@@ -99,7 +103,7 @@ class _Clock:
                 yield from self._work(run, step, even(given))
             match step.first.meets:
                 case Meets.GROUP:
-                    self.communication.collective(run, step, turn)
+                    self.communication.collective(run, step, turn, self.hidden(run.cohort, at))
                 case Meets.PEER:
                     self.communication.message(run, step, turn)
                 case Meets.HOST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -29,6 +29,7 @@ from superscaler.simulate.rates import (
     products_of,
     rate_of,
     scores_of,
+    seconds,
     segment_seconds,
     waiting_seconds,
 )
@@ -37,6 +38,7 @@ from superscaler.simulate.segments import recorded
 from superscaler.simulate.system import PLAIN, System
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
+from superscaler.simulate.transfers.beside import Beside, Overlap
 from superscaler.simulate.works import Call
 
 # The shares of the slowest devices of a kind, and of the fastest.
@@ -96,7 +98,12 @@ def simulate(
         kind = replace(kind, speeds=speeds)
     works = Works(program, speeds.units > 0, torch_compile, cuda_graph, system.fused)
     work = _Work(works, kind, _share(cluster, among))
-    table = clock(program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved)
+    weights = (weight.name.name for cohort in cohorts(program) for weight in cohort.weights)
+    work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
+    table = clock(
+        program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved,
+        hidden=work.hidden,
+    )  # fmt: skip
     made = products(program.model)
     flops, needed = _count(made, flops_of), _count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
@@ -210,6 +217,9 @@ class _Work:
     known: dict[int, tuple[list[list[Kernels]], Ints]] = field(default_factory=dict)
     costs: dict[int, list[float | Floats]] = field(default_factory=dict)
     priced: dict[tuple[int, float], float] = field(default_factory=dict)
+    # What hides communication, and which: by cohort and instruction.
+    overlap: Overlap | None = None
+    behind: dict[int, Mapping[int, Beside]] = field(default_factory=dict)
     waited: dict[int, float] = field(default_factory=dict)
 
     def seconds(self, cohort: Cohort, at: int) -> float | Floats:
@@ -220,6 +230,17 @@ class _Work:
             rows = zip(*(map(self.price, own) for own in known[0]), strict=True)
             self.costs[cohort.number] = [row[0] if len({*row}) == 1 else np.array(row)[like] for row in rows]
         return self.costs[cohort.number][at]
+
+    def kernel(self, kernel: Kernel) -> float:
+        return seconds(kernel, self.kind, self.share)
+
+    def hidden(self, cohort: Cohort, at: int) -> Beside | None:
+        """Return the products beside a collective of a cohort, None for none."""
+        if self.overlap is None:
+            return None
+        if cohort.number not in self.behind:
+            self.behind[cohort.number] = self.overlap.of(cohort.code[:], self.known[cohort.number][0][0])
+        return self.behind[cohort.number].get(at)
 
     def moved(self, cohort: Cohort, task: Task) -> int:
         return self.works.segments.moved(cohort.samples[0])[task]

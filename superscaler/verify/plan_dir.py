@@ -86,6 +86,7 @@ def simulate_directory(
     cuda_graph: bool = False,
     attention: str = "",
     fused: bool = False,
+    overlap: str = "",
 ) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
 
@@ -99,7 +100,7 @@ def simulate_directory(
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    return predict(program, found, capacity, torch_compile, cuda_graph, System(attention, fused))
+    return predict(program, found, capacity, torch_compile, cuda_graph, System(attention, fused, overlap))
 
 
 def known_of(program: Program, cluster: Cluster, peak_bytes: int) -> Known:

@@ -102,6 +102,7 @@ def test_the_options_of_every_command() -> None:
                 "--cuda-graph",
                 "--fused",
                 "--memory",
+                "--overlap",
                 "--torch-compile",
                 "directory",
                 "model",

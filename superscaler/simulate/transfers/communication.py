@@ -21,6 +21,7 @@ from superscaler.ir.program import Collective, Program, Recv, Send
 from superscaler.ir.running.meetings import Ends, rows_of
 from superscaler.simulate.repeats.steps import Step
 from superscaler.simulate.times import Times, earliest, even, later, latest, of_rows, sooner
+from superscaler.simulate.transfers.beside import Beside
 from superscaler.simulate.transfers.ports import Ports, Route, Transfer
 from superscaler.simulate.transfers.posts import Event, Meeting, Post, Run, Side
 
@@ -75,14 +76,16 @@ class Communication:
         self._sides: dict[Hashable, Side] = {}
         self._ways: dict[Hashable, _Way] = {}
 
-    def collective(self, run: Run, step: Step, turn: int) -> None:
+    def collective(self, run: Run, step: Step, turn: int, beside: Beside | None = None) -> None:
+        """Start a collective. `beside`: the part that products hide."""
         i = cast("Collective", step.first)
         if len(i.group) == 1:
             # Nothing moves.
             done = Post(run, run.at, run.clock, len(run.own), [], met=run.clock, end=run.clock)
             run.handles |= dict.fromkeys(step.handles_at(turn), done)
             return
-        way = self._way((run.cohort.number, i.kind, i.group, i.root, i.bytes), lambda: self._collective(run, i))
+        key = run.cohort.number, i.kind, i.group, i.root, i.bytes, beside
+        way = self._way(key, lambda: self._collective(run, i, beside))
         number = run.count[way.side.key]
         run.count[way.side.key] += 1
         meeting = self._meet((way.side.key, number), way)
@@ -91,7 +94,7 @@ class Communication:
         if ONE in KINDS[i.kind].ends:
             run.unflushed.append(post)
 
-    def _collective(self, run: Run, i: Collective) -> _Way:
+    def _collective(self, run: Run, i: Collective, beside: Beside | None) -> _Way:
         side = self._side(run, i.group, lambda: Side.of(Ends.of(run.cohort.devices, run.cohort.data(run.at, "group"))))
         # Devices have a stream for each set of devices, in whatever order.
         is_world = len(i.group) == self.program.world
@@ -100,7 +103,7 @@ class Communication:
         groups = groups if i.root < 0 else np.append(groups, side.groups[:, i.root, None], axis=1)
         return _Way(
             side,
-            self.ports.route(i.kind, groups, i.bytes),
+            self.ports.route(i.kind, groups, i.bytes, beside),
             len(set(self._cohort_of[side.groups[0]].tolist())),
             _WORLD if is_world else frozenset(i.group),
             "all devices" if is_world else f"devices {', '.join(map(str, i.group))}",

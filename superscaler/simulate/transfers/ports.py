@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy as np
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import Port
 from superscaler.ir.grid import Ints
-from superscaler.simulate.times import Floats, Times, earliest, even
+from superscaler.simulate.times import Floats, Times, earliest, even, latest
+from superscaler.simulate.transfers.beside import Beside
 
 # Times that differ by less are equal: what rounding leaves.
 EQUAL = 1e-12
@@ -53,6 +54,11 @@ class Route:
     def counts(self) -> Ints:
         """Return the number of groups that use each port."""
         return np.diff(np.append(self.port_starts, len(self.users)))
+
+    def left(self, beside: Beside) -> Route:
+        """Return the route of the part that products do not hide."""
+        left = beside.left(self.seconds)
+        return replace(self, seconds=left, loads=self.loads * (latest(left) / latest(self.seconds)), near={})
 
     def of_ports(self, times: Times) -> Times:
         """Return the earliest time of the groups of each port."""
@@ -104,11 +110,14 @@ class Ports:
         # When transfers began on routes whose ports were all free, in order, until `_busy` and `_last` have it.
         self._alone: dict[Route, Times] = {}
 
-    def route(self, kind: str, groups: Ints, size: float) -> Route:
-        """Return the route of a collective in groups of several devices [groups, members]."""
-        key = kind, size, groups.shape, groups.tobytes()
+    def route(self, kind: str, groups: Ints, size: float, beside: Beside | None = None) -> Route:
+        """Return the route of a collective in groups of several devices [groups, members]. `beside`: what products
+        hide of it.
+        """
+        key = kind, size, groups.shape, groups.tobytes(), beside
         if key not in self._routes:
-            self._routes[key] = self._route(kind, groups, size)
+            found = self._route(kind, groups, size)
+            self._routes[key] = found if beside is None else found.left(beside)
             self._join(self._routes[key])
         return self._routes[key]
 

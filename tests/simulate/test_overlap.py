@@ -1,0 +1,107 @@
+"""Communication of tensor parallelism beside products: what hides it, and what it costs then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.ir import program as p
+from superscaler.ir.program import CollectiveArg, Instruction, Task, Value
+from superscaler.simulate.clock import clock
+from superscaler.simulate.transfers.beside import Beside, Overlap
+from superscaler.simulate.works import Kernel
+from tests.helpers.graphs import graph_of
+from tests.simulate.by_hand import END, cluster, made_of, reduced, run, wait, work
+
+X, H, Y, W = (Value(name) for name in "xhyw")
+# 8 tokens of 4 over 4 devices, and 6 columns of a weight on each.
+ROWS, HIDDEN, WEIGHT = (8, 4), (8, 6), (4, 6)
+
+
+def mm(left: tuple[int, ...], right: tuple[int, ...]) -> Kernel:
+    halves = ((shape, "bfloat16") for shape in (left, right))
+    return Kernel("mm", tuple(halves), (((left[0], right[1]), "bfloat16"),))
+
+
+def moved(kind: str, source: Value, out: Value, local: tuple[int, ...], shape: tuple[int, ...]) -> list[Instruction]:
+    work = out._replace(is_handle=True)
+    way = CollectiveArg(local, 0, -1, local, shape)
+    return [p.Collective(kind, (work,), (source,), (0, 1, 2, 3), (way,), "bfloat16", 64), p.Wait(out, work, shape)]
+
+
+def found(code: Sequence[Instruction], kernels: Sequence[Sequence[Kernel]], is_pipelined: bool) -> dict[int, Beside]:
+    """Each product takes 8 seconds, other kernels 100."""
+    overlap = Overlap(lambda k: 8.0 if k.name == "mm" else 100.0, 1.25, is_pipelined, frozenset("w"))
+    return dict(overlap.of(code, kernels))
+
+
+OTHER = Kernel("gelu", ((HIDDEN, "bfloat16"),), ((HIDDEN, "bfloat16"),))
+COLUMN, GRADIENT, INPUT = mm(ROWS, (4, 6)), mm((6, 8), ROWS), mm(HIDDEN, (6, 4))
+
+
+def test_rows_are_gathered_beside_the_product_of_those_that_are_there() -> None:
+    code = [*moved("all_gather", X, H, (2, 4), ROWS), p.Forward(Task(0), 0, (0,), (H,), (Y,))]
+    kernels = [(), (), (COLUMN, OTHER, COLUMN)]
+    # Of four pieces, one is there: three quarters of 16 seconds, which communication makes 1.25 times as long.
+    assert found(code, kernels, True) == {0: Beside(1.25 * 12, 0.0, 1.25)}
+    assert not found(code, kernels, False)
+
+
+def test_a_result_is_scattered_in_quarters_of_which_the_last_is_late() -> None:
+    code = [p.Forward(Task(0), 0, (0,), (H,), (X,)), *moved("reduce_scatter", X, Y, ROWS, (2, 4))]
+    assert found(code, [(COLUMN, INPUT), (), ()], True) == {1: Beside(1.25 * 6, 0.25, 1.25)}
+    # A sum that all devices need is not scattered, so that a product cannot make it ready in pieces.
+    whole = [code[0], *moved("all_reduce", X, Y, ROWS, ROWS)]
+    assert not found(whole, [(COLUMN, INPUT), (), ()], True)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_gradients_of_inputs_are_summed_beside_those_of_weights(kind: str) -> None:
+    backward = p.Backward(Task(0), (H,), (X,))
+    code = [backward, *moved(kind, X, Y, ROWS, ROWS)]
+    for is_pipelined in (False, True):
+        assert found(code, [(INPUT, GRADIENT), (), ()], is_pipelined) == {1: Beside(1.25 * 8, 0.0, 1.25)}
+    # The first half of a split backward has none to hide it.
+    assert not found(code, [(INPUT,), (), ()], True)
+
+
+def test_inputs_are_gathered_again_beside_the_gradients_of_inputs() -> None:
+    backward = p.Backward(Task(0), (Y,), (X,), again=(H,))
+    code = [*moved("all_gather", X, H, (2, 4), ROWS), backward]
+    for is_pipelined in (False, True):
+        assert found(code, [(), (), (INPUT, GRADIENT)], is_pipelined) == {0: Beside(1.25 * 8, 0.0, 1.25)}
+
+
+def test_gathers_of_weights_and_of_keys_are_not_hidden() -> None:
+    attention = Kernel("_scaled_dot_product_flash_attention", ((ROWS, "bfloat16"),) * 3, ((ROWS, "bfloat16"),))
+    use = p.Forward(Task(0), 0, (0,), (H,), (Y,))
+    assert not found([*moved("all_gather", X, H, (2, 4), ROWS), use], [(), (), (attention,)], True)
+    # A weight that happens to have the shape of rows.
+    assert not found([*moved("all_gather", W, H, (2, 4), ROWS), use], [(), (), (COLUMN,)], True)
+
+
+@pytest.mark.parametrize(("beside", "seconds"), [(None, 13), (Beside(4, 0, 2), 11), (Beside(99, 0.25, 2), 10)])
+def test_the_clock_moves_what_is_left_after_products(beside: Beside | None, seconds: float) -> None:
+    """8 seconds of communication after 5 of work: of those that are hidden, half are lost by slower products."""
+    code = [run(5.0), reduced("g", [0, 1], 8), wait("g"), END]
+    table = clock(made_of(code, code), cluster(1, 2), work, hidden=lambda cohort, at: beside)
+    assert table.seconds == seconds
+    assert table.exposed.tolist() == [seconds - 5] * 2
+
+
+def test_a_system_overlaps_its_tensor_parallelism() -> None:
+    model = "gpt3:layers=1,hidden=2048,heads=16,seq=2048,vocabulary=1024,batch=1,device=meta"
+    plan = ss.compile(graph_of(model), "sequence_parallel:4,regather=true", "h100:1x4")
+    plain, bulk, pipelined = (plan.simulate(overlap=way) for way in ("", "bulk", "pipelined"))
+    assert pipelined.step_seconds < bulk.step_seconds < plain.step_seconds
+    # The same work, and communication that is not waited for.
+    assert pipelined.mean("compute") == bulk.mean("compute") == plain.mean("compute")
+    assert pipelined.mean("communication") < 0.5 * plain.mean("communication")
+    assert "beside products (pipelined)" in pipelined.assumed
+    assert "beside products (bulk)" in plan.simulate(fused=True).assumed
+    assert plain.links == pipelined.links
+    with pytest.raises(InputError, match=r"--overlap: unknown overlap 'tensor'.* Known: bulk, pipelined"):
+        plan.simulate(overlap="tensor")
