@@ -88,7 +88,7 @@ def examples(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write into.")] = Path("examples"),
 ) -> None:
     """Write examples into a folder: plans, a model and a loop of your own. Files that are there stay."""
-    files = sorted(_EXAMPLES.glob("*.py"))
+    files = sorted(file for file in _EXAMPLES.glob("*.py") if file.stem != "__init__")
     with writing(directory, "name another folder"):
         directory.mkdir(parents=True, exist_ok=True)
         for file in files:

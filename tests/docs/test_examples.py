@@ -8,14 +8,20 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import cache
 from html import escape
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+import superscaler as ss
+from superscaler.examples import multimodal
+from superscaler.ir.program import Load
 from tests.helpers.commands import run
 from tests.helpers.graphs import graph_of
-from tests.helpers.ran import equal
+from tests.helpers.ran import captured, equal
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +54,65 @@ def test_the_loop_trains(folder: Path) -> None:
         done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
+
+
+@cache
+def multimodal_graph() -> ss.Graph:
+    return captured(multimodal.build, 1e-3, torch.optim.AdamW)
+
+
+def test_images_and_words_on_two_grids_equal_the_model() -> None:
+    ran = equal(multimodal_graph(), multimodal.two_grids, 4)
+    loads = [[i.box[0] for i in ran.code(rank) if isinstance(i, Load) and i.tensor == "images"] for rank in range(4)]
+    assert loads == [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]
+
+
+def test_the_page_shows_the_plan_of_two_grids() -> None:
+    page = (ROOT / "docs" / "plans.md").read_text()
+    shown = page.partition("<!-- from superscaler/examples/multimodal.py -->\n```python\n")[2].partition("```")[0]
+    code = Path(multimodal.__file__).read_text().partition("@ss.sprogram")
+    own = "".join(code[1:]).partition("\n\n\ndef")[0].splitlines()
+    assert shown.splitlines() == [line for line in own if '"""' not in line]
+
+
+def test_an_encoder_on_all_devices_is_predicted_faster_than_one_in_the_first_stage() -> None:
+    plans = (multimodal.two_grids, "hybrid:tp=2,pp=2,microbatches=4")
+    own, usual = (ss.compile(multimodal_graph(), plan, "a100:1x4").simulate() for plan in plans)
+    assert own.step_seconds < 0.8 * usual.step_seconds
+
+
+RANK = """
+import json, superscaler as ss
+from torch.utils.data import DataLoader
+from superscaler.examples.multimodal import rows
+step = ss.load("plan")
+losses = [float(step(batch)) for _, batch in zip(range(3), DataLoader(rows(), batch_size=8))]
+held = [w.numel() * w.element_size() for w in step.state.weights.values()]
+open(f"rank{step.rank}.json", "w").write(json.dumps([losses, held]))
+"""
+
+
+@pytest.mark.dist
+def test_images_and_words_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
+    plan = ss.compile(multimodal_graph(), multimodal.two_grids, "a100:1x4")
+    plan.save(tmp_path / "plan", evaluation=False)
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "rank.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses, held = zip(*(json.loads((tmp_path / f"rank{k}.json").read_text()) for k in range(4)), strict=True)
+    torch.manual_seed(0)
+    module, _ = multimodal.build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for k, batch in zip(range(3), DataLoader(multimodal.rows(), batch_size=8), strict=False):
+        loss = module(**batch)
+        assert [own[k] for own in losses] == pytest.approx([loss.item()] * 4, rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # A GPU's allocator gives multiples of 512 bytes.
+    held_bytes = [sum(-(-each // 512) * 512 for each in own) for own in held]
+    assert held_bytes == [each.memory["weights"] for each in plan.simulate().devices]
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Examples: the files that `superscaler examples` writes, to be imported as well."""
