@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Op, PTensor
@@ -56,6 +58,26 @@ def _attention(site: Site) -> Sized | str:
     return f"b.. (h g) l e^, {shared}, {mask} -> b.. (h g) l v", groups
 
 
+def _documents(site: Site) -> Sized | str:
+    """Cut attention inside documents as any other; the numbers of queries and keys are cut with these."""
+    is_causal = site.argument(5, "causal", False)
+    found = _attention(replace(site, args=(), kwargs={"is_causal": is_causal}, ins=site.ins[:3]))
+    notation, sizes = (found, {}) if isinstance(found, str) else found
+    operands, arrow, result = notation.partition(" -> ")
+    q, k, v, _ = operands.split(", ")
+    numbers = f"b.. l 1, b.. 1 s{'<=l' if is_causal else '^'}"
+    return f"{q}, {k}, {v}, {numbers}{arrow}{result}", sizes
+
+
+def _documents_text(x: Local) -> str:
+    q, k, v, *_, causal, scale = map(x.literal, x.op.args)
+    return f"functional.attention_documents({q}, {k}, {v}, {causal}, {scale}, {_numbers(x, x.op.args[3:5], _rows(x))})"
+
+
+def _numbers(x: Local, documents: Sequence[Any], part: str, *step: int) -> str:
+    return f"functional.documents({', '.join([*map(x.literal, documents), *[part] * bool(part), *map(str, step)])})"
+
+
 def _attention_text(x: Local) -> str:
     mask, dropout = x.argument(3, "attn_mask"), x.argument(4, "dropout_p", 0.0)
     options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
@@ -99,8 +121,9 @@ def _attention_block(x: Local) -> str:
     size = x.op.indices[first].size
     part = x.part(*_QUERIES) or f"[(0, {size})], [{size}]"
     seen = f"functional.seen_by({part}, {step}, {chunks}, {is_causal})"
-    name = x.op.target.removeprefix("ss.")
-    return f"functional.{name}({', '.join(map(x.literal, (*given, *x.op.args[6:], scale)))}, *{seen})"
+    name, documents = x.op.target.removeprefix("ss."), dict(x.op.kwargs).get("documents")
+    inside = f", {_numbers(x, documents, part, step, chunks)}" if documents else ""
+    return f"functional.{name}({', '.join(map(x.literal, (*given, *x.op.args[6:], scale)))}, *{seen}{inside})"
 
 
 def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
@@ -154,6 +177,8 @@ ROWS = {
           roles=_HEADS),
     **row("ss.attention_dropout", _attention, text=_attention_dropout, placed=_of_causal, flops=_attention_flops,
           roles=_HEADS, random=_scores, rate=4),
+    **row("ss.attention_documents", _documents, text=_documents_text, placed=on(*_QUERIES), flops=_attention_flops,
+          roles=_HEADS),
     **row("ss.attention_block ss.attention_gradient", text=_attention_block, placed=on(*_QUERIES)),
     **row("ss.attention_merge", text=call("functional.attention_merge")),
     **row("ss.experts", _experts, text=_experts_text, placed=on(*_EXPERTS), flops=_experts_flops,

@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superscaler.runtime.functions import attention_blocks, grouped
-from superscaler.runtime.functions.attention_blocks import Box, Pair, Sizes, expand_heads
+from superscaler.runtime.functions import attention_kernels, grouped
 from superscaler.runtime.functions.attention_blocks import attention_block as attention_block
 from superscaler.runtime.functions.attention_blocks import attention_gradient as attention_gradient
-from superscaler.runtime.functions.attention_blocks import attention_merge as attention_merge
 from superscaler.runtime.functions.attention_blocks import seen_by as seen_by
+from superscaler.runtime.functions.attention_kernels import Box, Pair, Sizes, expand_heads
+from superscaler.runtime.functions.attention_kernels import attention_merge as attention_merge
+from superscaler.runtime.functions.document_attention import attention_documents as attention_documents
+from superscaler.runtime.functions.documents import documents as documents
+from superscaler.runtime.functions.documents import numbers_of
 from superscaler.runtime.functions.draws import BLOCK as BLOCK
 from superscaler.runtime.functions.draws import Draws as Draws
 from superscaler.runtime.functions.draws import draw as draw
@@ -166,7 +169,7 @@ def attention_dropout(
     `random` has the elements of (..., heads, L, S). A query without any visible key gives zeros.
     """
     k, v = expand_heads(k, q), expand_heads(v, q)
-    scores = attention_blocks.scores(q, k, mask, scale, is_causal)
+    scores = attention_kernels.scores(q, k, mask, scale, is_causal)
     if mask is not None:
         # A softmax over nothing is 0/0, and its gradient is nan even if the result is replaced afterwards.
         is_empty = (scores == -math.inf).all(-1, keepdim=True)
@@ -204,7 +207,7 @@ def experts(
     if is_traced():
         places, is_elsewhere = _find(ids, box or [(0, count)], extents or [count])
         return grouped.experts(x, places.masked_fill(is_elsewhere, count), weights, gate_up, down, activation)
-    numbers = _numbers(box or [(0, count)], extents or [count])
+    numbers = numbers_of(box or [(0, count)], extents or [count])
     # Where there are no data to look at, each expert has the same number of tokens.
     even = max(1, ids.numel() // math.prod(extents or [count]))
     total = torch.zeros(x.shape[0], down.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
@@ -287,11 +290,3 @@ def _nonzero(mask: Tensor, expected: int) -> tuple[Tensor, ...]:
     if type(mask) is not Tensor:
         return tuple(mask.new_empty(expected, dtype=torch.int64) for _ in mask.shape)
     return mask.nonzero(as_tuple=True)
-
-
-def _numbers(box: Box, extents: Sizes) -> list[int]:
-    """Return the numbers of the elements of a box."""
-    found = [0]
-    for (low, high), size in zip(box, extents, strict=True):
-        found = [number * size + k for number in found for k in range(low, high)]
-    return found

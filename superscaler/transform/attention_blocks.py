@@ -14,8 +14,13 @@ from superscaler.transform.algorithms import check_parts
 from superscaler.transform.recompute import with_twins
 from superscaler.transform.rewrite import copy_op
 
-TARGET = "aten.scaled_dot_product_attention.default"
+TARGET, DOCUMENTS = "aten.scaled_dot_product_attention.default", "ss.attention_documents"
 BLOCK, GRADIENT = "ss.attention_block", "ss.attention_gradient"
+# The arguments of the attentions that are known by blocks.
+_NAMES = {
+    TARGET: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    DOCUMENTS: ("query", "key", "value", "mine", "theirs", "is_causal", "scale"),
+}
 # Operators that repeat a tensor, and those that may be around them.
 REPEATING = ("expand", "unsqueeze", "view", "_unsafe_view", "clone")
 
@@ -88,9 +93,9 @@ class _Blocks:
         self.tensors: dict[str, PTensor] = {}
         self.whole: tuple[Operand, ...] = ()
         # The arguments that the attention was given, by name.
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        names = _NAMES.get(op.target, ())
         self.given = {**dict(zip(names, op.args, strict=False)), **dict(op.kwargs)}
-        if op.target != TARGET or self.given.get("dropout_p"):
+        if not names or self.given.get("dropout_p"):
             why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
             raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
         learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
@@ -201,7 +206,9 @@ class _Blocks:
         args = *self.op.args[:3], *map(self.given.get, ("attn_mask", "is_causal", "scale"))
         indices = [self._index(n, outputs) for n in range(len(self.op.indices))]
         indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
-        made = replace(self.op, name=f"{self.op.name}.{step}", target=BLOCK, args=args, kwargs=())
+        numbers = (self.given["mine"], self.given["theirs"]) if "mine" in self.given else ()
+        kwargs = (("documents", numbers),) * bool(numbers)
+        made = replace(self.op, name=f"{self.op.name}.{step}", target=BLOCK, args=args, kwargs=kwargs)
         flops = self.op.flops // self.parts
         return replace(made, inputs=inputs, outputs=outputs, indices=tuple(indices), flops=flops)
 

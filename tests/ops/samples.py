@@ -209,6 +209,18 @@ def _attention(d: Draw, p: float = 0.0) -> Call:
     return call(q, k, v, mask, p, causal, scale=d.one_of(None, 0.3), enable_gqa=groups > 1)
 
 
+def _documents(d: Draw) -> Call:
+    """Return attention inside documents, in one piece or not, of as many queries as keys or not."""
+    batch, kv_heads, queries, keys, width, value_width = d.random.sample((2, 3, 4, 5, 6, 2), 6)
+    groups, causal = d.one_of(1, 1, 2), d.one_of(True, False)
+    q, k = d.floats(batch, kv_heads * groups, queries, width), d.floats(batch, kv_heads, keys, width)
+    v, rows = d.floats(batch, kv_heads, keys, value_width), d.one_of(batch, batch, 1)
+    numbers = d.ids(3, rows, max(queries, keys))
+    numbers = numbers.cumsum(-1) if d.one_of(True, False) else numbers
+    mine, theirs = numbers[:, None, :queries, None].clone(), numbers[:, None, None, :keys].clone()
+    return call(q, k, v, mine, theirs, causal, d.one_of(None, 0.3))
+
+
 def _mask(d: Draw, shape: Shape) -> Tensor:
     """Return a mask, bool or added, that broadcasts to the scores and lets every query see the first key."""
     shape = d.one_of(shape, shape[-2:], (*(1 for _ in shape[:-2]), *shape[-2:]), (*shape[:-3], 1, *shape[-2:]))
@@ -246,6 +258,7 @@ def _networks() -> list[Row]:
         ("_softmax _log_softmax", lambda d: call(x := d.x(), d.dim(x.dim()), False)),
         ("scaled_dot_product_attention", _attention),
         ("ss.attention_dropout scaled_dot_product_attention", lambda d: _attention(d, 0.4)),
+        ("ss.attention_documents ss.attention_documents.default", _documents),
         ("ss.uniform rand", lambda d: call(d.sizes(1, 3))),
         ("ss.normal randn", lambda d: call(d.sizes(1, 3))),
         ("ss.experts ss.experts.default", _experts),

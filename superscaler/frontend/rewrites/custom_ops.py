@@ -42,6 +42,19 @@ def attention_dropout(
 
 
 @_operator
+def attention_documents(
+    q: Tensor, k: Tensor, v: Tensor, mine: Tensor, theirs: Tensor, causal: bool, scale: float | None
+) -> Tensor:
+    """Return attention in which a query sees the keys of its own document, and none behind it if `causal`.
+
+    mine (.., queries, 1) and theirs (.., 1, keys) are the numbers of the documents.
+    """
+    mask = mine == theirs
+    mask = mask.tril() if causal else mask
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[:-2] != k.shape[:-2])
+
+
+@_operator
 def dropout(x: Tensor, p: float) -> Tensor:
     return torch.empty_like(x)
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from superscaler.frontend.base.trace import Trace, dtype_of, shape_of, target_of
+from superscaler.frontend.rewrites import custom_ops as ours
 from superscaler.frontend.rewrites.constants import compact
 from superscaler.frontend.rewrites.decompositions import expanded
+from superscaler.frontend.rewrites.documents import DocumentMask, document_mask
 from superscaler.ops.row import aten
 
 _ATEN = torch.ops.aten
@@ -102,7 +104,7 @@ def _is_range(x: Tensor, start: int = 0) -> bool:
 
 
 def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
-    """Replace a constant causal mask by `is_causal`."""
+    """Replace a constant causal mask by `is_causal`, and a mask of documents by their numbers."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given |= named
     mask: Any = given.get("attn_mask")
@@ -113,6 +115,19 @@ def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
         if kind := mask.meta.get("mask"):
             given |= {"attn_mask": None, "is_causal": kind == "causal"}
             trace.rewrite(node, _ATEN.scaled_dot_product_attention.default, **given)
+        elif not given.get("dropout_p") and (found := document_mask(trace, mask, given["query"])):
+            _inside_documents(trace, node, found, given)
+
+
+def _inside_documents(trace: Trace, node: Node, found: DocumentMask, given: Mapping[str, Any]) -> None:
+    """Let an attention read the numbers of documents, in place of the mask that they make."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mine: Tensor, theirs: Tensor) -> Tensor:
+        mine = _ATEN.view.default(mine, (found.rows, 1, -1, 1))
+        theirs = _ATEN.view.default(theirs, (found.their_rows, 1, 1, -1))
+        return ours.attention_documents(q, k, v, mine, theirs, found.is_causal, given.get("scale"))  # type: ignore[no-any-return]
+
+    trace.rewrite(node, attention, given["query"], given["key"], given["value"], found.mine, found.theirs)
 
 
 _SIMPLER: Mapping[str, Callable[..., None]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superscaler.runtime.functions.attention_blocks import Box, Sizes
+from superscaler.runtime.functions.attention_kernels import Box, Sizes
 
 # The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 _GAMMA = 0x9E3779B97F4A7C15
