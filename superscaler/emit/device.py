@@ -9,7 +9,7 @@ from textwrap import fill
 import numpy as np
 
 from superscaler.emit.lines import WIDTH, wrapped
-from superscaler.emit.lists import Lists, Makers, Waits, family, modules_of, named_weights, paths_of
+from superscaler.emit.lists import Lists, Makers, Waits, modules_of, named_weights, paths_of
 from superscaler.emit.loops import Section, runs_of
 from superscaler.emit.names import Spelling
 from superscaler.emit.repeats import LAYER, Layers, Repeat, line, repeats_of, span
@@ -20,6 +20,7 @@ from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import alike
 from superscaler.ir.communication import batches
+from superscaler.ir.names import family
 from superscaler.ir.program import Device, Program, Task, Value
 
 HEAD = '''"""What {} in one training step. Written by superscaler; peers, groups and slices are in plan.json.{}"""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from superscaler.groups import collect, group_by
 from superscaler.ir import program as p
 from superscaler.ir.loops import NONE
-from superscaler.ir.names import RESERVED, unlike_gradient
+from superscaler.ir.names import RESERVED, family, unlike_gradient
 from superscaler.ir.program import FIELDS, VALUES, Facts, Role, Shape, Value, Weight
 
 Modules = Mapping[str, Sequence[str]]
@@ -57,11 +57,6 @@ Item = Value | Run | None
 
 # Looked up many times for each instruction.
 @lru_cache(1 << 16)
-def family(value: Value) -> Value:
-    """Return a value in the first microbatch; a value of all microbatches is a family of its own."""
-    return value if value.microbatch == NONE else value._replace(microbatch=0)
-
-
 def fields(i: Instruction, role: Role) -> list[tuple[str, tuple[Value | None, ...]]]:
     """Return the fields of an instruction with a role, each with its values."""
     found = []

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
 
-from superscaler.emit.lists import Instruction, Makers, Row, family, names, tidied, values_of
+from superscaler.emit.lists import Instruction, Makers, Row, names, tidied, values_of
 from superscaler.ir import program as p
 from superscaler.ir.communication import batches
 from superscaler.ir.loops import NONE, SEEN, Loop, Rolled, Run, Span, find_spans
+from superscaler.ir.names import family
 from superscaler.ir.program import Role, Value
 
 

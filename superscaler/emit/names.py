@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from math import inf
 
-from superscaler.emit.lists import Instruction, Item, Lists, Run, family, names
+from superscaler.emit.lists import Instruction, Item, Lists, Run, names
 from superscaler.emit.loops import Section
 from superscaler.emit.repeats import Repeat, Variable
 from superscaler.groups import collect
 from superscaler.ir.loops import NONE
+from superscaler.ir.names import family
 from superscaler.ir.program import ONE, Role, Task, Value
 
 # The variable of loops over microbatches: the first one of a body.

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from superscaler.emit.lists import Instruction, Lists, Run, Waits, family, free_name
+from superscaler.emit.lists import Instruction, Lists, Run, Waits, free_name
 from superscaler.emit.lists import fields as fields_of
 from superscaler.groups import collect
 from superscaler.ir import program as p
 from superscaler.ir.grid import Ints
+from superscaler.ir.names import family
 from superscaler.ir.program import ONE, ROLES, VALUES, Task, Value
 
 # The variable of loops over layers.

@@ -47,6 +47,11 @@ class Value(NamedTuple):
         )
 
 
+def family(value: Value) -> Value:
+    """Return a value in the first microbatch; a value of all microbatches is a family of its own."""
+    return value if value.microbatch < 0 else value._replace(microbatch=0)
+
+
 def unlike_gradient(name: str) -> str:
     """Return a name that does not begin as that of a gradient, also with a suffix: `_d_model`, and `_d` for `d`."""
     return f"_{name}" if f"{name}_".startswith("d_") else name

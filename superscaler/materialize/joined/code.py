@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from superscaler.ir.loops import Loop, runs_of
+from superscaler.ir.names import family
 from superscaler.ir.program import Backward, Forward, Instruction, Task, Value, reads
 
 Position = tuple[int, int]
@@ -23,11 +24,6 @@ class Key(NamedTuple):
 
 def key_of(task: Task) -> Key:
     return Key(task.segment, task.part)
-
-
-def plain(name: Value) -> Value:
-    """Return a name without the number of its microbatch."""
-    return name._replace(microbatch=0) if name.microbatch >= 0 else name
 
 
 class Code:
@@ -50,7 +46,7 @@ class Code:
             for n, i in enumerate(sequence):
                 at = number, n
                 for name in reads(i):
-                    self.readers.setdefault(plain(name), set()).add(at)
+                    self.readers.setdefault(family(name), set()).add(at)
                 if i.task is None:
                     continue
                 if last is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from superscaler.ir.names import family
 from superscaler.ir.program import (
     Accumulate,
     Backward,
@@ -22,7 +23,7 @@ from superscaler.ir.program import (
     reads,
     writes,
 )  # fmt: skip
-from superscaler.materialize.joined.code import Code, Key, Position, plain
+from superscaler.materialize.joined.code import Code, Key, Position
 
 # An input or an output of a member: the number of the member, and its own number there.
 End = tuple[int, int]
@@ -167,7 +168,7 @@ class _Check:
     def _is_read(self, name: Value, run: Run) -> bool:
         """Return whether others read a value that a member makes."""
         members = {at for own in self.forwards for at in own}
-        return not self.code.readers.get(plain(name), set[Position]()) <= members
+        return not self.code.readers.get(family(name), set[Position]()) <= members
 
     def _total(self, k: int, n: int) -> Value | None:
         """Return the sum to which the gradient of an input is added in each backward, None if there is none."""
@@ -176,7 +177,7 @@ class _Check:
             i = self._of(run, k)
             number = self.functions[k].grads.index(n)
             if i.half != "input":
-                found.add(plain(total) if i.sums and (total := i.sums[number]) is not None else None)
+                found.add(family(total) if i.sums and (total := i.sums[number]) is not None else None)
         return found.pop() if len(found) == 1 else None
 
     def _of(self, run: Run, k: int) -> Backward:
@@ -201,7 +202,7 @@ class _Check:
                 _require(_is_sum(i) and len(given) < 2)
                 held[i.out] = next(iter(given), None), frozenset[End]().union(*(ends for _, ends in parts))
                 self.dropped.add(at)
-                self.inside.add(plain(i.out))
+                self.inside.add(family(i.out))
 
     def _take(self, k: int, i: Backward, held: Mapping[Value, Held], left: dict[End, Value]) -> None:
         """Note what comes from outside of the gradients that a member gets."""
@@ -220,7 +221,7 @@ class _Check:
                 _require((name is None) == (i.half == "weight") and not (i.sums and i.sums[number]))
                 if name is not None:
                     held[name] = None, frozenset({(k, n)})
-                    self.inside.add(plain(name))
+                    self.inside.add(family(name))
 
     def _check_readers(self) -> None:
         """Raise Apart if anything after a backward, or between its members, reads a gradient that is inside."""
