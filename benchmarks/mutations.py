@@ -66,7 +66,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "check_steps(self._by_ends[key][0], self.options.fold)", "pass", "certify/test_rounds"),
     ("a body is an exception", "if not likes.issuperset(", "if likes.isdisjoint(", "materialize/test_loops"),
     ("programs of all microbatches are not certified when they are compiled",
-     "return schedule, program, _certified(program)", "return schedule, program, {'conservation': 0.0}",
+     "_certified(program) if certified else {}", "{'conservation': 0.0}",
      "materialize/test_loops"),
     ("values that are never freed are not counted", "if was <= 0 and after[name] not in",
      "if was < 0 and after[name] not in", "materialize/test_loops"),

@@ -112,14 +112,15 @@ class Compiled:
         }
 
 
-def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compiled:
+def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster, certified: bool = True) -> Compiled:
     """Transform, place and order a copy of `graph` by `sprogram`; then complete and materialize it.
 
-    Raises PlanError with the reason when the plan cannot hold.
+    `certified=False`: a program of all microbatches has no certificate yet, for a prediction. Raises PlanError with the
+    reason when the plan cannot hold.
     """
     try:
         planned, seconds = transform(graph, sprogram, cluster)
-        return finish(planned, cluster, seconds)
+        return finish(planned, cluster, seconds, certified)
     except PlanError as error:
         spec = getattr(sprogram, "spec", "")
         if not spec or not _LIBRARY.search(str(error)):
@@ -197,19 +198,21 @@ def _assigned(planned: Graph, op: Op) -> str:
     return f"op_assign at {entry.where}: " if entry else ""
 
 
-def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:
-    """Compile a graph whose parts are already made, all placed, and ordered."""
+def finish(
+    planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None, certified: bool = True
+) -> Compiled:
+    """Compile a graph whose parts are already made, all placed, and ordered. `certified`: see `compile_graph`."""
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0, "translation": 0.0}
     with without_garbage_collection():
         with timed(phases, "schedule"):
             full_fold = find_fold(planned)
-        schedule, program, seconds_of_checks = _compiled(planned, cluster, full_fold, phases)
+        schedule, program, seconds_of_checks = _compiled(planned, cluster, full_fold, phases, certified)
     checked = (program, seconds_of_checks) if seconds_of_checks else None
     return Compiled(planned, cluster, schedule, full_fold, program, phases, checked)
 
 
 def _compiled(
-    planned: Graph, cluster: Cluster, full_fold: Fold | None, phases: dict[str, float]
+    planned: Graph, cluster: Cluster, full_fold: Fold | None, phases: dict[str, float], certified: bool
 ) -> tuple[Schedule, Program, Mapping[str, float]]:
     """Compile the first microbatches and certify the program of all; compile more of them if these do not determine
     it, and all if the plan does not hold.
@@ -218,7 +221,7 @@ def _compiled(
         for steady in steady_states(planned):
             with contextlib.suppress(Aperiodic):
                 schedule, program = _folded(planned, cluster, full_fold, phases, steady)
-                return schedule, program, _certified(program)
+                return schedule, program, _certified(program) if certified else {}
     return *_folded(planned, cluster, full_fold, phases), {}
 
 

@@ -65,9 +65,9 @@ def fits(value: Any, kind: Any, has_items: bool = True) -> bool:
     >>> fits(2, int), fits(True, int), fits("2", int), fits([2], list[int]), fits(["2"], list[int]), fits([], int | str)
     (True, False, False, True, False, False)
     """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or isinstance(kind, TypeVar | ParamSpec):
         return True
+    origin, inner = _parts(kind)
     if origin in (typing.Union, UnionType):
         return any(fits(value, each, has_items) for each in inner)
     if origin is typing.Literal:
@@ -79,6 +79,12 @@ def fits(value: Any, kind: Any, has_items: bool = True) -> bool:
     many = has_items and isinstance(value, list | tuple) and inner
     # An item of each type says it for all.
     return not many or all(fits(item, inner[0], False) for item in {type(item): item for item in value}.values())
+
+
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type that an annotation is of, None for a plain one, and its arguments."""
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 class Numbered(tuple[T, ...]):

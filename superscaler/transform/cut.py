@@ -81,8 +81,9 @@ def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> A
     wrong = _wrong(op, axis, sizes)
     if wrong:
         raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} of {op.name} ({op.target}) {wrong}")
+    plain = {type(axis.sizes), type(axis.index)} <= {tuple, int, type(None)} and {*map(type, axis.sizes)} == {int}
     index = None if axis.index is None else int(axis.index)
-    return replace(axis, index=index, sizes=tuple(map(int, axis.sizes)))
+    return axis if plain else replace(axis, index=index, sizes=tuple(map(int, axis.sizes)))
 
 
 def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:

@@ -95,8 +95,9 @@ def keep_slices(graph: Graph) -> None:
 
 def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, recomputed or not, and the makers of their inputs."""
-    mirrored, names = {op.origin or op.name for op in model.ops if op.has_mirror}, {op.name for op in ops}
-    read = {o.tensor for op in model.ops if op.origin in names for o in op.inputs}
+    twins = {op.name: model.twins.get(op.name, ()) for op in ops}
+    mirrored = {op.name for op in ops if op.has_mirror or any(twin.has_mirror for twin in twins[op.name])}
+    read = {o.tensor for own in twins.values() for twin in own for o in twin.inputs}
     found = list[Op]()
     for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
         if op.name in mirrored or any(o.tensor in read for o in op.outputs):
@@ -111,41 +112,48 @@ def with_twins(model: Model, ops: Sequence[Op]) -> Model:
     A nested region recomputes the outer region's recomputed ops. A region inside reads the new values.
     """
     names = {op.name: op for op in ops}.keys()
-    around, inside = _neighbours(model, names)
+    recomputed = [op for op in model.ops if op.origin]
+    around, inside = _neighbours(recomputed, names)
     versions = ((op, *(twin for twin in model.twins.get(op.name, ()) if twin.region in around)) for op in ops)
     bases = {some[-1].name: some[0] for some in versions}
-    region = unique(next(iter(bases)), {op.region for op in model.ops})
+    region = unique(next(iter(bases)), {op.asked.region for op in model.ops})
     taken, taken_by_ops = {*model.tensors}, {op.name for op in model.ops}
-    made = [o.tensor for op in model.ops if op.name in bases for o in op.outputs]
+    forward, updates = model.forward_ops, [op for op in model.ops if not op.is_forward]
+    originals = [op for op in forward if op.name in bases]
+    made = [o.tensor for op in originals for o in op.outputs]
     tensors = {t: replace(model.tensors[t], name=unique(f"{t}.r", taken), origin=model.origin(t)) for t in made}
 
     def renamed(operands: Sequence[Operand]) -> tuple[Operand, ...]:
         return tuple(replace(o, tensor=tensors[o.tensor].name) if o.tensor in tensors else o for o in operands)
 
     def twin(op: Op) -> Op:
-        name = unique(f"{op.name}.r", taken_by_ops)
-        op = replace(op.asking(region=region, regather=""), name=name, origin=bases[op.name].name)
-        return replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs))
+        return replace(
+            op,
+            name=unique(f"{op.name}.r", taken_by_ops),
+            origin=bases[op.name].name,
+            asked=replace(op.asked, region=region, regather=""),
+            inputs=renamed(op.inputs),
+            outputs=renamed(op.outputs),
+        )
 
     def changed(op: Op) -> Op:
         if op.origin and op.region in inside:
             return replace(op, inputs=renamed(op.inputs))
-        is_innermost = op.name in names and not any(t.region in inside for t in model.twins.get(op.name, ()))
-        op = op.asking(region=region) if is_innermost else op
-        op = op.asking(regather="") if op.name in names else op
+        if op.name in names:
+            is_innermost = not any(t.region in inside for t in model.twins.get(op.name, ()))
+            op = op.asking(regather="", **({"region": region} if is_innermost else {}))
         return replace(op, has_mirror=False) if op.name in bases else op
 
-    forward, updates = model.forward_ops, (op for op in model.ops if not op.is_forward)
     at = next((n for n, op in enumerate(forward) if op.origin and op.region in inside), len(forward))
-    recomputed = [twin(op) for op in forward if op.name in bases]
-    everything = (*map(changed, forward[:at]), *recomputed, *map(changed, forward[at:]), *updates)
+    twins = map(twin, originals)
+    everything = (*map(changed, forward[:at]), *twins, *map(changed, forward[at:]), *updates)
     return model.with_ops(everything, tensors.values())
 
 
-def _neighbours(model: Model, names: Set[str]) -> tuple[set[str], set[str]]:
+def _neighbours(recomputed: Sequence[Op], names: Set[str]) -> tuple[set[str], set[str]]:
     """Return the regions around a new one, and those inside it. Raises TransformError for a partial overlap."""
     members: dict[str, dict[str, None]] = {}
-    for op in (op for op in model.ops if op.origin):
+    for op in recomputed:
         members.setdefault(op.region, {})[op.origin] = None
     met = {region: own.keys() for region, own in members.items() if not own.keys().isdisjoint(names)}
     for own in met.values():

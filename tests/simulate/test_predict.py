@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 
 import superscaler as ss
+from superscaler.certify.certificate import certify
 from superscaler.cli.train import _more_memory
+from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
+from superscaler.ir.program import Program
+from superscaler.plans import resolve
 from superscaler.runtime.optimizer import LISTED
 from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
 from superscaler.simulate.prediction import words
@@ -23,6 +27,26 @@ from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
 
 GPT = "gpt2:size=tiny"
+
+
+def test_a_plan_that_is_only_simulated_is_not_certified_until_it_is_saved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certified = list[Program]()
+    for room in ("compiler", "plan"):
+        monkeypatch.setattr(
+            f"superscaler.{room}.certify", lambda program: certified.append(program) or certify(program)
+        )
+    model, spec = f"{GPT},batch=16", "pipeline_1f1b:2,microbatches=16"
+    answer(capsys, "simulate", model, "--plan", spec, "--cluster", "a100:1x2")
+    assert not certified
+    compiled = compile_graph(graph_of(model), resolve(spec), ss.Cluster.preset("a100", 1, 2), certified=False)
+    plan = ss.Plan(compiled)
+    assert not certified
+    plan.save(tmp_path / "plan", evaluation=False)
+    assert certified[0] is compiled.program
+    # The answer is that of the program which is certified.
+    assert ss.compile(graph_of(model), spec, "a100:1x2").compiled.program == compiled.program
 
 
 def test_the_operations_of_a_model_are_those_of_the_formula() -> None:
