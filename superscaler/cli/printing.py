@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
+from superscaler.errors import PlanError
 from superscaler.timing import listeners
 
 if TYPE_CHECKING:
@@ -143,6 +144,17 @@ def printing(as_json: bool, timings: bool = False) -> Iterator[Printer]:
             printer.show(_timings(progress))
     if as_json and printer.result is not None:
         print(json.dumps(plain(printer.result), allow_nan=False), flush=True)
+
+
+@contextmanager
+def refusing(as_json: bool) -> Iterator[None]:
+    """With JSON, print the error that ends the block as an object, too."""
+    try:
+        yield
+    except PlanError as error:
+        if as_json:
+            print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        raise
 
 
 def _timings(progress: Progress) -> Table:

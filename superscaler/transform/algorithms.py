@@ -212,7 +212,14 @@ class Microbatch(ShortRepr):
         check_parts(self.parts, op)
         split = Split(self.factor, self.parts)
         at = split.index_of(op, sizes)
-        if at is not None and sizes[at] >= self.parts:
+        if at is not None:
+            if sizes[at] < self.parts:
+                factor, of = op.indices[at].factor, "" if self.factor == "batch" else f", {self.factor!r}"
+                raise TransformError(
+                    f"Microbatch({self.parts}{of}) makes more parts than {op.name} ({op.module or op.target}) has "
+                    f"elements of {factor} there: {sizes[at]}. Choose 1 to {sizes[at]} parts, or make {factor} larger "
+                    "in the model or its inputs."
+                )
             own = tuple(-(-(sizes[at] - k) // self.parts) for k in range(self.parts))
             split = replace(split, sizes=own)
         return replace(split.cut(op, sizes), is_microbatch=True)

@@ -207,6 +207,10 @@ def test_an_error_ends_with_its_own_exit_code(
 
     monkeypatch.setattr(common.ModelRequest, "capture", fails)
     assert run("capture", "mlp", "--json") == code
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": str(error), "kind": type(error).__name__}
+    assert err == f"error: {error}\n"
+    assert run("capture", "mlp") == code
     assert capsys.readouterr() == ("", f"error: {error}\n")
 
 

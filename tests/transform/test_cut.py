@@ -51,7 +51,7 @@ def test_the_first_microbatches_are_a_row_larger_where_they_do_not_divide_the_ba
     assert [(lo[0], hi[0]) for lo, hi in zip(rows.lo.tolist(), rows.hi.tolist(), strict=True)] == [
         box for box in ((0, 3), (3, 6), (6, 8), (8, 10)) for _ in range(2)
     ]
-    with pytest.raises(TransformError, match=r"Split\('batch', 11\) does not divide: .* 10 elements"):
+    with pytest.raises(TransformError, match=r"Microbatch\(11\) makes more parts .*: 10\. Choose 1 to 10"):
         op_trans(graph, graph.op("mul1"), Microbatch(11))
 
 

@@ -11,7 +11,7 @@ import typer
 
 from superscaler.cli.options.declare import fields_of, option
 from superscaler.cli.options.files import read_options, resolved
-from superscaler.cli.printing import printing
+from superscaler.cli.printing import printing, refusing
 from superscaler.errors import RuntimeFailure
 
 
@@ -39,7 +39,7 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
 
     def run(context: typer.Context, as_json: bool, timings: bool, config: str | None, **given: Any) -> None:
         made = {name: kind(**{p.name: given.pop(p.name) for p in fields[name]}) for name, kind in kinds.items()}
-        with printing(as_json, timings) as printer:
+        with refusing(as_json), printing(as_json, timings) as printer:
             printer.options = resolved(context)
             is_good = function(printer, **made, **given)
         if printer.failure:
