@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -154,16 +154,17 @@ class Plan:
         attention: str = "",
         fused: bool = False,
         overlap: str = "",
+        documents: Sequence[int] = (),
     ) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
         `torch_compile`, `cuda_graph`: the step is loaded with it. `attention`: the kernel of attention, as flash1.
         `fused`: a system with fused norms, activations, loss and sums of gradients, as Megatron-LM's. `overlap`: `bulk`
-        or `pipelined`, communication of tensor parallelism beside products.
+        or `pipelined`, communication of tensor parallelism beside products. `documents`: the lengths of those of a row.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
         with phase("simulate"):
-            system = System(attention, fused, overlap)
+            system = System(attention, fused, overlap, tuple(documents))
             return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
 
     @property

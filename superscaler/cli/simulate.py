@@ -17,7 +17,7 @@ from superscaler.cli.options.declare import option, path
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.errors import InputError
-from superscaler.specs.sizes import duration, read_bytes
+from superscaler.specs.sizes import duration, read_bytes, read_lengths
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
@@ -55,13 +55,18 @@ def simulate(
         str,
         option("--overlap", "Of tensor parallelism with products: bulk, pipelined; default: bulk if --fused.", "WAY"),
     ] = "",
+    documents: Annotated[
+        str, option("--documents", "Of packed rows: the tokens of each document, as 1024,512,512.", "LENGTHS")
+    ] = "",
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    way = read_bytes("--memory", memory) if memory else None, torch_compile, cuda_graph, attention, fused, overlap
+    lengths = read_lengths("--documents", documents) if documents else ()
+    capacity = read_bytes("--memory", memory) if memory else None
+    way = capacity, torch_compile, cuda_graph, attention, fused, overlap, lengths
     if os.path.isdir(request.model) and not request.plan:
         if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
@@ -72,6 +77,7 @@ def simulate(
         _show(printer, {request.model: only})
         return only.fits
     request.check_plan()
+    request = replace(request, model=_packed(request.model, lengths))
     _, cluster = request.read()
     from superscaler.simulate.predict import check_speeds
 
@@ -90,7 +96,8 @@ def simulate(
     found = {request.plan: plan.simulate(*way)}
     found |= {spec: own.simulate(*way) for spec, own in zip(specs[1:], plans, strict=True)}
     if cuda_graph:
-        found[f"{request.plan}, not replayed"] = plan.simulate(*way[:2], False, attention, fused, overlap)
+        plain = plan.simulate(capacity, torch_compile, False, attention, fused, overlap, lengths)
+        found[f"{request.plan}, not replayed"] = plain
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")
@@ -279,6 +286,14 @@ def _without_memory(model: str) -> str:
     if name.endswith(".py") or "device=" in keys:
         return model
     return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
+
+
+def _packed(model: str, lengths: Sequence[int]) -> str:
+    """Return the spec of a model of the library with rows of documents of these lengths."""
+    name, _, keys = model.partition(":")
+    if not lengths or name.endswith(".py") or "documents=" in keys:
+        return model
+    return f"{name}:{keys}{',' if keys else ''}documents={'+'.join(map(str, lengths))}"
 
 
 def _rank(p: Prediction) -> tuple[bool, float]:

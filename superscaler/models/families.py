@@ -10,6 +10,7 @@ from superscaler.models import alphafold2, mlp
 from superscaler.models.family import Family
 from superscaler.models.huggingface import Values, from_library
 from superscaler.specs.options import Options, check_divides
+from superscaler.specs.sizes import read_lengths
 
 # Fused, or with all scores written out, as before FlashAttention.
 _ATTENTIONS = ("sdpa", "eager")
@@ -64,6 +65,8 @@ def _causal(name: str, options: Options) -> Values:
         raise InputError(f"{name}: seq={options['seq']}, but predicting a next token needs a sequence of 2 or more.")
     if options.get("attention", "sdpa") not in _ATTENTIONS:
         raise InputError(f"{name}: {unknown('attention', options['attention'], _ATTENTIONS)}")
+    if options.get("documents"):
+        read_lengths(f"{name}: documents", options["documents"])
     return {"use_cache": False}
 
 
@@ -110,12 +113,12 @@ def _swin(name: str, options: Options) -> Values:
 
 _SMALL = {"seq": 20, "batch": 8, "vocab": 320}
 _BERT = {"seq": 512, "batch": 8, "vocab": 30522, "dropout": 0.1}
-_GPT2 = {"seq": 1024, "batch": 8, "vocab": 50257, "dropout": 0.1, "attention": "sdpa"}
+_GPT2 = {"seq": 1024, "batch": 8, "vocab": 50257, "dropout": 0.1, "attention": "sdpa", "documents": ""}
 _GPT2_NAMES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "seq": "n_positions",
                "dropout": "attn_pdrop embd_pdrop resid_pdrop"}  # fmt: skip
-_GPT3 = {"batch": 8, "vocab": 50257, "pad": 64, "dropout": 0.0, "attention": "sdpa"}
+_GPT3 = {"batch": 8, "vocab": 50257, "pad": 64, "dropout": 0.0, "attention": "sdpa", "documents": ""}
 _LONG = {"heads": 32, "seq": 16384, **_GPT3}
-_LLAMA = {"seq": 2048, "batch": 8, "vocab": 128256, "attention": "sdpa"}
+_LLAMA = {"seq": 2048, "batch": 8, "vocab": 128256, "attention": "sdpa", "documents": ""}
 _MBART = {"seq": 1024, "target": 1024, "batch": 8, "vocab": 500_000, "dropout": 0.1}
 _MBART_NAMES = {"layers": "", "hidden": "d_model", "heads": "encoder_attention_heads decoder_attention_heads",
                 "mlp": "encoder_ffn_dim decoder_ffn_dim", "dropout": "dropout attention_dropout"}  # fmt: skip
@@ -138,7 +141,7 @@ FAMILIES: Mapping[str, Family] = {
     # Radford et al. 2019, the next token: 124, 355, 774 and 1558 million parameters.
     "gpt2": from_library("GPT2Config", "GPT2LMHeadModel", "small", {
         "tiny": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "batch": 8, "vocab": 512, "dropout": 0.0,
-                 "attention": "sdpa"},
+                 "attention": "sdpa", "documents": ""},
         "small": {"layers": 12, "hidden": 768, "heads": 12, **_GPT2},
         "medium": {"layers": 24, "hidden": 1024, "heads": 16, **_GPT2},
         "large": {"layers": 36, "hidden": 1280, "heads": 20, **_GPT2},
@@ -157,7 +160,7 @@ FAMILIES: Mapping[str, Family] = {
     # those of Llama 2 for 7b and 13b.
     "llama": from_library("LlamaConfig", "LlamaForCausalLM", "1b", {
         "tiny": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "mlp": 256, "tied": False,
-                 "seq": 32, "batch": 8, "vocab": 512, "attention": "sdpa"},
+                 "seq": 32, "batch": 8, "vocab": 512, "attention": "sdpa", "documents": ""},
         "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "tied": True, **_LLAMA},
         "7b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "tied": False, **_LLAMA,
                "vocab": 32000},

@@ -1,6 +1,6 @@
 """Named models: their sizes, their construction and their batches, which are random by the seed and the step only."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,12 @@ def tokens(seed: int, step: int, batch: int, sequences: tuple[int, int], vocabul
     ignored = torch.arange(batch, device="cpu") * (3 * sequences[1]) // (4 * batch)
     labels[torch.arange(sequences[1], device="cpu") < ignored[:, None]] = IGNORED
     return {"input_ids": ids, "labels": labels}
+
+
+def positions(lengths: Sequence[int], batch: int, length: int) -> Tensor:
+    """Return the positions of tokens in rows of documents of these lengths, again and again, int64 (batch, length)."""
+    row = torch.cat([torch.arange(n, device="cpu") for n in lengths])
+    return row.repeat(-(-length // len(row)))[:length].repeat(batch, 1)
 
 
 def classes(seed: int, step: int, name: str, shape: tuple[int, ...], count: int) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from superscaler.models import family
 from superscaler.models.family import Family
 from superscaler.replaced import quiet
 from superscaler.specs.options import Options
+from superscaler.specs.sizes import read_lengths
 
 Values = dict[str, Any]
 
@@ -73,9 +74,14 @@ def library() -> ModuleType:
 
 
 def _tokens(options: Options, step: int) -> dict[str, Tensor]:
-    """Return `input_ids` of shape (batch, seq) and `labels` of the same shape, or of (batch, target) if it is given."""
+    """Return `input_ids` of shape (batch, seq) and `labels` of the same shape, or of (batch, target) if it is given; of
+    packed rows `position_ids`, too.
+    """
     sequences = (options["seq"], options.get("target", options["seq"]))
-    return family.tokens(options["seed"], step, options["batch"], sequences, options["vocab"])
+    found = family.tokens(options["seed"], step, options["batch"], sequences, options["vocab"])
+    if documents := options.get("documents"):
+        found["position_ids"] = family.positions(read_lengths("documents", documents), options["batch"], sequences[0])
+    return found
 
 
 def _images(options: Options, step: int) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from superscaler.simulate.rates import (
 )
 from superscaler.simulate.recording import alone, callables
 from superscaler.simulate.segments import recorded
-from superscaler.simulate.system import PLAIN, System
+from superscaler.simulate.system import PLAIN, System, attention_of
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
 from superscaler.simulate.transfers.beside import Beside, Overlap
@@ -86,6 +86,14 @@ def simulate(
     """Return the prediction for a step with its timetable and memories; see `predict`. That of a compiled step is of
     the program with longer segments. `among`: the slowest device of so many sets the pace; default: of the cluster's.
     """
+    with system.run(program, cuda_graph):
+        return _simulated(program, cluster, capacity, torch_compile, cuda_graph, among, system)
+
+
+def _simulated(
+    program: Program, cluster: Cluster, capacity: int | None, torch_compile: bool, cuda_graph: bool, among: int | None,
+    system: System,
+) -> Simulation:  # fmt: skip
     kind = check_speeds(cluster)
     assert kind.speeds is not None
     torch_compile |= system.fused
@@ -127,6 +135,7 @@ def simulate(
         reserved=overheads.context,
         links=table.bytes,
         assumed=", ".join(system.words(torch_compile, cuda_graph, speeds.units > 0)),
+        attention=attention_of(table, work.known, work.kernel) if system.documents else None,
     )
     return Simulation(program, cluster, table, found, prediction)
 

@@ -47,6 +47,28 @@ class DeviceTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of each device, by rank: the scores that it computes forward, without hidden ones, and its seconds
+    in both directions.
+    """
+
+    scores: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Return the scores of the device with the most, beside the mean."""
+        return max(self.scores) * len(self.scores) / max(sum(self.scores), 1)
+
+    def __str__(self) -> str:
+        most, mean = max(self.scores), sum(self.seconds) / len(self.seconds)
+        return (
+            f"attention inside documents: {number(most)} scores on the device with the most, {self.imbalance:.2f} of "
+            f"the mean; {duration(max(self.seconds))} at most, {duration(mean)} in the mean"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The prediction for one step of a plan.
 
@@ -59,6 +81,7 @@ class Prediction:
     capacity        bytes of a device, None if unknown; `reserved`: bytes of it for the driver and libraries
     links           bytes of a step by class of link
     assumed         what is assumed of kernels, in words
+    attention       of each device, if the documents of rows are given
     """
 
     cluster: str
@@ -76,6 +99,7 @@ class Prediction:
     reserved: int
     links: Mapping[str, float]
     assumed: str = ""
+    attention: Attention | None = None
 
     @property
     def world(self) -> int:
@@ -152,6 +176,8 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield f"the model's own products take {duration(p.bound)} of it at full speed; the rest{_said(_losses(p))}"
     if p.links:
         yield "bytes of a step: " + ", ".join(f"{name} {size(count)}" for name, count in p.links.items() if count)
+    if p.attention:
+        yield str(p.attention)
     if p.assumed:
         yield f"assumed: {p.assumed}"
 

@@ -28,6 +28,8 @@ from superscaler.ir.program import (
 from superscaler.ir.running.machine import Domain, Lap, Walk, execute
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
+from superscaler.runtime.functions.documents import given_packing
+from superscaler.runtime.functions.tracing import is_static
 from superscaler.simulate.fusing import RecordedSegments
 from superscaler.simulate.recording import Recorder, callables
 from superscaler.simulate.repeats.steady import Pace, laps_of
@@ -35,7 +37,7 @@ from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.works import Call, Meta, Segment
 
 # Operators that leave out what no query of a part sees.
-_BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient"})
+_BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient", "ss.attention_documents"})
 # The segments of all programs of this process, and the most of them.
 _RECORDED: dict[Hashable, Segment] = {}
 _MOST = 4096
@@ -191,7 +193,7 @@ def recorded(
 ) -> Segment:
     """Return the segment of a function under a call. Functions of other plans with the same text are not run again."""
     text = run.__dict__["text"]
-    key = text, metas, call, on_gpu, torch_compile
+    key = text, metas, call, on_gpu, torch_compile, given_packing(), is_static()
     if key in _RECORDED:
         return _RECORDED[key]
     recorder = Recorder(on_gpu)

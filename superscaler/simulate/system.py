@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import Speeds
 from superscaler.errors import InputError, unknown
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Op
+from superscaler.ir.program import Program
+from superscaler.runtime.functions.documents import packing
+from superscaler.runtime.functions.tracing import recorded as static
+from superscaler.simulate.kernels import Kernels
+from superscaler.simulate.prediction import Attention
+from superscaler.simulate.rates import is_attention, scores_of
+from superscaler.simulate.timetable import Timetable
 from superscaler.simulate.transfers.beside import Overlap
 from superscaler.simulate.works import Kernel
 
@@ -24,15 +34,21 @@ class System:
                 of a weight, as in Megatron-LM with Transformer Engine
     overlap     communication of tensor parallelism beside products: in `bulk` beside those that do not need it, as in
                 Megatron-LM, or `pipelined`, also beside those that do (transfers/beside.py); default: in bulk if fused
+    documents   the lengths of the documents of each row, again and again; nothing: a row is one document
     """
 
     attention: str = ""
     fused: bool = False
     overlap: str = ""
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.overlap not in ("", *OVERLAPS):
             raise InputError(f"--overlap: {unknown('overlap', self.overlap, OVERLAPS)}")
+        if any(length < 1 for length in self.documents):
+            raise InputError(
+                f"documents={list(self.documents)}: a document has one token or more; leave the others out."
+            )
 
     def overlaps(
         self, seconds: Callable[[Kernel], float], slowdown: float, weights: Iterable[str], is_gpu: bool
@@ -64,6 +80,47 @@ class System:
             yield f"attention of {self.attention}" if self.attention else "torch's attention"
         if cuda_graph:
             yield "replayed as a CUDA graph"
+        if self.documents:
+            yield f"rows of documents of {', '.join(map(str, self.documents))} tokens"
+
+    @contextmanager
+    def run(self, program: Program, cuda_graph: bool) -> Iterator[None]:
+        """Record segments with the documents of this system in the block, and with the fixed shapes of a CUDA graph.
+
+        Raises InputError for a program without attention inside documents.
+        """
+        targets = {op.target for function in program.functions for op in function.ops if _reads_documents(op)}
+        if self.documents and not targets:
+            raise InputError(
+                f"--documents {','.join(map(str, self.documents))}: the model has no attention inside documents; give "
+                "one with position_ids that begin again in each, as llama:documents=1024+512+512, or leave it out."
+            )
+        with packing(self.documents), static() if cuda_graph and targets else nullcontext():
+            yield
+
+
+def _reads_documents(op: Op) -> bool:
+    return op.target == "ss.attention_documents" or "documents" in dict(op.kwargs)
+
+
+def attention_of(
+    table: Timetable, known: Mapping[int, tuple[Sequence[Sequence[Kernels]], Ints]], seconds: Callable[[Kernel], float]
+) -> Attention:
+    """Return the attention of each device. `known`: by cohort, the kernels of its variants, and that of each device."""
+    found = dict[int, tuple[int, float]]()
+    for number, lane in enumerate(table.lanes):
+        works, like = known[number]
+        own = [_attention(each, seconds) for each in works]
+        found |= {int(device): own[like[row]] for row, device in enumerate(lane.devices)}
+    scores, times = zip(*(found[rank] for rank in sorted(found)), strict=True)
+    return Attention(scores, times)
+
+
+def _attention(works: Iterable[Kernels], seconds: Callable[[Kernel], float]) -> tuple[int, float]:
+    """Return the scores that attention computes forward, without hidden ones, and its seconds in both directions."""
+    found = [kernel for kernels in works for kernel in kernels if is_attention(kernel)]
+    forward = (scores_of(kernel, 1) for kernel in found if "backward" not in kernel.name)
+    return round(sum(rows * keys for rows, keys, _ in forward)), sum(map(seconds, found))
 
 
 PLAIN = System()

@@ -31,6 +31,21 @@ def read_bytes(name: str, text: str) -> int:
     return int(size)
 
 
+def read_lengths(name: str, text: str) -> tuple[int, ...]:
+    """Return the lengths of documents, above 0. Raises InputError that names the option.
+
+    >>> read_lengths("--documents", "1024,512,512"), read_lengths("documents", "1024+512")
+    ((1024, 512, 512), (1024, 512))
+    """
+    found = tuple(int(word) if word.strip().isdecimal() else 0 for word in re.split("[,+]", text))
+    if min(found) < 1:
+        raise InputError(
+            f"{name} is '{text}', but it must be the tokens of each document of a row, as 1024,512,512 (in the options "
+            "of a model or a plan 1024+512+512)."
+        )
+    return found
+
+
 def scaled(value: float, units: Iterable[tuple[float, str]], digits: str) -> str:
     """Return a value in the first unit that it reaches; '' if it reaches none."""
     return next((f"{value / unit:{digits}} {name}" for unit, name in units if value >= unit), "")

@@ -1,7 +1,7 @@
 """Checks of a plan directory: its program is certified, and its code and data are those of the program."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -87,6 +87,7 @@ def simulate_directory(
     attention: str = "",
     fused: bool = False,
     overlap: str = "",
+    documents: Sequence[int] = (),
 ) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
 
@@ -100,7 +101,8 @@ def simulate_directory(
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    return predict(program, found, capacity, torch_compile, cuda_graph, System(attention, fused, overlap))
+    system = System(attention, fused, overlap, tuple(documents))
+    return predict(program, found, capacity, torch_compile, cuda_graph, system)
 
 
 def known_of(program: Program, cluster: Cluster, peak_bytes: int) -> Known:

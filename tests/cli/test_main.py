@@ -103,6 +103,7 @@ def test_the_options_of_every_command() -> None:
                 "--fused",
                 "--memory",
                 "--overlap",
+                "--documents",
                 "--torch-compile",
                 "directory",
                 "model",

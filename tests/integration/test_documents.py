@@ -119,8 +119,14 @@ def test_devices_of_a_ring_compute_as_many_scores_for_the_packing_given() -> Non
         ("documents=4", "zigzag=documents goes with documents="),
         ("zigzag=true,chunks=2", "zigzag=documents goes with documents="),
         ("zigzag=both", "zigzag=both: choose true, false or documents"),
-        ("zigzag=documents,documents=4+x", "documents=4.x is no list of lengths"),
-        ("zigzag=documents,documents=4+0", "documents=4.0 is no list of lengths"),
+        (
+            "zigzag=documents,documents=4+x",
+            "documents of ring_attention is '4.x', but it must be the tokens of each document",
+        ),
+        (
+            "zigzag=documents,documents=4+0",
+            "documents of ring_attention is '4.0', but it must be the tokens of each document",
+        ),
         ("zigzag=documents,documents=4,chunks=3", "cuts 16 tokens into 3 chunks for each, but 6 does not divide 16"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from superscaler.specs.sizes import read_lengths
 from superscaler.verbs import Graph, InputError, Op
 
 # Chunks of a device that are tried, and the largest share of a device beside the mean with which no more are.
@@ -40,7 +41,7 @@ def _even(graph: Graph, attentions: Sequence[Op], n: int, documents: str, chunks
             "with position_ids that begin again in each document, and without attention_mask and cache."
         )
     size = graph.model.tensors[op.inputs[0].tensor].shape[-2]
-    lengths = _lengths(documents)
+    lengths = read_lengths("documents of ring_attention", documents)
     tried = [c for c in ((chunks,) if chunks else _CHUNKS) if size % (c * n) == 0]
     if not tried:
         raise InputError(
@@ -51,16 +52,6 @@ def _even(graph: Graph, attentions: Sequence[Op], n: int, documents: str, chunks
     shares = [share(*pair, n) for pair in made]
     best = next((k for k, found in enumerate(shares) if found <= _EVEN), shares.index(min(shares)))
     return made[best][1]
-
-
-def _lengths(documents: str) -> list[int]:
-    found = [int(size) if size.isdecimal() else 0 for size in documents.split("+")]
-    if min(found) < 1:
-        raise InputError(
-            f"ring_attention:zigzag=documents,documents={documents} is no list of lengths; write the tokens of the "
-            "documents of a row, as documents=1024+512+512."
-        )
-    return found
 
 
 def areas(lengths: Sequence[int], size: int, chunks: int, is_causal: bool) -> list[int]:

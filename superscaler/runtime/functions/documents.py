@@ -192,6 +192,11 @@ def _visible(low: int, high: int, start: int, end: int, shift: int) -> Iterator[
             yield (last - shift, high), (first, last), "all"
 
 
+def given_packing() -> tuple[int, ...]:
+    """Return the lengths of documents where there are no data to look at."""
+    return _PACKING.get()
+
+
 @contextmanager
 def packing(lengths: Sequence[int]) -> Iterator[None]:
     """Run the block with documents of these lengths in each row, again and again, where there are no data."""
