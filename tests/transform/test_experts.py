@@ -33,6 +33,8 @@ def plan_of(spec: str, world: int, model: str = MODEL) -> ss.Plan:
         *slow(("expert_parallel:capacity=2.0", 4)),
         *slow(("data_parallel:2 x expert_parallel:4,capacity=1.0", 8)),
         *slow(("zero:2 x expert_parallel:2", 4)),
+        *slow(("zero:2,stage=3 x expert_parallel:2,capacity=2.0", 4)),
+        *slow(("expert_parallel:2 x data_parallel:2 x recompute:what=block", 4)),
         ("tensor_parallel:2 x expert_parallel:2", 4),
     ],
 )
@@ -40,6 +42,19 @@ def test_expert_parallel_is_equal(spec: str, world: int) -> None:
     found = equal(graph_of(MODEL, "SGD"), spec, world).found
     if "=1.0" not in spec:
         assert (found["reference"], found["dropped"]) == ("eager", (0, 0))
+
+
+@pytest.mark.parametrize("others", ["data_parallel:2", "zero:2,stage=1", "zero:2,stage=3"])
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_tokens_travel_inside_of_a_group_of_experts(others: str, is_outer: bool) -> None:
+    """One program for all devices, with one all_to_all for all that a group sends: no other group has its tokens."""
+    experts = "expert_parallel:2,capacity=1.0"
+    spec = f"{experts} x {others}" if is_outer else f"{others} x {experts}"
+    program = plan_of(spec, 4, f"{MODEL},balance=0").compiled.program
+    sent = [i for device in program.devices for i in device.instructions if isinstance(i, Collective | Send)]
+    assert not [i for i in sent if isinstance(i, Send)]
+    groups = {tuple(i.group) for i in sent if i.kind == "all_to_all"}
+    assert groups == ({(0, 2), (1, 3)} if is_outer else {(0, 1), (2, 3)})
 
 
 def test_tokens_travel_to_their_experts_and_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from superscaler.errors import InputError, brief, named
 from superscaler.verbs import Cluster, Graph, Mesh, op_assign, sprogram
 
-SProgram = Callable[..., None]
+SProgram = Callable[..., Any]
 # Plans that cut the weights themselves, each in its own way.
 _SLICING = {"zero", "fsdp"}
 
@@ -51,7 +51,8 @@ def along_axis(
     product are replicated; uncut updates follow the readers of their weight. The order in a product does not depend on
     the order in the text. `first`: the plan replaces ops. `batches`: it makes microbatches, which others cut further.
     `recomputes`: it recomputes. `last`: it follows the cuts of others (`graph.follow`). `nests`: cutting into a and
-    then into b equals cutting into a * b, and is done so on several servers. `.cut` is the function itself.
+    then into b equals cutting into a * b, and is done so on several servers. `.cut` is the function itself. What comes
+    after a `yield` in it is done after all other plans of a product.
 
     @ss.along_axis(nests=True)
     def data_parallel(graph, n, axis):
@@ -69,12 +70,12 @@ def along_axis(
         _check_cut(cut, _line(sys._getframe(1)))
 
         @functools.wraps(cut)
-        def run(graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None:
+        def run(graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> list[Iterator[None]]:
             if isinstance(cluster, MeshAxis):
-                for n in cluster.sizes if nests else [prod(cluster.sizes)]:
-                    cut(graph, n, cluster.name, **options)
-            else:
-                _multiply(graph, cluster.mesh(**{cut.__name__: -1}), {cut.__name__: functools.partial(run, **options)})
+                sizes = cluster.sizes if nests else [prod(cluster.sizes)]
+                return [rest for n in sizes if (rest := _begun(cut, graph, n, cluster.name, **options))]
+            _multiply(graph, cluster.mesh(**{cut.__name__: -1}), {cut.__name__: functools.partial(run, **options)})
+            return []
 
         graph, _, _, *rest = inspect.signature(cut).parameters.values()
         signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
@@ -134,9 +135,21 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     return run
 
 
-def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
+def _begun(cut: Callable[..., Any], *given: Any, **options: Any) -> Iterator[None] | None:
+    """Run a plan along one axis. Return the rest of one that yields, for the end."""
+    found: Any = cut(*given, **options)
+    if not inspect.isgenerator(found):
+        return None
+    next(found, None)
+    return cast(Iterator[None], found)
+
+
+def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, Callable[..., Any]]) -> None:
+    rests = list[Iterator[None]]()
     for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "priority")):
-        plan(graph, MeshAxis(name, mesh.by_server(name)))
+        rests += plan(graph, MeshAxis(name, mesh.by_server(name))) or ()
+    for rest in rests:
+        next(rest, None)
     # Copies that none cuts are where they are read; on the hosts of their devices, if a plan says so.
     hosted = [op for op in graph.ops if op.name in graph.policy.hosted]
     chosen = (op for op in graph.ops if (op.is_forward and not op.is_copy) or graph.grids[op.name].is_touched)
