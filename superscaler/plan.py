@@ -155,16 +155,18 @@ class Plan:
         fused: bool = False,
         overlap: str = "",
         documents: Sequence[int] = (),
+        balance: float = 1.0,
     ) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
         `torch_compile`, `cuda_graph`: the step is loaded with it. `attention`: the kernel of attention, as flash1.
         `fused`: a system with fused norms, activations, loss and sums of gradients, as Megatron-LM's. `overlap`: `bulk`
         or `pipelined`, communication of tensor parallelism beside products. `documents`: the lengths of those of a row.
+        `balance`: how many times the mean tokens the experts of the busiest device have.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
         with phase("simulate"):
-            system = System(attention, fused, overlap, tuple(documents))
+            system = System(attention, fused, overlap, tuple(documents), balance)
             return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
 
     @property

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -58,6 +58,9 @@ def simulate(
     documents: Annotated[
         str, option("--documents", "Of packed rows: the tokens of each document, as 1024,512,512.", "LENGTHS")
     ] = "",
+    balance: Annotated[
+        float, option("--balance", "How many times the mean tokens the experts of the busiest device have.", "TIMES")
+    ] = 1.0,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
@@ -65,15 +68,23 @@ def simulate(
     --compare, when none does.
     """
     lengths = read_lengths("--documents", documents) if documents else ()
-    capacity = read_bytes("--memory", memory) if memory else None
-    way = capacity, torch_compile, cuda_graph, attention, fused, overlap, lengths
+    way: dict[str, Any] = {
+        "capacity": read_bytes("--memory", memory) if memory else None,
+        "torch_compile": torch_compile,
+        "cuda_graph": cuda_graph,
+        "attention": attention,
+        "fused": fused,
+        "overlap": overlap,
+        "documents": lengths,
+        "balance": balance,
+    }
     if os.path.isdir(request.model) and not request.plan:
         if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
         from superscaler.verify.plan_dir import simulate_directory
 
         request.check_directory(but="cluster")
-        only = simulate_directory(Path(request.model), request.cluster, *way)
+        only = simulate_directory(Path(request.model), request.cluster, **way)
         _show(printer, {request.model: only})
         return only.fits
     request.check_plan()
@@ -93,11 +104,10 @@ def simulate(
     # Nothing runs: a plan that is saved or trained is certified then.
     plans = (Plan(compile_graph(graph, plan_of(spec), cluster, certified=False)) for spec in specs)
     plan = next(plans)
-    found = {request.plan: plan.simulate(*way)}
-    found |= {spec: own.simulate(*way) for spec, own in zip(specs[1:], plans, strict=True)}
+    found = {request.plan: plan.simulate(**way)}
+    found |= {spec: own.simulate(**way) for spec, own in zip(specs[1:], plans, strict=True)}
     if cuda_graph:
-        plain = plan.simulate(capacity, torch_compile, False, attention, fused, overlap, lengths)
-        found[f"{request.plan}, not replayed"] = plain
+        found[f"{request.plan}, not replayed"] = plan.simulate(**{**way, "cuda_graph": False})
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")

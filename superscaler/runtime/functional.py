@@ -30,7 +30,7 @@ from superscaler.runtime.functions.losses import largest as largest
 from superscaler.runtime.functions.losses import nll_loss as nll_loss
 from superscaler.runtime.functions.losses import normalized as normalized
 from superscaler.runtime.functions.losses import row_losses as row_losses
-from superscaler.runtime.functions.tracing import is_static, is_traced
+from superscaler.runtime.functions.tracing import balance, is_static, is_traced
 
 _ATEN = torch.ops.aten
 # Kernels whose backward needs at most their inputs. Others run: copies, which a product may save, among them.
@@ -206,10 +206,13 @@ def experts(
     count = len(gate_up)
     if is_traced():
         places, is_elsewhere = _find(ids, box or [(0, count)], extents or [count])
-        return grouped.experts(x, places.masked_fill(is_elsewhere, count), weights, gate_up, down, activation)
+        places, every = places.masked_fill(is_elsewhere, count), math.prod(extents or [count])
+        return grouped.experts(x, places, weights, gate_up, down, activation, every)
     numbers = numbers_of(box or [(0, count)], extents or [count])
-    # Where there are no data to look at, each expert has the same number of tokens.
-    even = max(1, ids.numel() // math.prod(extents or [count]))
+    # Where there are no data to look at, each expert has the same number of tokens; on the busiest of several devices
+    # more.
+    every = math.prod(extents or [count])
+    even = max(1, round(ids.numel() * (balance() if len(numbers) < every else 1.0)) // every)
     total = torch.zeros(x.shape[0], down.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for number, up_weight, down_weight in zip(numbers, gate_up, down, strict=True):
         token, place = _nonzero(ids == number, even)

@@ -31,7 +31,8 @@ _LISTED = (("mul_", 1, 1), ("lerp_", 2, 1), ("mul_", 1, 1), ("addcmul_", 2, 1), 
 class Works:
     """The kernels of the devices of a program. Equal segments are recorded once. `on_gpu`: the updates are those of a
     GPU; `torch_compile`: Inductor compiles segments, whose backward makes the first sums of gradients itself;
-    `cuda_graph`: the step is replayed. `adds`: products add their gradients to sums themselves.
+    `cuda_graph`: the step is replayed. `adds`: products add their gradients to sums themselves; `balance`: see
+    `Segments`.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Works:
         torch_compile: bool = False,
         cuda_graph: bool = False,
         adds: bool = False,
+        balance: float = 1.0,
     ) -> None:
-        self.program, self.segments, self.on_gpu = program, Segments(program, on_gpu, torch_compile, cuda_graph), on_gpu
+        self.program, self.on_gpu = program, on_gpu
+        self.segments = Segments(program, on_gpu, torch_compile, cuda_graph, balance)
         self.torch_compile, self.adds = torch_compile, adds
         self._metas: dict[int, tuple[list[Meta], list[Meta]]] = {}
         # Equal kernels are one object, priced once: of backwards by their additions to sums, of buckets.

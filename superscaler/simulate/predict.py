@@ -94,8 +94,9 @@ def _simulated(
     program: Program, cluster: Cluster, capacity: int | None, torch_compile: bool, cuda_graph: bool, among: int | None,
     system: System,
 ) -> Simulation:  # fmt: skip
-    kind = check_speeds(cluster)
+    kind, targets = check_speeds(cluster), {op.target for op in program.model.ops}
     assert kind.speeds is not None
+    system.check(targets)
     torch_compile |= system.fused
     speeds, program = system.speeds(kind.speeds, cluster), joined(program) if torch_compile else program
     kind = replace(kind, speeds=speeds)
@@ -104,7 +105,7 @@ def _simulated(
         # The host starts kernels and communication of a step at once.
         speeds = replace(speeds, issue=0.0)
         kind = replace(kind, speeds=speeds)
-    works = Works(program, speeds.units > 0, torch_compile, cuda_graph, system.fused)
+    works = Works(program, speeds.units > 0, torch_compile, cuda_graph, system.fused, system.balance)
     work = _Work(works, kind, _share(cluster, among))
     weights = (weight.name.name for cohort in cohorts(program) for weight in cohort.weights)
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
@@ -134,7 +135,7 @@ def _simulated(
         capacity=has,
         reserved=overheads.context,
         links=table.bytes,
-        assumed=", ".join(system.words(torch_compile, cuda_graph, speeds.units > 0)),
+        assumed=", ".join(system.words(torch_compile, cuda_graph, speeds.units > 0, targets)),
         attention=attention_of(table, work.known, work.kernel) if system.documents else None,
     )
     return Simulation(program, cluster, table, found, prediction)

@@ -41,7 +41,7 @@ _COMPILED_ROWS = "_unsafe_masked_index_put_accumulate"
 # Products: the place of the first matrix among the inputs.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "_addmm_activation": 1}
 # Ours, of rows with a matrix for each group (`runtime/functions/grouped.py`).
-_GROUPED = ("grouped_linear", "grouped_outer")
+GROUPED = ("grouped_linear", "grouped_outer")
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 
 # Tiles that cuBLAS tries, and their speed beside the largest: they load 1/rows + 1/columns elements for each product.
@@ -189,10 +189,10 @@ def products_of(kernel: Kernel) -> Iterator[tuple[int, int, int, int]]:
             yield right[0], ceil(left[-2] / right[0]), right[-1], left[-1]
         else:
             yield prod(left[:-2]), left[-2], right[-1] if len(right) > 1 else 1, left[-1]
-    elif name in _GROUPED:
-        # Each group has as many rows where nothing is known of them.
+    elif name in GROUPED:
+        # Each group has as many rows where nothing is known of them, those of other devices, too.
         groups, rows, columns = kernel.outputs[0][0] if name == "grouped_outer" else shapes[1]
-        each = ceil(shapes[0][0] / groups)
+        each = ceil(shapes[0][0] / shapes[2][0])
         yield (groups, rows, columns, each) if name == "grouped_outer" else (groups, each, rows, columns)
     elif name in ("convolution", "_convolution"):
         yield _convolution(kernel.outputs[0][0], shapes[0], shapes[1])

@@ -29,12 +29,13 @@ from superscaler.ir.running.machine import Domain, Lap, Walk, execute
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.runtime.functions.documents import given_packing
-from superscaler.runtime.functions.tracing import is_static
+from superscaler.runtime.functions.tracing import balanced, is_static
 from superscaler.simulate.fusing import RecordedSegments
+from superscaler.simulate.rates import GROUPED
 from superscaler.simulate.recording import Recorder, callables
 from superscaler.simulate.repeats.steady import Pace, laps_of
 from superscaler.simulate.repeats.steps import Step, steps
-from superscaler.simulate.works import Call, Meta, Segment
+from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
 
 # Operators that leave out what no query of a part sees.
 _BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient", "ss.attention_documents"})
@@ -47,13 +48,19 @@ Dtypes = tuple[tuple[int, str], ...]
 
 class Segments:
     """The segments of a program. Equal calls are recorded once. `on_gpu`: as a GPU runs them; `torch_compile`: as
-    Inductor compiles them.
+    Inductor compiles them. `balance`: the tokens of experts on the busiest of several devices, by their mean.
     """
 
     def __init__(
-        self, program: Program, on_gpu: bool = False, torch_compile: bool = False, cuda_graph: bool = False
+        self,
+        program: Program,
+        on_gpu: bool = False,
+        torch_compile: bool = False,
+        cuda_graph: bool = False,
+        balance: float = 1.0,
     ) -> None:
         self.program, self.on_gpu, self.torch_compile = program, on_gpu, torch_compile
+        self.balance = balance
         # Whether updates are fused where the user leaves it open.
         self.fuses = torch_compile or cuda_graph
         self._run = callables(program, on_gpu=on_gpu)
@@ -184,25 +191,50 @@ class Segments:
         # Functions with the same text have the same name.
         key = run.__name__, metas, call
         if key not in self._known:
-            self._known[key] = recorded(run, metas, call, self.on_gpu, self.torch_compile)
+            self._known[key] = recorded(run, metas, call, self.on_gpu, self.torch_compile, self.balance)
         return self._known[key]
 
 
 def recorded(
-    run: Callable[..., Any], metas: tuple[Meta, ...], call: Call, on_gpu: bool = False, torch_compile: bool = False
+    run: Callable[..., Any],
+    metas: tuple[Meta, ...],
+    call: Call,
+    on_gpu: bool = False,
+    torch_compile: bool = False,
+    balance: float = 1.0,
 ) -> Segment:
     """Return the segment of a function under a call. Functions of other plans with the same text are not run again."""
     text = run.__dict__["text"]
-    key = text, metas, call, on_gpu, torch_compile, given_packing(), is_static()
+    key = text, metas, call, on_gpu, torch_compile, given_packing(), is_static(), balance
     if key in _RECORDED:
         return _RECORDED[key]
     recorder = Recorder(on_gpu)
     recorder.compiled = RecordedSegments(recorder) if torch_compile else None
-    found = recorder.segment(run, metas, call)
+    with balanced(balance):
+        found = recorder.segment(run, metas, call)
+    if balance > 1 and torch_compile:
+        backward = tuple(_busiest(work, balance) for work in found.backward)
+        found = replace(found, forward=_busiest(found.forward, balance), backward=backward)
     if len(_RECORDED) >= _MOST:
         _RECORDED.clear()
     # A registered operator may be registered anew.
     return found if text is None else _RECORDED.setdefault(key, found)
+
+
+def _busiest(work: Work, balance: float) -> Work:
+    """Return work in which the groups of a part of all experts have `balance` times as many rows. Compiled code has a
+    row for each choice in memory, those of other devices included.
+    """
+
+    def busiest(kernel: Kernel) -> Kernel:
+        (rows, dtype), *others = kernel.inputs
+        return replace(kernel, inputs=(((round(rows[0] * balance), *rows[1:]), dtype), *others))
+
+    def is_part(kernel: Kernel) -> bool:
+        weights = kernel.outputs if kernel.name == "grouped_outer" else kernel.inputs[1:]
+        return kernel.name in GROUPED and weights[0][0][0] < kernel.inputs[2][0][0]
+
+    return replace(work, kernels=tuple(busiest(k) if is_part(k) else k for k in work.kernels))
 
 
 def input_metas(model: Model, function: Function) -> Iterator[Meta]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import Speeds
@@ -24,6 +25,9 @@ from superscaler.simulate.works import Kernel
 # NeMo's words.
 _BULK, _PIPELINED = OVERLAPS = ("bulk", "pipelined")
 
+# The operators of a mixture of experts, and of the rows that a plan with a capacity sends to them.
+EXPERTS, ROWS = "ss.experts", "ss.expert_rows"
+
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -35,12 +39,14 @@ class System:
     overlap     communication of tensor parallelism beside products: in `bulk` beside those that do not need it, as in
                 Megatron-LM, or `pipelined`, also beside those that do (transfers/beside.py); default: in bulk if fused
     documents   the lengths of the documents of each row, again and again; nothing: a row is one document
+    balance     how many times the mean tokens the experts of the busiest device have: the others wait for it
     """
 
     attention: str = ""
     fused: bool = False
     overlap: str = ""
     documents: tuple[int, ...] = ()
+    balance: float = 1.0
 
     def __post_init__(self) -> None:
         if self.overlap not in ("", *OVERLAPS):
@@ -70,14 +76,32 @@ class System:
             raise InputError(f"--attention on {cluster}: {unknown('attention', self.attention, speeds.attentions)}")
         return replace(speeds, attention={**speeds.attention, **speeds.attentions[self.attention]})
 
-    def words(self, torch_compile: bool, cuda_graph: bool, is_gpu: bool) -> Iterator[str]:
-        """Yield what is assumed of kernels."""
+    def check(self, targets: Set[str]) -> None:
+        """Raise InputError for a balance of experts that a model with operators of these targets does not have."""
+        if not 1 <= self.balance < inf:
+            raise InputError(f"--balance {self.balance:g}: give 1 (as many tokens each) or more.")
+        if self.balance > 1 and ROWS in targets:
+            raise InputError(
+                f"--balance {self.balance:g}: experts of this plan have as many rows as its capacity says; give "
+                f"expert_parallel:capacity={self.balance:g}."
+            )
+        if self.balance > 1 and EXPERTS not in targets:
+            raise InputError(f"--balance {self.balance:g}: the model has no mixture of experts; leave it out.")
+
+    def words(self, torch_compile: bool, cuda_graph: bool, is_gpu: bool, targets: Set[str]) -> Iterator[str]:
+        """Yield what is assumed of kernels, in a model with operators of these targets."""
         compiled = "operators fused by Inductor" if torch_compile else "operators run one by one"
         yield "norms, activations, loss and sums of gradients fused" if self.fused else compiled
         if overlap := self._overlap(is_gpu):
             yield f"communication of tensor parallelism beside products ({overlap})"
         if is_gpu:
             yield f"attention of {self.attention}" if self.attention else "torch's attention"
+        if self.balance > 1:
+            yield f"{self.balance:g} times the mean tokens for the experts of the busiest device"
+        elif EXPERTS in targets:
+            yield "as many tokens for each expert"
+        elif ROWS in targets:
+            yield "all rows of each expert's capacity in use"
         if cuda_graph:
             yield "replayed as a CUDA graph"
         if self.documents:

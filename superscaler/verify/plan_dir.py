@@ -88,6 +88,7 @@ def simulate_directory(
     fused: bool = False,
     overlap: str = "",
     documents: Sequence[int] = (),
+    balance: float = 1.0,
 ) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
 
@@ -101,7 +102,7 @@ def simulate_directory(
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    system = System(attention, fused, overlap, tuple(documents))
+    system = System(attention, fused, overlap, tuple(documents), balance)
     return predict(program, found, capacity, torch_compile, cuda_graph, system)
 
 

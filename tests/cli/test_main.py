@@ -98,6 +98,7 @@ def test_the_options_of_every_command() -> None:
             [
                 *compiling,
                 "--attention",
+                "--balance",
                 "--compare",
                 "--cuda-graph",
                 "--fused",

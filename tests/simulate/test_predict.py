@@ -19,10 +19,13 @@ from superscaler.cli.train import _more_memory
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
 from superscaler.ir.program import Program
+from superscaler.materialize.joined.join import joined
 from superscaler.plans import resolve
 from superscaler.runtime.optimizer import LISTED
+from superscaler.simulate.kernels import Works
 from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
 from superscaler.simulate.prediction import words
+from superscaler.simulate.rates import products_of
 from superscaler.simulate.times import Floats
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
@@ -105,6 +108,49 @@ def test_the_kernel_of_attention_and_fused_operators_are_assumptions() -> None:
     measured = ss.compile(graph_of(GPT), "single", lab + "{products: {float32: 1e9}, memory: 1e10}}}")
     with pytest.raises(InputError, match="--attention flash1: only one attention is known on"):
         measured.simulate(attention="flash1")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_busiest_device_of_experts_sets_the_pace(is_compiled: bool) -> None:
+    """Forward and backward of experts take as much longer, and what they keep is as much more."""
+    sizes = "layers=1,hidden=256,mlp=1024,experts=8,seq=512,batch=64,balance=0,vocab=64,device=meta"
+    graph = graph_of(f"mixtral:size=tiny,{sizes}")
+    alone, plan = (ss.compile(graph, spec, "a100:1x4") for spec in ("data_parallel", "expert_parallel"))
+    even, busy = (plan.simulate(torch_compile=is_compiled, balance=b) for b in (1.0, 1.5))
+    assert "as many tokens for each expert" in even.assumed
+    assert "1.5 times the mean tokens for the experts of the busiest device" in busy.assumed
+    kernels = [
+        [
+            k
+            for own in Works(
+                joined(plan.compiled.program) if is_compiled else plan.compiled.program, True, is_compiled, balance=b
+            ).of(plan.compiled.program.devices[0])
+            for k in own
+        ]
+        for b in (1.0, 1.5)
+    ]
+    operations = [sum(prod(p) for k in own for p in products_of(k)) for own in kernels]
+    # Two choices a token, three products forward and six backward, over all devices' tokens; a quarter of them is here.
+    experts = 9 * 2 * 64 * 512 * 256 * 1024 // 4
+    assert operations[1] - operations[0] == pytest.approx(0.5 * experts, rel=0.01)
+    assert busy.step_seconds > even.step_seconds
+    if not is_compiled:
+        rows = 2 * 64 * 512 // 4
+        kept = busy.fullest.memory["activations"] - even.fullest.memory["activations"]
+        assert kept > 0.5 * rows * 4 * 1024 * 2
+    # Where each device has all experts, none is busier.
+    assert alone.simulate(balance=1.5).step_seconds == alone.simulate().step_seconds
+
+
+def test_a_balance_that_a_plan_does_not_have_is_refused() -> None:
+    mixtral = graph_of("mixtral:size=tiny,batch=8,balance=0")
+    with pytest.raises(InputError, match=r"experts of this plan have as many rows.* expert_parallel:capacity=1\.3\."):
+        ss.compile(mixtral, "expert_parallel:capacity=2.0", "a100:1x2").simulate(balance=1.3)
+    plan = ss.compile(graph_of(GPT), "single", "a100:1x1")
+    with pytest.raises(InputError, match="the model has no mixture of experts; leave it out"):
+        plan.simulate(balance=1.3)
+    with pytest.raises(InputError, match=r"--balance 0\.5: give 1 \(as many tokens each\) or more"):
+        plan.simulate(balance=0.5)
 
 
 def test_products_of_a_dtype_without_a_speed_take_the_slowest_one() -> None:

@@ -139,6 +139,8 @@ def test_products_in_a_kernel() -> None:
     rows, weights, made = ((64, 16), "float32"), ((4, 32, 16), "float32"), ((64, 32), "float32")
     assert [*products_of(Kernel("grouped_linear", (rows, weights, ((4,), "int64")), (made,)))] == [(4, 16, 32, 16)]
     assert [*products_of(Kernel("grouped_outer", (made, rows, ((4,), "int64")), (weights,)))] == [(4, 32, 16, 16)]
+    # Rows of twelve experts elsewhere are no products here.
+    assert [*products_of(Kernel("grouped_linear", (rows, weights, ((16,), "int64")), (made,)))] == [(4, 4, 32, 16)]
 
 
 # Attention.

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 _IS_TRACED = ContextVar("superscaler_is_traced", default=False)
 _IS_RECORDED = ContextVar("superscaler_is_recorded", default=False)
+_BALANCE = ContextVar("superscaler_balance", default=1.0)
 
 
 def is_traced() -> bool:
@@ -18,6 +19,21 @@ def is_traced() -> bool:
 def is_static() -> bool:
     """Return whether the shapes of the running code may not depend on data."""
     return _IS_TRACED.get() or _IS_RECORDED.get()
+
+
+def balance() -> float:
+    """Return the tokens of the experts of a device by their mean, where no data say it."""
+    return _BALANCE.get()
+
+
+@contextmanager
+def balanced(busiest: float) -> Iterator[None]:
+    """Run the block on fake tensors of the device whose experts have `busiest` times the mean tokens."""
+    before = _BALANCE.set(busiest)
+    try:
+        yield
+    finally:
+        _BALANCE.reset(before)
 
 
 @contextmanager
