@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -116,3 +119,22 @@ def test_experts_one_by_one_are_experts_gathered(activation: str) -> None:
     leaves = (x, weights, gate_up, down)
     gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (ours, whole))
     torch.testing.assert_close(*gradients)
+
+
+def test_experts_compute_the_tokens_that_chose_them_and_a_prediction_an_even_share() -> None:
+    """As docs/experts.md says of a plan without a capacity; with one, a prediction has all rows in use."""
+    found, nonzero = defaultdict[bool, set[int]](set), functional._nonzero
+
+    def counted(mask: Tensor, expected: int) -> tuple[Tensor, ...]:
+        made = nonzero(mask, expected)
+        found[type(mask) is Tensor].add(len(made[0]))
+        return made
+
+    with patch.object(functional, "_nonzero", counted):
+        assert equal(mixtral(), "expert_parallel").found["dropped"] == (0, 0)
+        assert len(found[True]) > 1
+        # 8 sequences of 20 tokens, each for 2 of 4 experts.
+        ss.compile(mixtral(), "expert_parallel", "a100:1x2").simulate()
+        assert found.pop(False) == {8 * 20 * 2 // 4}
+        ss.compile(mixtral(), "expert_parallel:capacity=1.5", "a100:1x2").simulate()
+    assert found[False] == {8 * 15}
