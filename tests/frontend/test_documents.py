@@ -31,6 +31,9 @@ KNOWN: dict[str, tuple[Mask, bool]] = {
     "tril": (lambda d: (d[:, :, None] == d[:, None]).tril()[:, None], True),
     "for all heads": (lambda d: same(d).expand(-1, 4, -1, -1), False),
     "of the first row": (lambda d: same(d[:1]), False),
+    "added": (lambda d: torch.where(same(d), 0.0, float("-inf")), False),
+    "filled": (lambda d: torch.zeros(4, 1, 16, 16).masked_fill(~(same(d) & lower(d)), float("-inf")), True),
+    "of rows that are alike": (lambda d: (d[0, :, None] == d[0]).tril(), True),
     "places": (lambda d: same(d) & (torch.arange(16)[None] <= torch.arange(16)[:, None]), True),
 }
 OTHERS: dict[str, Mask] = {
@@ -40,7 +43,10 @@ OTHERS: dict[str, Mask] = {
     "two numbers": lambda d: same(d) & same(d // 2),
     "shifted": lambda d: (d.unsqueeze(-1) <= d.unsqueeze(-2)).unsqueeze(1),
     "places that are no order": lambda d: same(d) & (d.unsqueeze(-2) <= d.unsqueeze(-1)).unsqueeze(1),
-    "of each head": lambda d: d[:, None, :, None] == d[:, None, None] * torch.ones(4, 1, 1, dtype=torch.int64),
+    # As many heads as rows.
+    "of each head": lambda d: d[:, None, :, None] == d[None, :, None],
+    "low": lambda d: torch.where(same(d), 0.0, -1.0),
+    "added numbers": lambda d: torch.where(same(d), 1.0, float("-inf")),
     "below the diagonal": lambda d: (d[:, :, None] == d[:, None]).tril(1)[:, None],
 }
 
@@ -56,7 +62,8 @@ def test_a_mask_of_documents_is_known_by_their_numbers(name: str) -> None:
     op = next(op for op in graph.forward_ops if "attention" in op.target)
     assert (op.target, op.args[5]) == (INSIDE, is_causal)
     # The mask itself is not made.
-    assert all(graph.model.tensors[o.tensor].dtype != "bool" for op in graph.forward_ops for o in op.outputs)
+    from_data = [o for op in graph.forward_ops if op.from_data for o in op.outputs]
+    assert all(graph.model.tensors[o.tensor].shape[-2:] != (16, 16) for o in from_data)
     assert_equal(graph, "tensor_parallel")
 
 

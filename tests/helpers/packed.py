@@ -32,7 +32,7 @@ def model(kind: str, tokens: int) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    if kind == "llama":
+    if "llama" in kind:
         config = transformers.LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=tokens, use_cache=False,
@@ -51,6 +51,9 @@ def packed(kind: str, lengths: Lengths = LENGTHS) -> ss.Graph:
     module, places = model(kind, sum(lengths[0])), positions(lengths)
     ids = torch.randint(0, 64, places.shape)
     given: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "position_ids": places}
+    if "mask" in kind:
+        own = numbers(lengths)[:, None]
+        given["attention_mask"] = (own.unsqueeze(-1) == own.unsqueeze(-2)).tril()
     return ss.capture(module, kwargs=given, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
 
 

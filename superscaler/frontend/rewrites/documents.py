@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -21,6 +22,8 @@ _ALL = frozenset(aten(True, "__and__.Tensor bitwise_and.Tensor logical_and"))
 _VIEWS = frozenset(aten(True, "view _unsafe_view unsqueeze alias clone squeeze squeeze.dim squeeze.dims"))
 _EXPAND, _LOWER = ("aten.expand.default",), ("aten.tril.default",)
 _COUNTED, _STEPS, _OTHER = ("aten.cumsum.default",), ("aten.diff.default",), ("aten.ne.Scalar",)
+_CHOSEN = frozenset(aten(True, "where.self where.Scalar where.ScalarSelf where.ScalarOther"))
+_FILLED, _NOT = ("aten.masked_fill.Scalar",), frozenset(aten(True, "bitwise_not logical_not"))
 # Comparisons, and which operand has the queries; -1: either.
 _EQUAL = aten(-1, "eq.Tensor")
 _EARLIER = aten(1, "le.Tensor") | aten(0, "ge.Tensor")
@@ -43,11 +46,14 @@ class DocumentMask:
 
 def document_mask(trace: Trace, mask: Node, query: Node) -> DocumentMask | None:
     """Return the documents of a mask (batch, 1, queries, keys), if a query sees all or the earlier keys of its own."""
-    if dtype_of(mask) != torch.bool or len(shape_of(mask)) != 4 or len(shape_of(query)) != 4:
+    if len(shape_of(query)) != 4 or len(shape_of(mask)) < 2:
         return None
-    while _is_call(mask, _EXPAND) and len(shape_of(reads(mask)[0])) == 4:
+    mask = _shown(trace, mask)
+    while _is_call(mask, _EXPAND) and len(shape_of(reads(mask)[0])) == len(shape_of(mask)):
         mask = reads(mask)[0]
-    rows, heads, *square = shape_of(mask)
+    if dtype_of(mask) != torch.bool:
+        return None
+    rows, heads, *square = (1,) * (4 - len(shape_of(mask))) + shape_of(mask)
     # A mask of its own for each head says more than the numbers of a row.
     if heads != 1 or 1 in square:
         return None
@@ -69,6 +75,28 @@ def document_mask(trace: Trace, mask: Node, query: Node) -> DocumentMask | None:
     if not {own, theirs} <= {1, rows} or any(dtype_of(x).is_floating_point for x in same[0]):
         return None
     return DocumentMask(*same[0], own, theirs, is_causal or bool(orders))
+
+
+def _shown(trace: Trace, mask: Node) -> Node:
+    """Return the bool mask of an added one, which is 0 where a query sees a key, and minus infinity elsewhere."""
+    node = _base(mask)
+    args: Sequence[Any] = node.args
+    shown: Node
+    if _is_call(node, _CHOSEN):
+        shown, zero, lowest = args
+    elif _is_call(node, _FILLED) and _is_call(args[1], _NOT):
+        (zero, _, lowest), shown = args, reads(args[1])[0]
+    else:
+        return mask
+    return shown if _number(trace, zero) == 0.0 and _number(trace, lowest) == -inf else mask
+
+
+def _number(trace: Trace, given: Any) -> float | None:
+    """Return the number that all elements of an argument are, None if they differ or are not known."""
+    if not isinstance(given, Node):
+        return float(given)
+    known = trace.constant(_base(given))
+    return float(known.flatten()[0]) if known is not None and len(known.unique()) == 1 else None
 
 
 def _terms(mask: Node, is_lower: bool) -> Iterator[tuple[Node, bool]]:

@@ -53,21 +53,32 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         q, k, v, scale, sees, documents = given
-        out, total = forward(Block(q, k, v, None, scale, sees, documents))
+        block = Block(q, k, v, None, scale, sees, documents)
+        # The backward does not ask the device for them again.
+        parts = _parts(block)
+        out, total = _forward(block, parts)
         ctx.save_for_backward(q, k, v, out, total, documents.mine, documents.theirs)
-        ctx.options = scale, sees, documents.places
+        ctx.options = scale, sees, documents.places, parts
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, out, total, mine, theirs), (scale, sees, places) = ctx.saved_tensors, ctx.options
+        (q, k, v, out, total, mine, theirs), (scale, sees, places, parts) = ctx.saved_tensors, ctx.options
         block = Block(q, k, v, None, scale, sees, Documents(mine, theirs, places))
-        return *backward(gradient, out, total, block), None, None, None
+        return *_backward(gradient, out, total, block, parts), None, None, None
 
 
 def forward(block: Block) -> Pair:
     """Return the attention of a block, and its log-sum-exp: finite, and too small to count, if no key is visible."""
-    parts = _parts(block)
+    return _forward(block, _parts(block))
+
+
+def backward(gradient: Tensor, out: Tensor, total: Tensor, block: Block) -> tuple[Tensor, ...]:
+    """Return the gradients of a block's q, k and v, given `out` and `total` of all blocks and the gradient of `out`."""
+    return _backward(gradient, out, total, block, _parts(block))
+
+
+def _forward(block: Block, parts: Sequence[Part] | None) -> Pair:
     if parts is None:
         return kernels.forward(masked(block))
     q, v = block.q, block.v
@@ -84,9 +95,9 @@ def forward(block: Block) -> Pair:
     return out, total
 
 
-def backward(gradient: Tensor, out: Tensor, total: Tensor, block: Block) -> tuple[Tensor, ...]:
-    """Return the gradients of a block's q, k and v, given `out` and `total` of all blocks and the gradient of `out`."""
-    parts = _parts(block)
+def _backward(
+    gradient: Tensor, out: Tensor, total: Tensor, block: Block, parts: Sequence[Part] | None
+) -> tuple[Tensor, ...]:
     if parts is None or _is_whole(parts, block):
         whole = masked(block) if parts is None else parts[0].cut(block)
         return tuple(kernels.backward(gradient, out, total, whole))
