@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
-from math import inf
+from itertools import chain, pairwise, takewhile
+from math import inf, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
+from superscaler.ir.model import width
 from superscaler.planner.menu import Cost, Costs, Menu
-from superscaler.planner.space import Choice, Use
+from superscaler.planner.space import BY_SEQUENCE, Choice, Use
+from superscaler.simulate.predict import check_speeds
+from superscaler.simulate.rates import HOST
 
 Ints = NDArray[np.int64]
-# The share of a block's seconds that its backward takes, beside which gradients are sent.
-_BACKWARD = 2 / 3
+# The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
+_BACKWARD = 2 / 3, 3 / 4
+_NOTHING = Cost(*(0.0 for _ in Cost._fields))
 # The idle time of zero-bubble schedules in that of 1F1B: the halves of a backward are as long as a forward.
 _IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
 # The activations of an interlaced pipeline in those of 1F1B.
@@ -29,14 +33,15 @@ _GATHERED = 2
 
 
 class Estimate(NamedTuple):
-    """The estimate of a plan: its seconds, the bytes of its fullest device, and its least seconds, where work hides all
-    the communication that it can.
+    """The estimate of a plan: its seconds, the bytes of its fullest device, its least seconds, where work hides all the
+    communication that it can, and those of its work alone.
     """
 
     choice: Choice
     seconds: float
     peak: float
     bound: float
+    work: float
 
     @property
     def a_row(self) -> float:
@@ -55,6 +60,8 @@ class Estimator:
         self._bounds: dict[tuple[Use, int, bool, bool], list[int] | None] = {}
         self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
         self.sizes = menu.sizes()
+        speeds = check_speeds(cluster).speeds
+        self.slowdown = speeds.slowdown if speeds else 1.0
 
     def of(self, choice: Choice) -> Estimate | None:
         """Return the estimate of a plan with its best stages; None if the model does not allow it."""
@@ -67,13 +74,31 @@ class Estimator:
         stages = self._costs(choice, costs, bounds)
         is_whole = choice.pp == 1 or choice.is_even
         chosen = replace(choice, blocks=() if is_whole else tuple(sum(self.sizes[a:b]) for a, b in pairwise(bounds)))
-        works, bubble = self._steady(choice, stages)
-        exposed = max(self._exposed(choice, stage) for stage in set(stages))
+        works, bubble = self._steady(choice, stages, costs.rest.seconds)
+        work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], costs.rest.work)
+        first, exposed = (self._exposed(choice, stage) for stage in (stages[0], max(stages, key=lambda s: s.gradients)))
         update = self._update(choice, stages)
-        sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * self._send(choice) if choice.pp > 1 else 0.0
+        send = self._send(choice) if choice.pp > 1 else 0.0
+        sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * send
+        passes = 0.0 if choice.schedule == "zbv" else 2 * (choice.pp - 1) * send
         peak = max(self._bytes(choice, costs, stages, device) for device in range(choice.pp))
-        least = works + bubble + exposed + update
-        return Estimate(chosen, least + sends, peak, least)
+        least = works + bubble + first + update + passes
+        seconds = works + bubble + max(first, exposed) + update + max(sends, passes)
+        return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
+
+    def least_bytes(self, c: Choice) -> float:
+        """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:
+        no activations are kept where some are recomputed, and none of the loss where that is in parts.
+        """
+        plain = replace(c, recompute="none", loss="whole", zero=min(c.zero, 1))
+        costs, bounds = self.menu.costs(plain.use), self._stages(plain)
+        if costs is None or bounds is None:
+            return 0.0
+        runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)
+        rest = costs.rest if c.loss == "whole" and c.recompute == "none" else costs.rest._replace(kept=0.0)
+        least = Costs(runs, rest, 0.0)
+        stages = self._costs(c, least, bounds)
+        return max(self._bytes(c, least, stages, device) for device in range(c.pp))
 
     def _costs(self, c: Choice, costs: Costs, bounds: Sequence[int]) -> list[Cost]:
         """Return the costs of the stages: of their blocks, and of the rest. That is on the last one, and half of its
@@ -81,7 +106,7 @@ class Estimator:
         """
         stages = []
         for first, end in pairwise(bounds):
-            total = Cost(0, 0, 0, 0, 0, 0)
+            total = _NOTHING
             for n, run in enumerate(costs.runs):
                 total = total.plus(run, int((self.run_of[first:end] == n).sum()))
             if c.schedule == "interlaced":
@@ -89,7 +114,7 @@ class Estimator:
             elif end == len(self.run_of):
                 total = total.plus(costs.rest, 1)
             elif first == 0:
-                total = total.plus(costs.rest._replace(seconds=0, kept=0), 0.5)
+                total = total.plus(costs.rest._replace(seconds=0, work=0, kept=0), 0.5)
             stages.append(total)
         return stages
 
@@ -103,7 +128,9 @@ class Estimator:
         """Return the seconds of the update: over the links of the hosts, if the optimizer is there."""
         if c.swap != "none":
             moved = max(stage.gradients + stage.weights for stage in stages) * c.chunks
-            return moved / self.cluster.links.host.bandwidth
+            # It reads weights, gradients and state, and writes weights and state.
+            updated = max(3 * stage.gradients + 2 * stage.optimizer for stage in stages) * c.chunks
+            return max(moved / self.cluster.links.host.bandwidth, updated / HOST)
         return max(stage.update for stage in stages) * c.chunks / (c.dp if c.zero else 1)
 
     def _stages(self, c: Choice) -> list[int] | None:
@@ -137,24 +164,53 @@ class Estimator:
             bounds.append(int(first[bounds[-1]]))
         return bounds[::-1]
 
-    def _steady(self, c: Choice, stages: Sequence[Cost]) -> tuple[float, float]:
-        """Return the seconds in which the slowest device works, and those in which it waits for the others."""
-        works = [sum(stage.seconds for stage in self._of_device(c, stages, device)) for device in range(c.pp)]
+    def _steady(self, c: Choice, stages: Sequence[Cost], rest: float) -> tuple[float, float]:
+        """Return the seconds in which the slowest device works, and those in which it waits for the others. `rest`:
+        the seconds of what is outside of the blocks.
+        """
+        own = [self._of_device(c, stages, device) for device in range(c.pp)]
+        works = [sum(stage.seconds for stage in some) for some in own]
         slowest, total = max(works), sum(works)
+        if c.schedule == "interlaced":
+            # All devices do their share of it at a time.
+            total -= rest * (1 - 1 / c.pp)
+        sums = max(sum(self._sums(c, stage) + stage.once for stage in some) for some in own)
+        if c.layout in BY_SEQUENCE:
+            # The costs are of the last microbatch, beside which gradients are on the way.
+            beside = self.cluster.seconds("all_reduce", [range(c.tp)], max(stage.gradients for stage in stages))
+            sums -= (c.microbatches - 1) * beside * (1 - 1 / self.slowdown)
         # 1F1B fills and drains once through all other stages.
-        return c.microbatches * slowest, (total - slowest) * _IDLE.get(c.schedule, 1.0 / c.chunks)
+        return c.microbatches * slowest + sums, (total - slowest) * _IDLE.get(c.schedule, 1.0 / c.chunks)
+
+    def _sums(self, c: Choice, stage: Cost) -> float:
+        """Return the seconds in which the gradients of microbatches are added."""
+        if c.microbatches == 1:
+            return 0.0
+        return (stage.copied + (c.microbatches - 1) * stage.added) / (c.dp if c.zero == 3 else 1)
 
     def _exposed(self, c: Choice, stage: Cost) -> float:
-        """Return the seconds of the communication between data-parallel devices that no work hides."""
+        """Return the seconds that the communication between data-parallel devices takes beside the work: no work hides
+        that of the gradients that are ready last, and of the weights that are needed first.
+        """
         if c.dp == 1:
             return 0.0
-        work, own = stage.seconds, self._collective
+        first, own = self._first / c.tp, self._collective
+        backward = _BACKWARD[c.recompute != "none"] * stage.seconds
         if c.zero == 0:
-            return max(own(c, "all_reduce", stage.gradients) - _BACKWARD * work, 0.0)
+            return self._beside(own(c, "all_reduce", stage.gradients), own(c, "all_reduce", first), backward)
         scatter, gather = own(c, "reduce_scatter", stage.gradients), own(c, "all_gather", stage.weights / c.dp)
+        last, start = own(c, "reduce_scatter", first), own(c, "all_gather", first / c.dp)
         if c.zero == 1:
-            return max(scatter - _BACKWARD * work, 0.0) + max(gather - (1 - _BACKWARD) * work, 0.0)
-        return c.microbatches * max(scatter + 2 * gather - work, 0.0)
+            return self._beside(scatter, last, backward) + self._beside(gather, start, stage.seconds - backward)
+        work = c.microbatches * stage.seconds
+        return self._beside(c.microbatches * (scatter + 2 * gather), last + start, work)
+
+    def _beside(self, every: float, alone: float, work: float) -> float:
+        """Return the seconds that communication takes longer than the work beside it, which it slows down: all of it
+        but what is `alone`.
+        """
+        hidden = max(every - alone, 0.0)
+        return alone + max(hidden * (1 - 1 / self.slowdown), hidden - work)
 
     def _bytes(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
         """Return the bytes of a device of the pipeline at its peak."""
@@ -189,6 +245,14 @@ class Estimator:
         size = self._handed * c.rows / (c.tp if c.layout != "tensor" else 1)
         pairs = [[n, n + c.dp * c.tp] for n in range(c.dp * c.tp)]
         return self.cluster.seconds("send", pairs, size)
+
+    @cached_property
+    def _first(self) -> float:
+        """Return the bytes of the gradients of the weights that are read before the first block."""
+        model, inside = self.graph.model, {op.name for block in chain(*self.menu.runs[:1]) for op in block.ops}
+        before = takewhile(lambda op: op.name not in inside, model.forward_ops)
+        names = {o.tensor for op in before for o in op.inputs} & {t.name for t in model.parameters() if t.requires_grad}
+        return float(sum(prod(model.tensors[name].shape) * width(model.tensors[name].wide_dtype) for name in names))
 
     @cached_property
     def _handed(self) -> float:

@@ -1,43 +1,69 @@
 """The menu: what a block of each kind, and what is outside of the blocks, takes on the devices of a stage.
 
 The model with one block of each run, and with one more, is compiled with the real verbs and simulated. Differences are
-the seconds and the bytes of a block.
+the seconds and the bytes of a block. They are kept on disk: the same blocks are not measured again on more or fewer
+servers, for another batch, or in a deeper model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from superscaler.cluster import Cluster
+from superscaler.cluster.links import Link
 from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
+from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
 from superscaler.ir.program import Program, Value, calls
+from superscaler.ir.text.model import print_model
 from superscaler.planner.kinds import reduced, runs
-from superscaler.planner.space import Choice, Use
+from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
 from superscaler.plans.lib.shared import batch_of, inner_blocks
-from superscaler.simulate.predict import simulate
+from superscaler.simulate.predict import Simulation, check_speeds, share_of, simulate
+from superscaler.simulate.rates import seconds as seconds_of
 from superscaler.simulate.segments import Segments
+from superscaler.simulate.works import Kernel
+from superscaler.specs.registered import REGISTERED
+from superscaler.store import cache
 
-# Of each compiled model: the second one adds its gradients to those of the first.
-_MICROBATCHES = 2
-# The rows of the microbatches that are measured; costs of others are on the line through these.
-_FEW, _MANY = 1, 4
+# The rows of the microbatches that are measured. Where kernels, not their starts, take the time of these, costs of
+# others are on the line through those of few and many, and what saves memory changes them in the same ratio.
+_FEW, _MANY, _MOST = 1, 4, 16
+# Kernels take the time where many rows take so many times the seconds of few, or more.
+_BUSY = 3.2
+# The seconds of more rows in those on the line, at least: large products are a little faster.
+_LARGER = 0.96
+# Devices of a cluster whose slowest one is the slowest of its kind.
+_ALL = 10**9
+# The first fields of a cost: seconds.
+_TIMES = 6
+# A link that takes no time.
+_FREE = Link(0.0, 1e30)
 
 
 class Cost(NamedTuple):
-    """Of a block, or of what is outside of the blocks, on a device: the seconds of a microbatch, `update`: those of a
-    step's update; bytes of `weights`, of their `gradients`, of the `optimizer`'s state, and `kept` of a microbatch
-    until its backward.
+    """Of a block, or of what is outside of the blocks, on a device: the seconds of a microbatch, `work`: those without
+    communication; `once`: of the communication of gradients after the last one; of gradients that are `copied` to sums,
+    and `added` to them; `update`: of a step's update; bytes of `weights`, of their `gradients`, of the `optimizer`'s
+    state, and `kept` of a microbatch until its backward.
     """
 
     seconds: float
+    work: float
+    once: float
+    copied: float
+    added: float
     update: float
     weights: float
     gradients: float
@@ -52,6 +78,11 @@ class Cost(NamedTuple):
         """Return the cost with so many others."""
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
+    def faster(self, pace: float) -> Cost:
+        """Return the cost with all work in so many of its seconds."""
+        sums = (pace * x for x in self[3:_TIMES])
+        return Cost(self.seconds - (1 - pace) * self.work, pace * self.work, self.once, *sums, *self[_TIMES:])
+
     def towards(self, other: Cost, share: float) -> Cost:
         """Return the cost at a share of the way to another one."""
         return Cost(*(max(a + share * (b - a), 0.0) for a, b in zip(self, other, strict=True)))
@@ -64,6 +95,30 @@ class Costs(NamedTuple):
     rest: Cost
     beside: float
 
+    def faster(self, pace: float) -> Costs:
+        """Return the costs with all work in so many of its seconds."""
+        return Costs(tuple(run.faster(pace) for run in self.runs), self.rest.faster(pace), self.beside)
+
+    def changed(self, before: Costs, after: Costs, is_added: bool) -> Costs:
+        """Return the costs, changed in the ratio of others, or with the difference of the work of these `is_added`."""
+        triples = zip((*self.runs, self.rest), (*before.runs, before.rest), (*after.runs, after.rest), strict=True)
+        if is_added:
+            *blocks, rest = (
+                own._replace(work=own.work + b.work - a.work, seconds=own.seconds + b.work - a.work)
+                for own, a, b in triples
+            )
+            return Costs(tuple(blocks), rest, self.beside)
+        *blocks, rest = (
+            Cost(*(y * x / a if a else y for x, a, y in zip(own, first, last, strict=True)))
+            for own, first, last in triples
+        )
+        return Costs(tuple(blocks), rest, after.beside * self.beside / max(before.beside, 1.0))
+
+    def towards(self, other: Costs, share: float) -> Costs:
+        """Return the costs at a share of the way to other ones."""
+        blocks = tuple(a.towards(b, share) for a, b in zip(self.runs, other.runs, strict=True))
+        return Costs(blocks, self.rest.towards(other.rest, share), self.beside + share * (other.beside - self.beside))
+
 
 class Menu:
     """The costs of uses, each measured when it is first asked for."""
@@ -71,7 +126,10 @@ class Menu:
     def __init__(self, graph: Graph, cluster: Cluster, torch_compile: bool = False) -> None:
         self.graph, self.cluster, self.torch_compile = graph, cluster, torch_compile
         self.runs = runs(graph)
-        self._known: dict[Use, Costs | None] = {}
+        self._key = self._content()
+        # Of slow devices, and of fast ones.
+        self._measured: dict[Use, tuple[Costs, Costs] | None] = self._stored()
+        self._count, self._known = len(self._measured), dict[Use, Costs | None]()
 
     @property
     def batch(self) -> int:
@@ -87,51 +145,162 @@ class Menu:
     def costs(self, use: Use) -> Costs | None:
         """Return the costs of a use; None if the model does not allow it."""
         if use not in self._known:
-            self._known[use] = self._measured(use) if use.rows in (_FEW, _MANY) else self._between(use)
+            self._known[use] = self._plain(use) if use == use.plain else self._variant(use)
         return self._known[use]
 
-    def _between(self, use: Use) -> Costs | None:
-        few, many = (self.costs(use._replace(rows=rows)) for rows in (_FEW, _MANY))
+    def _plain(self, use: Use) -> Costs | None:
+        few, many = (self._own(use._replace(rows=rows)) for rows in (_FEW, _MANY))
         if few is None or many is None:
             return None
-        share = (use.rows - _FEW) / (_MANY - _FEW)
-        blocks = tuple(a.towards(b, share) for a, b in zip(few.runs, many.runs, strict=True))
-        beside = few.beside + share * (many.beside - few.beside)
-        return Costs(blocks, few.rest.towards(many.rest, share), beside)
+        if use.rows in (_FEW, _MANY) or not _is_busy(few, many):
+            return self._between(use)
+        found = few.towards(many, (use.rows - _FEW) / (_MANY - _FEW))
+        return found if use.rows < _MANY else found.faster(_LARGER)
 
-    def _measured(self, use: Use) -> Costs | None:
+    def _variant(self, use: Use) -> Costs | None:
+        """Return the costs of a use that saves memory: those of the plain one, changed as with some rows."""
+        plain = self.costs(use.plain)
+        few, many = (self._own(use.plain._replace(rows=rows)) for rows in (_FEW, _MANY))
+        if plain is None or few is None or many is None:
+            return None
+        if not _is_busy(few, many):
+            own = self._between(use)
+            return own if own is None or not use.is_gathered else plain.changed(plain, own, use.is_gathered)
+        own = self._own(use._replace(rows=_MANY))
+        return None if own is None else plain.changed(many, own, use.is_gathered)
+
+    def _between(self, use: Use) -> Costs | None:
+        """Return the costs of a use where kernels are too short to make a line of few rows."""
+        if use.rows <= _MANY:
+            return self._own(use)
+        less, more = (self._own(use._replace(rows=rows)) for rows in (_MANY, _MOST))
+        return None if less is None or more is None else less.towards(more, (use.rows - _MANY) / (_MOST - _MANY))
+
+    def _own(self, use: Use) -> Costs | None:
+        if use.layout in BY_SEQUENCE and any(
+            found is None and (known.tp, known.layout) == (use.tp, use.layout)
+            for known, found in self._measured.items()
+        ):
+            # The model cannot be cut so, whatever else is done.
+            return None
+        if use not in self._measured:
+            self._measured[use] = self._pair(use)
+        found = self._measured[use]
+        return None if found is None else _at(*found, share_of(self.cluster))
+
+    def _pair(self, use: Use) -> tuple[Costs, Costs] | None:
+        """Return the costs of a use on the slowest devices of the kind, and on the fastest."""
         count = range(len(self.runs))
         try:
-            base, beside = self._cost(use, [1 for _ in count])
+            base = self._simulated(use, [1 for _ in count])
             # A block without an equal one is a part of the rest.
             larger = [
-                self._cost(use, [1 + (n == k) for k in count])[0] if len(self.runs[n]) > 1 else base for n in count
+                self._simulated(use, [1 + (n == k) for k in count]) if len(self.runs[n]) > 1 else base for n in count
             ]
         except PlanError:
             return None
-        blocks = tuple(cost - base for cost in larger)
-        rest = base
-        for cost in blocks:
-            rest -= cost
-        return Costs(blocks, rest, beside)
+        (slow, fast, beside), others = base, larger
+        return (
+            _differences(slow, [found[0] for found in others], beside),
+            _differences(fast, [found[1] for found in others], beside),
+        )
 
-    def _cost(self, use: Use, counts: Sequence[int]) -> tuple[Cost, float]:
-        """Return the cost of a small model, and its bytes beside weights and activations at the peak."""
-        graph = reduced(self.graph, self.runs, counts, use.rows * _MICROBATCHES)
-        devices = type(self.cluster.devices)([*self.cluster.devices][: use.tp])
-        cluster = replace(self.cluster, devices=devices, devices_per_server=use.tp)
-        spec = Choice(1, use.tp, 1, use.rows, _MICROBATCHES, use.layout, use.recompute, loss=use.loss).spec
+    def _simulated(self, use: Use, counts: Sequence[int]) -> tuple[Cost, Cost, float]:
+        """Return the cost of a small model on slow and on fast devices, and its bytes beside weights and activations at
+        the peak.
+        """
+        dp = 1 + use.is_gathered
+        graph, links = reduced(self.graph, self.runs, counts, dp * use.rows), self.cluster.links
+        devices = type(self.cluster.devices)([*self.cluster.devices][: dp * use.tp])
+        if use.is_gathered:
+            # Their communication has its place in the estimate.
+            links = replace(links, pair=_FREE, intra=_FREE, network=_FREE, curves={}, starts={})
+        per_server = min(dp * use.tp, self.cluster.devices_per_server)
+        cluster = replace(self.cluster, devices=devices, devices_per_server=per_server, links=links)
+        zero = 3 if use.is_gathered else 0
+        spec = Choice(dp, use.tp, 1, use.rows, 1, use.layout, use.recompute, zero, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster).program
-        p = simulate(program, cluster, None, self.torch_compile, among=len(self.cluster.devices)).prediction
-        update, memory = p.mean("optimizer"), p.fullest.memory
-        weights, kept = memory["weights"] + memory["gathered"], kept_bytes(program, self.torch_compile)
+        found = simulate(program, cluster, None, self.torch_compile, among=_ALL)
+        p, kept = found.prediction, kept_bytes(program, self.torch_compile)
+        update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
         beside = sum(memory[part] for part in ("values", "communication", "temporary", "overhead"))
         # What is recomputed for a backward exists at the peak, too.
         beside += max(memory["activations"] - kept, 0)
-        gradients = weights * _wide(graph.model)
-        return Cost(
-            (p.step_seconds - update) / _MICROBATCHES, update, weights, gradients, memory["optimizer"], kept
-        ), beside
+        weights = memory["weights"] + memory["gathered"]
+        end, work = _last(found), p.mean("compute") + p.mean("launch")
+        copied, added = self._sums(found)
+        slow = Cost(
+            end, min(work, end), step - update - end, copied, added, update,
+            weights, weights * _wide(graph.model), memory["optimizer"], kept,
+        )  # fmt: skip
+        saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
+        return slow, slow.faster(1 - saved / (slow.work + update)), beside
+
+    def _sums(self, found: Simulation) -> Iterator[float]:
+        """Yield the seconds in which a device copies the gradients of all weights, and adds them."""
+        kind, share = check_speeds(self.cluster), share_of(self.cluster, _ALL)
+        model, weights = found.program.model, [w for w in found.program.devices[0].weights if w.trained]
+        metas = [(extents(w.box), model.tensors[w.tensor].wide_dtype) for w in weights]
+        for name, count in (("copy_", 1), ("add_.Tensor", 2)):
+            yield sum(seconds_of(Kernel(name, (meta,) * count, (meta,)), kind, share) for meta in metas)
+
+    def _content(self) -> str:
+        """Return the hash of all that costs depend on; "" with operators of the user, whose code may change."""
+        small = reduced(self.graph, self.runs, [min(len(run), 2) for run in self.runs], 1).model
+        if any(op.target in REGISTERED for op in small.ops):
+            return ""
+        kind, links, per_server = self.cluster.device_kind, self.cluster.links, self.cluster.devices_per_server
+        seen = [print_model(small), kind, links, per_server, self.cluster.kind, self.torch_compile]
+        return hashlib.sha256(repr([*seen, torch.__version__, cache.sources(), "menu"]).encode()).hexdigest()
+
+    def _stored(self) -> dict[Use, tuple[Costs, Costs] | None]:
+        data = cache.read(self._key) if self._key else None
+        return {} if data is None else {Use(*use): _read(pair) for use, pair in json.loads(data)}
+
+    def keep(self) -> None:
+        """Write the costs that were measured to the disk, with those that another process measured."""
+        if self._key and len(self._measured) > self._count:
+            self._measured = {**self._stored(), **self._measured}
+            cache.write(self._key, json.dumps([*self._measured.items()]).encode())
+            self._count = len(self._measured)
+
+
+def _is_busy(few: Costs, many: Costs) -> bool:
+    """Return whether kernels take the time of the blocks, not their starts."""
+    less, more = (sum(run.seconds for run in costs.runs) for costs in (few, many))
+    return more >= _BUSY * less
+
+
+def _last(found: Simulation) -> float:
+    """Return the end of the last backward of the first device."""
+    lane = found.table.lanes[0]
+    ends = [lane.end[n, 0] for n, at in enumerate(lane.instruction.tolist()) if lane.code[at].is_mirror]
+    return float(max(ends, default=found.prediction.step_seconds - found.prediction.mean("optimizer")))
+
+
+def _read(pair: Any) -> tuple[Costs, Costs] | None:
+    if pair is None:
+        return None
+    slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), beside) for runs, rest, beside in pair)
+    return slow, fast
+
+
+def _differences(base: Cost, larger: Sequence[Cost], beside: float) -> Costs:
+    """Return the costs of a block of each run, and of what is left of a model with one of each."""
+    blocks, rest = tuple(cost - base for cost in larger), base
+    for cost in blocks:
+        rest -= cost
+    return Costs(blocks, rest, beside)
+
+
+def _at(slow: Costs, fast: Costs, share: float) -> Costs:
+    """Return the costs on devices between slow and fast ones: their rates are on a line."""
+
+    def between(a: Cost, b: Cost) -> Cost:
+        pairs = zip(a[:_TIMES], b[:_TIMES], strict=True)
+        return Cost(*(1 / ((1 - share) / x + share / y) if x and y else x for x, y in pairs), *a[_TIMES:])
+
+    return Costs(tuple(map(between, slow.runs, fast.runs)), between(slow.rest, fast.rest), slow.beside)
 
 
 def _wide(model: Model) -> float:
@@ -146,7 +315,7 @@ def kept_bytes(program: Program, torch_compile: bool = False) -> int:
     segments, device = Segments(program, True, torch_compile), program.devices[0]
     tasks, weights = segments.tasks(device), {weight.name for weight in device.weights}
     named, others = dict[Value, int](), 0
-    for i in (i for _, i in calls(device.instructions[:]) if i.task.microbatch == 0):
+    for i in (i for _, i in calls(device.instructions[:]) if i.task.microbatch <= 0):
         is_again = any(op.origin for op in program.functions[i.function].ops)
         segment = tasks[i.task]
         ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))

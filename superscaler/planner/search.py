@@ -12,11 +12,12 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError
 from superscaler.ir.graph import Graph
+from superscaler.planner.candidates import NEAR, Candidates
 from superscaler.planner.constraints import left, read
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.kinds import of_batch
 from superscaler.planner.menu import Menu
-from superscaler.planner.space import Choice, Use, choices, nearest
+from superscaler.planner.space import BY_SEQUENCE, Choice, Use, choices, nearest
 from superscaler.plans import resolve
 from superscaler.simulate.predict import check_speeds, predict
 from superscaler.simulate.prediction import Prediction
@@ -25,8 +26,6 @@ from superscaler.specs.sizes import duration, size
 
 # The plans that are compiled whole: at most, and at least.
 MOST, _LEAST = 25, 3
-# Other plans are compiled whole while an estimate is below so many times the best whole step.
-_NEAR = 0.995
 # Estimates of bytes that are compiled whole, in those of a device.
 _ALMOST = 1.1
 # The weight of the whole plans of the same kind beside that of the estimate itself.
@@ -50,8 +49,8 @@ class Found:
 @dataclass(frozen=True)
 class Answer:
     """The result of a search. `plans`: compiled whole, those that fit first, then by the seconds of a row of the batch.
-    `bound`: the least seconds of a step of the best plan's batch, by the estimates. `estimates`: of all plans that the
-    model allows, corrected by those compiled whole.
+    `bound`: the least seconds of a step of the best plan's batch, by the estimates. `estimates`: of the plans that
+    could be the best, corrected by those compiled whole.
     """
 
     plans: Sequence[Found]
@@ -102,32 +101,48 @@ def search(
         raise InputError(_undivided(devices, batches or [menu.batch], count))
     space = left(every, constraints)
     note(f"{len(space)} plans in the space; measuring blocks")
-    found, estimates, errors = list[Found](), list[Estimate](), _Errors()
+    found, waiting, errors = list[Found](), dict[Choice, Estimate](), _Errors()
+    candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
     compiled = partial(_whole, graph, devices, memory, torch_compile)
+
+    def fits(e: Estimate) -> bool:
+        whole = next((f.prediction for f in found if f.choice == e.choice), None)
+        return errors.corrected(e).peak <= room if whole is None else whole.fits
+
     try:
-        for is_thrifty in (False, True):
-            too_large = [e for e in map(errors.corrected, estimates) if e.peak > room]
-            some = [c for c in space if c.is_thrifty(devices.devices_per_server) == is_thrifty]
-            new = [e for e in map(estimator.of, _shorter(some, layouts[0], too_large, _best(found))) if e]
-            estimates += new
-            if new:
-                note(f"{len(new)} plans estimated{' that save memory' * is_thrifty}; compiling the best")
-            for whole in _whole_plans(new, room, errors, compiled, _best(found)):
+        while new := candidates.more(_best(found), fits):
+            waiting |= {e.choice: e for e in new}
+            note(f"{len(new)} plans estimated; compiling the best")
+            for whole in _whole_plans(waiting, room, errors, compiled, _best(found), len(found)):
                 found.append(whole)
                 note(_line(whole))
                 if time.monotonic() - start > seconds:
                     break
+            if time.monotonic() - start > seconds:
+                break
     except KeyboardInterrupt:
         if not found:
             raise
         note("interrupted; these are the best so far")
+    finally:
+        menu.keep()
     if not found:
         raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
     found.sort(key=lambda f: (not f.prediction.fits, f.a_row if f.prediction.fits else f.prediction.fullest.peak_bytes))
-    fitting = [e.bound / e.choice.batch for e in estimates if e.peak <= _ALMOST * room]
-    bound = min([*fitting, found[0].a_row]) * found[0].choice.batch
     whole_plans = {f.choice: f.prediction for f in found}
-    return Answer(found, bound, [errors.corrected(e, whole_plans.get(e.choice)) for e in estimates])
+    list(candidates.beside(found[0].choice))
+    estimates = [e for e in candidates.found.values() if e]
+    least = [_least(e, whole_plans.get(e.choice), room) for e in estimates]
+    bound = min(found[0].a_row, candidates.least(fits), *least)
+    corrected = [errors.corrected(e, whole_plans.get(e.choice)) for e in estimates]
+    return Answer(found, bound * found[0].choice.batch, corrected)
+
+
+def _least(e: Estimate, whole: Prediction | None, room: float) -> float:
+    """Return the least seconds of a row of the batch: those of the whole plan, if its stages have no other blocks."""
+    if whole is not None and not e.choice.blocks:
+        return whole.step_seconds / e.choice.batch if whole.fits else inf
+    return e.bound / e.choice.batch if e.peak <= _ALMOST * room else inf
 
 
 def _undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
@@ -142,30 +157,30 @@ def _undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
 
 
 def _whole_plans(
-    estimates: Sequence[Estimate],
+    waiting: dict[Choice, Estimate],
     room: float,
     errors: _Errors,
     compiled: Callable[[Choice], Found | None],
     best: float,
+    known: int,
 ) -> Iterator[Found]:
-    """Yield plans that are compiled whole, the best estimates first, until no estimate is better than the best plan: at
-    first one of `best` seconds a row. Each corrects the estimates of its kind; of a kind that does not hold twice, no
-    other is compiled.
+    """Yield plans that are compiled whole, the best estimates of those that wait first, until none is better than the
+    best plan: at first one of `best` seconds a row. Each corrects the estimates of its kind; of a kind that does not
+    hold twice, no other is compiled. `known`: the plans that were compiled before.
     """
-    waiting, least = {e.choice: e for e in estimates}, _LEAST if best == inf else 0
 
     def rank(e: Estimate) -> tuple[bool, bool, float]:
         """Those that fit come first, the fastest first; of others one of each kind, by their bytes."""
         is_over = e.peak > _ALMOST * room
         return is_over, is_over and _kind(e.choice) in errors.known, e.peak if is_over else e.a_row
 
-    for count in range(MOST):
+    for count in range(known, MOST):
         if not waiting:
             return
         nearest = min(map(errors.corrected, waiting.values()), key=rank)
         is_over, is_known, _ = rank(nearest)
         is_hopeless = is_over and (is_known or best < inf)
-        if count >= least and (is_hopeless or nearest.a_row > _NEAR * best):
+        if count >= _LEAST and (is_hopeless or nearest.a_row > NEAR * best):
             return
         estimate = waiting.pop(nearest.choice)
         whole = compiled(estimate.choice)
@@ -214,7 +229,7 @@ def _kind(c: Choice) -> Choice:
     recompute = c.recompute if c.recompute == "co_shard" else "none"
     return replace(
         c, dp=1, tp=1, pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute, blocks=(),
-        layout=c.layout if c.layout in ("ulysses", "ring", "experts") else "tensor",
+        layout=c.layout if c.layout in (*BY_SEQUENCE, "experts") else "tensor",
     )  # fmt: skip
 
 
@@ -229,14 +244,6 @@ def _layouts(menu: Menu, cluster: Cluster) -> list[str]:
 def _best(found: Sequence[Found]) -> float:
     """Return the least seconds of a row of the plans that fit."""
     return min((f.a_row for f in found if f.prediction.fits), default=inf)
-
-
-def _shorter(plans: Sequence[Choice], tensor: str, too_large: Sequence[Estimate], best: float) -> Iterator[Choice]:
-    """Yield the plans that do not fit without what is thrifty in them, and would be shorter than the best; all plans if
-    none fits.
-    """
-    least = {replace(e.choice, blocks=()): e.bound / e.choice.batch for e in too_large}
-    return (c for c in plans if best == inf or least.get(c.plain(tensor), inf) < _NEAR * best)
 
 
 def _line(found: Found) -> str:

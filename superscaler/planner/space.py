@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import NamedTuple
+from itertools import islice, product
+from typing import Any, NamedTuple
 
 from superscaler.cluster import Cluster
 
@@ -24,7 +24,14 @@ SCHEDULES = {
     "1f1b": "pipeline_1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "zbv": "zbv", "interlaced": "interlaced",
     "3f1b": "three_f_one_b",
 }  # fmt: skip
+# What saves more memory than another value, at a price in seconds.
+_PLAINER: Mapping[str, Mapping[Any, Any]] = {
+    "recompute": {"co_shard": "full", "full": "selective", "selective": "none"},
+    "zero": {3: 1}, "loss": {"chunked": "whole"}, "swap": {"optimizer": "none"},
+}  # fmt: skip
 _TENSOR = ("tensor",)
+# Layouts that cut the sequence instead of the weights.
+BY_SEQUENCE = "ulysses", "ring"
 # What `hybrid` says, which is shorter than a product.
 _HYBRID = {"recompute": ("none", "selective", "full"), "layout": ("tensor", "sequence")}
 # The most rows of a microbatch on a device.
@@ -36,13 +43,21 @@ _UNFOLDED = 256
 
 
 class Use(NamedTuple):
-    """How the `tp` devices of a stage compute a microbatch of `rows`, by the names of a `Choice`."""
+    """How the `tp` devices of a stage compute a microbatch of `rows`, by the names of a `Choice`. `is_gathered`:
+    weights are gathered for each block.
+    """
 
     tp: int
     layout: str
     recompute: str
     loss: str
     rows: int
+    is_gathered: bool = False
+
+    @property
+    def plain(self) -> Use:
+        """Return the use that saves no memory."""
+        return self._replace(recompute="none", loss="whole", is_gathered=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +97,19 @@ class Choice:
 
     @property
     def use(self) -> Use:
-        return Use(self.tp, self.layout, self.recompute, self.loss, self.rows)
+        return Use(self.tp, self.layout, self.recompute, self.loss, self.rows, self.zero == 3)
 
-    def is_thrifty(self, per_server: int) -> bool:
-        """Return whether the plan saves memory, or divides few rows among many devices, at a price."""
-        is_saving = self.recompute == "co_shard" or self.loss != "whole" or self.swap != "none"
-        return is_saving or self.layout in ("ulysses", "ring") or self.tp > per_server
+    def plainer(self) -> Iterator[Choice]:
+        """Yield the plans that each save memory in one way less: their steps are no longer."""
+        for name, less in _PLAINER.items():
+            value = getattr(self, name)
+            if value in less:
+                yield replace(self, blocks=(), **{name: less[value]})
 
-    def plain(self, tensor: str) -> Choice:
-        """Return the plan without what is thrifty in it, whose step is as a rule no longer. `tensor`: the layout of
-        tensor parallelism.
-        """
-        layout = tensor if self.layout in ("ulysses", "ring") else self.layout
-        recompute = "full" if self.recompute == "co_shard" else self.recompute
-        return replace(self, recompute=recompute, layout=layout, loss="whole", swap="none")
+    @property
+    def savings(self) -> int:
+        """Return the number of ways in which the plan saves memory."""
+        return sum(1 + plan.savings for plan in islice(self.plainer(), 1))
 
     @property
     def is_even(self) -> bool:
@@ -217,7 +231,7 @@ def _thrifty(c: Choice) -> Iterator[Choice]:
         for recompute in ("none", "full"):
             yield replace(own, loss="chunked", recompute=recompute)
             if c.tp > 1:
-                yield from (replace(own, layout=layout, recompute=recompute) for layout in ("ulysses", "ring"))
+                yield from (replace(own, layout=layout, recompute=recompute) for layout in BY_SEQUENCE)
             if zero == 0:
                 yield replace(own, swap="optimizer", recompute=recompute)
 

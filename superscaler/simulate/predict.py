@@ -40,11 +40,14 @@ from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
 from superscaler.simulate.transfers.beside import Beside, Overlap
 from superscaler.simulate.works import Call
+from superscaler.specs.registered import REGISTERED
 
 # The shares of the slowest devices of a kind, and of the fastest.
 _SLOW, _FAST = 0.0, 1.0
 # The number of tensors that are named.
 _SHOWN = 3
+# The kernels of ops of all models of this process, but of those that may be registered anew.
+_KERNELS: dict[str, Sequence[Kernel]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +109,7 @@ def _simulated(
         speeds = replace(speeds, issue=0.0)
         kind = replace(kind, speeds=speeds)
     works = Works(program, speeds.units > 0, torch_compile, cuda_graph, system.fused, system.balance)
-    work = _Work(works, kind, _share(cluster, among))
+    work = _Work(works, kind, share_of(cluster, among))
     weights = (weight.name.name for cohort in cohorts(program) for weight in cohort.weights)
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
     table = clock(
@@ -177,7 +180,7 @@ def memory_line(found: DeviceMemory, program: Program, cluster: Cluster) -> str:
     return fit_line(found.total, where, capacity, _overheads(cluster).context)
 
 
-def _share(cluster: Cluster, among: int | None = None) -> float:
+def share_of(cluster: Cluster, among: int | None = None) -> float:
     """Return the expected `share` of the slowest device, for which all others wait. Devices of a kind are spread evenly
     over its range; the processes of a machine were measured together.
     """
@@ -308,12 +311,22 @@ def products(model: Model) -> list[tuple[Kernel, int]]:
         key = str((op.target, op.args, op.kwargs, kinds))
         count[key] += 1
         example.setdefault(key, op)
-    functions = [alone(op) for op in example.values()]
-    found = list[tuple[Kernel, int]]()
-    for key, function, run in zip(example, functions, callables(Program(plain, tuple(functions), ())), strict=True):
-        kernels = recorded(run, tuple(input_metas(plain, function)), Call(tape=False)).forward.kernels
-        found += [(kernel, count[key] * (3 if model.loss else 1)) for kernel in kernels if flops_of(kernel)]
-    return found
+    known = {key: _KERNELS[key] for key in example if key in _KERNELS} | _recorded(
+        plain, {key: op for key, op in example.items() if key not in _KERNELS}
+    )
+    _KERNELS.update((key, kernels) for key, kernels in known.items() if example[key].target not in REGISTERED)
+    times = 3 if model.loss else 1
+    return [(kernel, count[key] * times) for key in example for kernel in known[key] if flops_of(kernel)]
+
+
+def _recorded(model: Model, ops: Mapping[str, Op]) -> dict[str, Sequence[Kernel]]:
+    """Return the kernels of the forward of each op."""
+    functions = [alone(op) for op in ops.values()]
+    runs = callables(Program(model, tuple(functions), ())) if ops else []
+    return {
+        key: recorded(run, tuple(input_metas(model, function)), Call(tape=False)).forward.kernels
+        for key, function, run in zip(ops, functions, runs, strict=True)
+    }
 
 
 def flops_of(kernel: Kernel) -> int:

@@ -68,7 +68,7 @@ _CALL = 6
 # Bytes a second of an optimizer on the host, for each device of a server: DeepSpeed's updates a billion weights of 28
 # bytes in 0.22 s (Ren et al. 2021, ZeRO-Offload, table 4), which 8 devices share. A host of 16 cores with one H200
 # reaches 20 GB/s.
-_HOST = 16e9
+HOST = 16e9
 
 _PLAIN = "float32"
 _BYTES = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "float32": 4}
@@ -81,7 +81,7 @@ def seconds(kernel: Kernel, kind: DeviceKind, share: float = 0.5) -> float:
     if class_of(kernel) == "free":
         return 0.0
     if kernel.name.startswith("_host_") and speeds.units:
-        return bytes_of(kernel) / _HOST
+        return bytes_of(kernel) / HOST
     products, fresh = list(products_of(kernel)), _fresh(kernel, speeds)
     if products:
         return fresh + sum(_product(speeds, *p, dtype=dtype_of(kernel), share=share) for p in products)
