@@ -158,16 +158,18 @@ class Menu:
         return found if use.rows < _MANY else found.faster(_LARGER)
 
     def _variant(self, use: Use) -> Costs | None:
-        """Return the costs of a use that saves memory: those of the plain one, changed as with some rows."""
-        plain = self.costs(use.plain)
-        few, many = (self._own(use.plain._replace(rows=rows)) for rows in (_FEW, _MANY))
+        """Return the costs of a use that saves memory: those of a plainer one, changed as with some rows. That is the
+        same without gathered weights, if it has these.
+        """
+        plainer = use._replace(is_gathered=False) if use.is_gathered else use.plain
+        plain, few, many = (self.costs(plainer._replace(rows=rows)) for rows in (use.rows, _FEW, _MANY))
         if plain is None or few is None or many is None:
             return None
-        if not _is_busy(few, many):
-            own = self._between(use)
-            return own if own is None or not use.is_gathered else plain.changed(plain, own, use.is_gathered)
-        own = self._own(use._replace(rows=_MANY))
-        return None if own is None else plain.changed(many, own, use.is_gathered)
+        if _is_busy(few, many):
+            own = self._own(use._replace(rows=_MANY))
+            return None if own is None else plain.changed(many, own, use.is_gathered)
+        own = self._between(use)
+        return own if own is None or not use.is_gathered else plain.changed(plain, own, is_added=True)
 
     def _between(self, use: Use) -> Costs | None:
         """Return the costs of a use where kernels are too short to make a line of few rows."""
