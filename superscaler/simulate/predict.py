@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -15,39 +15,31 @@ from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Model, Op
+from superscaler.ir.model import Model
 from superscaler.ir.program import Meets, Program, Task
-from superscaler.ir.variants import once, without_twins
 from superscaler.materialize.joined.join import joined
 from superscaler.simulate.clock import clock
-from superscaler.simulate.kernels import Kernel, Kernels, Works, input_metas
+from superscaler.simulate.kernels import Kernel, Kernels, Works
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
 from superscaler.simulate.rates import (
-    is_attention,
-    operations_of,
-    products_of,
+    flops_of,
+    needed_of,
     rate_of,
-    scores_of,
     seconds,
     segment_seconds,
     waiting_seconds,
 )
-from superscaler.simulate.recording import alone, callables
-from superscaler.simulate.segments import recorded
+from superscaler.simulate.segments import count, products
 from superscaler.simulate.system import PLAIN, System, attention_of
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
 from superscaler.simulate.transfers.beside import Beside, Overlap
-from superscaler.simulate.works import Call
-from superscaler.specs.registered import REGISTERED
 
 # The shares of the slowest devices of a kind, and of the fastest.
 _SLOW, _FAST = 0.0, 1.0
 # The number of tensors that are named.
 _SHOWN = 3
-# The kernels of ops of all models of this process, but of those that may be registered anew.
-_KERNELS: dict[str, Sequence[Kernel]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +109,7 @@ def _simulated(
         hidden=work.hidden,
     )  # fmt: skip
     made = products(program.model)
-    flops, needed = _count(made, flops_of), _count(made, needed_of)
+    flops, needed = count(made, flops_of), count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
     overheads = _overheads(cluster)
     has = capacity or kind.memory
@@ -285,61 +277,6 @@ class _Work:
             if kernels:
                 found += link.seconds * (1 - self.price(kernels, share) / self.price(kernels))
         return found
-
-
-def model_flops(model: Model) -> Counter[str]:
-    """Return the operations of a step of a model on one device, without recomputation, by the dtype of the products.
-
-    The backward of a product is two products of the same size; all scores of attention count.
-    """
-    return _count(products(model), flops_of)
-
-
-def _count(kernels: Sequence[tuple[Kernel, int]], operations: Callable[[Kernel], float]) -> Counter[str]:
-    found = Counter[str]()
-    for kernel, times in kernels:
-        found[kernel.inputs[-1][1]] += round(times * operations(kernel))
-    return found
-
-
-def products(model: Model) -> list[tuple[Kernel, int]]:
-    """Return the kernels with products of a model's forward, each with its number in a step, backward included."""
-    plain = once(without_twins(model))
-    count, example = Counter[str](), dict[str, Op]()
-    for op in plain.forward_ops:
-        kinds = [(plain.tensors[o.tensor].shape, plain.tensors[o.tensor].dtype) for o in op.inputs]
-        key = str((op.target, op.args, op.kwargs, kinds))
-        count[key] += 1
-        example.setdefault(key, op)
-    known = {key: _KERNELS[key] for key in example if key in _KERNELS} | _recorded(
-        plain, {key: op for key, op in example.items() if key not in _KERNELS}
-    )
-    _KERNELS.update((key, kernels) for key, kernels in known.items() if example[key].target not in REGISTERED)
-    times = 3 if model.loss else 1
-    return [(kernel, count[key] * times) for key in example for kernel in known[key] if flops_of(kernel)]
-
-
-def _recorded(model: Model, ops: Mapping[str, Op]) -> dict[str, Sequence[Kernel]]:
-    """Return the kernels of the forward of each op."""
-    functions = [alone(op) for op in ops.values()]
-    runs = callables(Program(model, tuple(functions), ())) if ops else []
-    return {
-        key: recorded(run, tuple(input_metas(model, function)), Call(tape=False)).forward.kernels
-        for key, function, run in zip(ops, functions, runs, strict=True)
-    }
-
-
-def flops_of(kernel: Kernel) -> int:
-    """Return the operations of the matrix products in a kernel, all scores of attention counted."""
-    if is_attention(kernel):
-        q, k = (shape for shape, _ in kernel.inputs[1 if "backward" in kernel.name else 0 :][:2])
-        return operations_of(kernel) * prod(q) * k[-2]
-    return sum(2 * prod(sizes) for sizes in products_of(kernel))
-
-
-def needed_of(kernel: Kernel) -> float:
-    """Return the operations of the matrix products in a kernel, without the scores that a causal mask hides."""
-    return operations_of(kernel) * prod(scores_of(kernel, 1)) if is_attention(kernel) else flops_of(kernel)
 
 
 def _batch(model: Model) -> tuple[int, int]:

@@ -319,3 +319,16 @@ def _score(table: Attention, channels: int, is_padded: bool, operations: int, sh
         return most * wide / last
     (low, less), (high, more) = next(pair for pair in pairwise(points) if wide <= pair[1][0])
     return max(less + (more - less) * (wide - low) / (high - low), less * min(1.0, wide / low))
+
+
+def flops_of(kernel: Kernel) -> int:
+    """Return the operations of the matrix products in a kernel, all scores of attention counted."""
+    if is_attention(kernel):
+        q, k = (shape for shape, _ in kernel.inputs[1 if "backward" in kernel.name else 0 :][:2])
+        return operations_of(kernel) * prod(q) * k[-2]
+    return sum(2 * prod(sizes) for sizes in products_of(kernel))
+
+
+def needed_of(kernel: Kernel) -> float:
+    """Return the operations of the matrix products in a kernel, without the scores that a causal mask hides."""
+    return operations_of(kernel) * prod(scores_of(kernel, 1)) if is_attention(kernel) else flops_of(kernel)

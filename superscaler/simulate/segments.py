@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,19 +27,23 @@ from superscaler.ir.program import (
     names,
 )  # fmt: skip
 from superscaler.ir.running.machine import Domain, Lap, Walk, execute
+from superscaler.ir.variants import once, without_twins
 from superscaler.ops.call import ranges
 from superscaler.ops.table import PLACED, parts_of
 from superscaler.runtime.functions.documents import given_packing
 from superscaler.runtime.functions.tracing import balanced, is_static
 from superscaler.simulate.fusing import RecordedSegments
-from superscaler.simulate.rates import GROUPED
-from superscaler.simulate.recording import Recorder, callables
+from superscaler.simulate.rates import GROUPED, flops_of
+from superscaler.simulate.recording import Recorder, alone, callables
 from superscaler.simulate.repeats.steady import Pace, laps_of
 from superscaler.simulate.repeats.steps import Step, steps
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Work
+from superscaler.specs.registered import REGISTERED
 
 # Operators that leave out what no query of a part sees.
 _BY_PLACE = frozenset({"ss.attention_block", "ss.attention_gradient", "ss.attention_documents"})
+# The kernels of ops of all models of this process, but of those that may be registered anew.
+_KERNELS: dict[str, Sequence[Kernel]] = {}
 # The segments of all programs of this process, and the most of them.
 _RECORDED: dict[Hashable, Segment] = {}
 _MOST = 4096
@@ -265,3 +270,46 @@ def _moved_bytes(segment: Segment, i: Forward, stays: Container[Value]) -> int:
     ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))
     left = segment.tapes[0].held.difference(number for number, name in ends if name in stays)
     return segment.tapes[0].bytes + sum(segment.sizes[number] for number in left)
+
+
+def model_flops(model: Model) -> Counter[str]:
+    """Return the operations of a step of a model on one device, without recomputation, by the dtype of the products.
+
+    The backward of a product is two products of the same size; all scores of attention count.
+    """
+    return count(products(model), flops_of)
+
+
+def count(kernels: Sequence[tuple[Kernel, int]], operations: Callable[[Kernel], float]) -> Counter[str]:
+    """Return the sum of the operations of some kernels, each so many times, by the dtype of their last input."""
+    found = Counter[str]()
+    for kernel, times in kernels:
+        found[kernel.inputs[-1][1]] += round(times * operations(kernel))
+    return found
+
+
+def products(model: Model) -> list[tuple[Kernel, int]]:
+    """Return the kernels with products of a model's forward, each with its number in a step, backward included."""
+    plain = once(without_twins(model))
+    count, example = Counter[str](), dict[str, Op]()
+    for op in plain.forward_ops:
+        kinds = [(plain.tensors[o.tensor].shape, plain.tensors[o.tensor].dtype) for o in op.inputs]
+        key = str((op.target, op.args, op.kwargs, kinds))
+        count[key] += 1
+        example.setdefault(key, op)
+    known = {key: _KERNELS[key] for key in example if key in _KERNELS} | _recorded(
+        plain, {key: op for key, op in example.items() if key not in _KERNELS}
+    )
+    _KERNELS.update((key, kernels) for key, kernels in known.items() if example[key].target not in REGISTERED)
+    times = 3 if model.loss else 1
+    return [(kernel, count[key] * times) for key in example for kernel in known[key] if flops_of(kernel)]
+
+
+def _recorded(model: Model, ops: Mapping[str, Op]) -> dict[str, Sequence[Kernel]]:
+    """Return the kernels of the forward of each op."""
+    functions = [alone(op) for op in ops.values()]
+    runs = callables(Program(model, tuple(functions), ())) if ops else []
+    return {
+        key: recorded(run, tuple(input_metas(model, function)), Call(tape=False)).forward.kernels
+        for key, function, run in zip(ops, functions, runs, strict=True)
+    }

@@ -19,8 +19,9 @@ from superscaler.report.journal import parse
 from superscaler.report.schema import Account
 from superscaler.report.subject import Subject, subject
 from superscaler.runtime.metrics import Known
-from superscaler.simulate.predict import fullest, model_flops, predict
+from superscaler.simulate.predict import fullest, predict
 from superscaler.simulate.prediction import Prediction
+from superscaler.simulate.segments import model_flops
 from superscaler.simulate.system import System
 from superscaler.store.plan import read_plan
 from superscaler.store.plan_head import (

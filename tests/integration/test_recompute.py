@@ -26,7 +26,7 @@ from superscaler.models import build
 from superscaler.plans.lib.schedules import RULES
 from superscaler.runtime.step import Step
 from superscaler.simulate.kernels import Works
-from superscaler.simulate.predict import flops_of
+from superscaler.simulate.rates import flops_of
 from tests.helpers.graphs import graph_of
 from tests.helpers.live import Live
 from tests.helpers.ran import Around, SProgram, captured, equal, exact, on_ranks, trained

@@ -23,9 +23,10 @@ from superscaler.materialize.joined.join import joined
 from superscaler.plans import resolve
 from superscaler.runtime.optimizer import LISTED
 from superscaler.simulate.kernels import Works
-from superscaler.simulate.predict import flops_of, model_flops, needed_of, predict, products, simulate
+from superscaler.simulate.predict import predict, simulate
 from superscaler.simulate.prediction import words
-from superscaler.simulate.rates import products_of
+from superscaler.simulate.rates import flops_of, needed_of, products_of
+from superscaler.simulate.segments import model_flops, products
 from superscaler.simulate.times import Floats
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
