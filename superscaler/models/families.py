@@ -35,14 +35,16 @@ def _gpt3(name: str, options: Options) -> Values:
 
 
 def _llama(name: str, options: Options, theta: float = 500000.0) -> Values:
-    found = _causal(name, options)
-    check_divides(name, "hidden", "heads", options)
+    found, given = _causal(name, options), options.get("head", 0)
+    if not given:
+        check_divides(name, "hidden", "heads", options)
     check_divides(name, "heads", "kv_heads", options)
-    head: int = options["hidden"] // options["heads"]
+    head: int = given or options["hidden"] // options["heads"]
     if head % 2:
+        made = f"hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels"
         raise InputError(
-            f"{name}: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but "
-            "its rotary embedding turns pairs of them; give numbers that make heads of an even size."
+            f"{name}: {f'head={head} is odd' if given else made}, but its rotary embedding turns pairs of them; give "
+            "numbers that make heads of an even size."
         )
     return found | {"head_dim": head, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
@@ -122,6 +124,7 @@ _LLAMA = {"seq": 2048, "batch": 8, "vocab": 128256, "attention": "sdpa", "docume
 _MBART = {"seq": 1024, "target": 1024, "batch": 8, "vocab": 500_000, "dropout": 0.1}
 _MBART_NAMES = {"layers": "", "hidden": "d_model", "heads": "encoder_attention_heads decoder_attention_heads",
                 "mlp": "encoder_ffn_dim decoder_ffn_dim", "dropout": "dropout attention_dropout"}  # fmt: skip
+_MIXTRAL = {"balance": 0.02, "head": 0, "seq": 2048, "batch": 8, "vocab": 32000}
 _SWIN = {"image": 1536, "patch": 4, "window": 24, "classes": 1000, "batch": 8, "dropout": 0.0, "drop_path": 0.1}
 _T5 = {"seq": 512, "target": 512, "batch": 8, "vocab": 32128, "dropout": 0.1}
 _T5_NAMES = {"layers": "num_layers", "hidden": "d_model", "heads": "num_heads", "channels": "d_kv", "mlp": "d_ff",
@@ -179,13 +182,15 @@ FAMILIES: Mapping[str, Family] = {
         "20b": {"layers": 48, "hidden": 5120, "heads": 32, "mlp": 20480, **_MBART},
         "32b": {"layers": 56, "hidden": 6144, "heads": 32, "mlp": 24576, **_MBART},
     }, _mbart, _MBART_NAMES),
-    # Jiang et al. 2024, the next token and `balance` times the loss of the router, over the whole batch: 46.7 billion
-    # parameters; `chosen` experts a token.
+    # Jiang et al. 2024, the next token and `balance` times the loss of the router, over the whole batch: 46.7 and 140.6
+    # billion parameters; `chosen` experts a token, `head` channels of a head (0: hidden / heads).
     "mixtral": from_library("MixtralConfig", "MixtralForCausalLM", "8x7b", {
         "tiny": {"layers": 2, "hidden": 48, "heads": 8, "kv_heads": 4, "mlp": 80, "experts": 12, "chosen": 2,
-                 "balance": 0.02, **_SMALL},
+                 "balance": 0.02, "head": 0, **_SMALL},
         "8x7b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "experts": 8, "chosen": 2,
-                 "balance": 0.02, "seq": 2048, "batch": 8, "vocab": 32000},
+                 **_MIXTRAL},
+        "8x22b": {"layers": 56, "hidden": 6144, "heads": 48, "kv_heads": 8, "mlp": 16384, "experts": 8, "chosen": 2,
+                  **_MIXTRAL, "vocab": 32768},
     }, _mixtral, {"experts": "num_local_experts", "chosen": "num_experts_per_tok",
                 "balance": "router_aux_loss_coef"}),
     "mlp": mlp.FAMILY,

@@ -38,7 +38,7 @@ ALIASES = {"vocabulary": "vocab", "intermediate": "mlp"}
 # Options of every named model, beside its own.
 _COMMON = {"seed": 0, "device": "cpu"}
 # Integers that may be 0. The others are sizes, at least 1.
-_FROM_ZERO = ("seed",)
+_FROM_ZERO = ("seed", "head")
 # Each layer is a module: more would take minutes to build.
 _MOST_LAYERS = 10_000
 _TYPES = {

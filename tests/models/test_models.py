@@ -66,6 +66,9 @@ def test_batches_are_those_of_their_steps_and_halves_count_different_numbers_of_
     }
 
 
+EXPERTS = "mlp=768,experts=128,chosen=8,vocab=151936"
+
+
 @pytest.mark.parametrize(
     ("spec", "parameters"),
     [
@@ -89,6 +92,14 @@ def test_batches_are_those_of_their_steps_and_halves_count_different_numbers_of_
         ("vit:size=large,device=meta", 304_326_632),
         ("vit:size=huge,device=meta", 632_045_800),
         ("mixtral:device=meta,batch=1", 46_702_792_704),
+        ("mixtral:size=8x22b,device=meta,batch=1", 140_630_071_296),
+        # The shape of Qwen3-30B-A3B, less its norms of queries and keys.
+        *slow(
+            (
+                f"mixtral:layers=48,hidden=2048,heads=32,kv_heads=4,head=128,{EXPERTS},device=meta,batch=1",
+                30_532_122_624 - 48 * 256,
+            )
+        ),
     ],
 )
 def test_the_families_own_sizes_on_meta(spec: str, parameters: int) -> None:
@@ -189,6 +200,7 @@ def test_dropout_is_the_familys_own_and_zero_for_tiny(spec: str, rate: float) ->
         ("mixtral:size=tiny,chosen=13", "chosen=13 experts of a token, but there are experts=12"),
         ("mixtral:size=tiny,balance=nan", "balance=nan of the router's loss; give 0 (none) or more"),
         ("mixtral:size=tiny,heads=16", "mixtral: hidden=48 with heads=16 makes heads of 3 channels"),
+        ("mixtral:size=tiny,head=5", "mixtral: head=5 is odd, but its rotary embedding turns pairs of them"),
         ("swin:size=tiny,depths=2-x", "depths is '2-x', but it must be the layers of each stage, as 2-2-6-2"),
         ("swin:size=tiny,drop_path=1", "drop_path is 1.0, but it must be at least 0 and below 1"),
         ("swin:size=tiny,window=5", "makes 12 patches a side, but windows of 5 in 2 stages need a multiple of 10"),
