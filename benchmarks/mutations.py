@@ -104,8 +104,11 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "simulate/test_rates"),
     ("attention computes keys that are masked", "min(keys, (keys + tile) / 2) if kernel.causal else keys", "keys",
      "simulate/test_rates"),
-    ("a kernel starts before its host", "device = max(host, device) + seconds", "device = device + seconds",
-     "simulate/test_rates"),
+    ("a kernel starts before its host", "max(host, late) + own", "late + own", "simulate/test_rates"),
+    ("a host waits for its device", "run.host = run.host + self.launch", "run.host = run.clock",
+     "simulate/test_clock"),
+    ("all of a collective is hidden", "hidden = sooner(self.limit, seconds * (1 - self.last))", "hidden = seconds",
+     "simulate/test_overlap"),
     ("a fitted speed is below zero", "if min(factors) >= 0:", "if factors:", "cluster/test_seconds"),
     # Rules of operators.
     ("a mean is not divided", """reduction="sum") / {x.full_size()}'""", """reduction="sum")'""", "ops/test_rules"),

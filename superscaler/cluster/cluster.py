@@ -13,7 +13,7 @@ from superscaler.cluster.devices import DeviceKind, Preset
 from superscaler.cluster.known import PRESETS
 from superscaler.cluster.links import LOCAL, Links
 from superscaler.cluster.mesh import Mesh
-from superscaler.cluster.seconds import Topology, Way, least, lines, ways
+from superscaler.cluster.seconds import COLLECTIVES, Topology, Way, least, lines, steps, ways
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import Numbered, checked
 from superscaler.specs.file_errors import reading
@@ -200,11 +200,15 @@ class Cluster:
         return min(max((latency + slope * size for latency, slope in way), default=0.0) for way in ways)
 
     def way(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> Way:
-        """Return the way of `seconds`, with the ports that each group uses, scaled by the measured curve of the
-        collective. A group has two devices or more, or is the pair of a device and its host.
+        """Return the way of `seconds`, with the ports that each group uses, scaled by the factors of the links for its
+        steps and for the collective. A group has two devices or more, or is the pair of a device and its host.
         """
         found = ways(self._topology, kind, tuple(map(tuple, groups)))
         best = min(found, key=lambda way: max(latency + slope * size for latency, slope in way.lines))
+        if kind in COLLECTIVES:
+            # A step of a slower ring is as a longer one inside a server.
+            seconds = size * max(slope for _, slope in best.lines) / steps(kind, max(map(len, groups)))
+            best = best.times(self.links.step(seconds * self.links.intra.bandwidth), latencies=1.0)
         return best.times(self.links.curve(kind, size))
 
     def bound(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:

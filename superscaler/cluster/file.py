@@ -67,7 +67,7 @@ class LineFile(_Checked):
 
 class LinksFile(_Checked):
     """Links by class. `pair` has the numbers of `intra` if only `intra` is given; `nics` is null for one NIC per
-    device; `curves` and `starts` are those of `Links`.
+    device; `steps`, `curves` and `starts` are those of `Links`.
     """
 
     device: LinkFile = LinkFile()
@@ -76,6 +76,7 @@ class LinksFile(_Checked):
     network: LinkFile = LinkFile()
     host: LinkFile = LinkFile()
     nics: PositiveInt | None = None
+    steps: dict[PositiveInt, _Amount] = {}
     curves: dict[StrictStr, dict[PositiveInt, _Amount]] = {}
     starts: dict[StrictStr, LineFile] = {}
 
@@ -200,7 +201,8 @@ def _links(given: LinksFile, known: Links | None, kind: str, where: str) -> Link
     nics = given.nics if "nics" in given.model_fields_set or known is None else known.nics
     starts = {name: Link(**one.model_dump()) for name, one in given.starts.items()}
     more, begun = (known.curves, known.starts) if known else ({}, {})
-    return Links(**links, nics=nics, curves={**more, **given.curves}, starts={**begun, **starts})
+    steps = given.steps if "steps" in given.model_fields_set or known is None else known.steps
+    return Links(**links, nics=nics, steps=steps, curves={**more, **given.curves}, starts={**begun, **starts})
 
 
 def read_preset(text: str, where: str, name: str, presets: Mapping[str, Preset]) -> Preset:

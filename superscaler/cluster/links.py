@@ -23,6 +23,8 @@ class Links:
     intra     bytes that each device of a server sends in a collective (the bus bandwidth of nccl-tests)
     network   one NIC
     host      a copy between a device and its host, while all devices of the server copy
+    steps     seconds of a byte in collectives beside those of the bandwidth, by the bytes that a device sends in a step
+              inside a server, or could send in the time of a step between servers
     curves    measured seconds beside those of the links, by kind of collective and bytes of a device's source
     starts    measured seconds of the compute stream to start one, by kind and bytes of a device's source
     """
@@ -33,6 +35,7 @@ class Links:
     network: Link
     nics: int | None
     host: Link = Link(10e-6, 25e9)
+    steps: Mapping[int, float] = field(default_factory=dict, hash=False)
     curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
     starts: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
@@ -43,13 +46,11 @@ class Links:
 
     def curve(self, kind: str, size: float) -> float:
         """Return the factor of a collective's time over that of the links, interpolated along log(size)."""
-        points = sorted(self.curves.get(kind, {}).items())
-        if not points or size >= points[-1][0]:
-            return points[-1][1] if points else 1.0
-        for (low, first), (high, last) in pairwise(points):
-            if low < size <= high:
-                return first + (last - first) * log(size / low) / log(high / low)
-        return points[0][1]
+        return _between(self.curves.get(kind, {}), size)
+
+    def step(self, size: float) -> float:
+        """Return the factor of the seconds of a byte in steps of a size, interpolated along log(size)."""
+        return _between(self.steps, size)
 
     def nic(self, device: int, per_server: int) -> tuple[int, float]:
         """Return the number of a device's NIC, and the bytes per second of its NICs if it has several."""
@@ -58,6 +59,17 @@ class Links:
         if nics >= per_server:
             return device, self.network.bandwidth * nics / per_server
         return server * per_server + place * nics // per_server, self.network.bandwidth
+
+
+def _between(points: Mapping[int, float], size: float) -> float:
+    """Return the number at a size, interpolated along log(size); 1 where there are none."""
+    found = sorted(points.items())
+    if not found or size >= found[-1][0]:
+        return found[-1][1] if found else 1.0
+    for (low, first), (high, last) in pairwise(found):
+        if low < size <= high:
+            return first + (last - first) * log(size / low) / log(high / low)
+    return found[0][1]
 
 
 # Processes on this machine, on any device that torch finds: nothing is known about these beforehand.

@@ -84,11 +84,12 @@ class Way:
     loads: Mapping[Port, float]
     bytes: Mapping[str, float]
 
-    def times(self, factor: float) -> Way:
-        """Return the way with all seconds multiplied by a factor."""
-        if factor == 1.0:
+    def times(self, factor: float, latencies: float | None = None) -> Way:
+        """Return the way with all seconds multiplied by a factor; `latencies`: by another one."""
+        first = factor if latencies is None else latencies
+        if factor == first == 1.0:
             return self
-        longer = tuple((factor * latency, factor * slope) for latency, slope in self.lines)
+        longer = tuple((first * latency, factor * slope) for latency, slope in self.lines)
         return replace(self, lines=longer, loads={port: factor * load for port, load in self.loads.items()})
 
 
@@ -106,6 +107,11 @@ def lines(topology: Topology, kind: str, groups: Groups) -> tuple[tuple[Line, ..
     spread = [_by_server(topology, group) for group in busy]
     shares = [_shares(topology, members) for members in spread]
     return tuple({_highest(_timed(topology, shares, uses).lines): None for uses in _uses(topology, kind, spread)})
+
+
+def steps(kind: str, count: int) -> int:
+    """Return the steps of a collective of several devices: in each, all send at once."""
+    return COLLECTIVES[kind].laps * (count - 1)
 
 
 def ways(topology: Topology, kind: str, groups: Groups) -> list[Way]:

@@ -35,6 +35,9 @@ Work = Callable[[Cohort, int], float | Floats]
 _MANY = (Meets.GROUP, Meets.ALL)
 # The bytes of the tape of a task that is copied to the host.
 Moved = Callable[[Cohort, Task], int]
+# Of the kernels of an instruction: the seconds from the start of their host until they end on a device that waits for
+# each start, and those of the host.
+Starts = Callable[[Cohort, int], tuple[float | Floats, float | Floats]]
 # What hides the collective with a number in the code of a cohort.
 Hidden = Callable[[Cohort, int], Beside | None]
 
@@ -49,6 +52,7 @@ def clock(
     one_stream: bool = False,
     moved: Moved = lambda cohort, task: 0,
     hidden: Hidden = lambda cohort, at: None,
+    starts: Starts = lambda cohort, at: (0.0, 0.0),
 ) -> Timetable:
     """Return the times of a step.
 
@@ -56,19 +60,21 @@ def clock(
     starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. `moved`, `hidden`: see `Moved`, `Hidden`.
+    those of one direction with one peer. `moved`, `hidden`, `starts`: see
+    `Moved`, `Hidden`, `Starts`.
     Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts).run()
 
 
 class _Clock:
     def __init__(
         self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved, hidden: Hidden,
+        moved: Moved, hidden: Hidden, starts: Starts,
     ) -> None:  # fmt: skip
         self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
+        self.starts = starts
         self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
         for run in self.runs:
             run.going = self._going(run)
@@ -136,7 +142,11 @@ class _Clock:
     # Work.
 
     def _work(self, run: Run, step: Step, seconds: Times) -> Iterator[None]:
-        """Run work. Beside transfers it ends when no time is left until which transfers are unknown."""
+        """Run work that its host has started. Beside transfers it ends when all transfers until its end are known."""
+        late, own = self.starts(run.cohort, run.at)
+        waits = later(run.host + late - run.clock - seconds, 0.0)
+        run.host, seconds = even(run.host + own), even(seconds + waits)
+        run.spend("host", waits)
         if self.slowdown > 1.0:
             run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
@@ -189,7 +199,7 @@ class _Clock:
         seconds = max(latest(run.clock) for run in self.runs)
         for run in self.runs:
             run.spend("bubble", seconds - run.clock)
-        kinds = ("compute", "optimizer", "launch", "exposed", "copies", "bubble")
+        kinds = ("compute", "optimizer", "launch", "exposed", "copies", "bubble", "host")
         found = {kind: np.zeros(self.program.world) for kind in kinds}
         for run in self.runs:
             for kind in kinds:

@@ -23,12 +23,12 @@ from superscaler.simulate.kernels import Kernel, Kernels, Works
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
 from superscaler.simulate.rates import (
+    Launched,
     flops_of,
+    launched,
     needed_of,
     rate_of,
     seconds,
-    segment_seconds,
-    waiting_seconds,
 )
 from superscaler.simulate.segments import count, products
 from superscaler.simulate.system import PLAIN, System, attention_of
@@ -106,7 +106,7 @@ def _simulated(
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
     table = clock(
         program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved,
-        hidden=work.hidden,
+        hidden=work.hidden, starts=work.starts,
     )  # fmt: skip
     made = products(program.model)
     flops, needed = count(made, flops_of), count(made, needed_of)
@@ -126,7 +126,7 @@ def _simulated(
         model_flops=sum(flops.values()),
         peak_flops=kind.flops.get(dtype, 0.0),
         bound=sum(needed.values()) / rate_of(speeds, dtype, 0.5) / program.world,
-        devices=tuple(_times(program, table, lane, found, work.waits(n)) for n, lane in enumerate(table.lanes)),
+        devices=tuple(_times(program, table, lane, found) for lane in table.lanes),
         capacity=has,
         reserved=overheads.context,
         links=table.bytes,
@@ -185,7 +185,7 @@ def _overheads(cluster: Cluster) -> Overheads:
     return Overheads() if is_gpu else NO_OVERHEADS
 
 
-def _times(program: Program, table: Timetable, lane: Events, found: Sequence[DeviceMemory], host: float) -> DeviceTimes:
+def _times(program: Program, table: Timetable, lane: Events, found: Sequence[DeviceMemory]) -> DeviceTimes:
     """Return the times of the devices of a lane, and the memory of the fullest one."""
     devices = set(lane.devices.tolist())
     fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)
@@ -196,7 +196,7 @@ def _times(program: Program, table: Timetable, lane: Events, found: Sequence[Dev
     return DeviceTimes(
         devices=tuple(sorted(devices)),
         compute=mean(table.compute),
-        host=host,
+        host=mean(table.host),
         optimizer=mean(table.optimizer),
         launch=mean(table.launch),
         communication=mean(table.exposed),
@@ -220,21 +220,28 @@ class _Work:
     share: float
     # By cohort and variant, and the variant of each device; by cohort, of all its devices.
     known: dict[int, tuple[list[list[Kernels]], Ints]] = field(default_factory=dict)
-    costs: dict[int, list[float | Floats]] = field(default_factory=dict)
-    priced: dict[tuple[int, float], float] = field(default_factory=dict)
+    costs: dict[int, list[tuple[float | Floats, ...]]] = field(default_factory=dict)
+    priced: dict[tuple[int, float], Launched] = field(default_factory=dict)
     # What hides communication, and which: by cohort and instruction.
     overlap: Overlap | None = None
     behind: dict[int, Mapping[int, Beside]] = field(default_factory=dict)
-    waited: dict[int, float] = field(default_factory=dict)
 
     def seconds(self, cohort: Cohort, at: int) -> float | Floats:
         """Return the seconds of an instruction on all devices of a cohort."""
+        return self._costs(cohort)[at][0]
+
+    def starts(self, cohort: Cohort, at: int) -> tuple[float | Floats, float | Floats]:
+        """Return `late` and `host` of an instruction on all devices of a cohort."""
+        _, late, host = self._costs(cohort)[at]
+        return late, host
+
+    def _costs(self, cohort: Cohort) -> list[tuple[float | Floats, ...]]:
         if cohort.number not in self.costs:
             devices, like = self.works.segments.variants(cohort)
             self.known[cohort.number] = known = list(map(self.works.of, devices)), like
             rows = zip(*(map(self.price, own) for own in known[0]), strict=True)
-            self.costs[cohort.number] = [row[0] if len({*row}) == 1 else np.array(row)[like] for row in rows]
-        return self.costs[cohort.number][at]
+            self.costs[cohort.number] = [row[0] if len({*row}) == 1 else _columns(row, like) for row in rows]
+        return self.costs[cohort.number]
 
     def kernel(self, kernel: Kernel) -> float:
         return seconds(kernel, self.kind, self.share)
@@ -250,33 +257,31 @@ class _Work:
     def moved(self, cohort: Cohort, task: Task) -> int:
         return self.works.segments.moved(cohort.samples[0])[task]
 
-    def price(self, kernels: Kernels, share: float | None = None) -> float:
+    def price(self, kernels: Kernels, share: float | None = None) -> Launched:
         share = self.share if share is None else share
         if (id(kernels), share) not in self.priced:
-            self.priced[id(kernels), share] = segment_seconds(kernels, self.kind, share)
+            self.priced[id(kernels), share] = launched(kernels, self.kind, share)
         return self.priced[id(kernels), share]
-
-    def waits(self, cohort: int) -> float:
-        """Return the seconds in which the first device of a cohort waits for its host to start kernels."""
-        works, _ = self.known.get(cohort, ([()], None))
-        for kernels in works[0]:
-            if id(kernels) not in self.waited:
-                self.waited[id(kernels)] = waiting_seconds(kernels, self.kind, self.share)
-        return sum(self.waited[id(kernels)] for kernels in works[0])
 
     def saved(self, table: Timetable, share: float) -> float:
         """Return the seconds of the critical path that devices of the kind save at this share."""
         cohort = {
             int(d): (number, row) for number, lane in enumerate(table.lanes) for row, d in enumerate(lane.devices)
         }
-        found = 0.0
+        found, slowdown = 0.0, self.kind.speeds.slowdown if self.kind.speeds else 1.0
         for link in table.path:
             number, row = cohort[link.device]
             works, like = self.known[number]
             kernels = () if link.is_transfer else works[like[row]][link.instruction]
             if kernels:
-                found += link.seconds * (1 - self.price(kernels, share) / self.price(kernels))
+                # Not of waits for the host.
+                own, other = self.price(kernels).device, self.price(kernels, share).device
+                found += min(link.seconds, own * slowdown) * (1 - other / own) if own else 0.0
         return found
+
+
+def _columns(rows: Sequence[Launched], like: Ints) -> tuple[float | Floats, ...]:
+    return tuple(np.array(column)[like] for column in zip(*rows, strict=True))
 
 
 def _batch(model: Model) -> tuple[int, int]:

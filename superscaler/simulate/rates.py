@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, inf, prod
+from typing import NamedTuple
 
 from superscaler.cluster.devices import Attention, DeviceKind, Pair, Speeds
 from superscaler.cluster.links import Link
@@ -93,24 +94,27 @@ def seconds(kernel: Kernel, kind: DeviceKind, share: float = 0.5) -> float:
     return fresh + (line.alpha or speeds.floor) + bytes_of(kernel) / (line.bandwidth * scale)
 
 
-def segment_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> float:
-    """Return the seconds of kernels in order, from the start of the host to the end of the device.
-
-    The host starts a kernel each `issue` seconds; a kernel waits for its start and for the one before it. The host also
-    calls the segment, beside what the device does.
+class Launched(NamedTuple):
+    """The seconds of kernels in order: on the `device` alone; `late`: from the start of the host to the end on a device
+    that waits for each start; of the `host`.
     """
-    issue, host, device = _speeds(kind).issue, 0.0, 0.0
+
+    device: float
+    late: float
+    host: float
+
+
+def launched(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> Launched:
+    """Return the seconds of kernels, and of their starts. The host starts one each `issue` seconds, and calls the
+    segment; it does not wait for the device.
+    """
+    issue, device, late, host = _speeds(kind).issue, 0.0, 0.0, 0.0
     for kernel in kernels:
         if class_of(kernel) != "free":
             host += issue
-            device = max(host, device) + seconds(kernel, kind, share)
-    return max(device, host + _CALL * issue) if host else device
-
-
-def waiting_seconds(kernels: Iterable[Kernel], kind: DeviceKind, share: float = 0.5) -> float:
-    """Return the seconds of `segment_seconds` in which the device waits for the host to start a kernel."""
-    some = tuple(kernels)
-    return segment_seconds(some, kind, share) - sum(seconds(kernel, kind, share) for kernel in some)
+            own = seconds(kernel, kind, share)
+            device, late = device + own, max(host, late) + own
+    return Launched(device, late, host + _CALL * issue if host else 0.0)
 
 
 def name_of(kernel: Kernel) -> str:

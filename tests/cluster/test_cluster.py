@@ -185,7 +185,7 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
         (
             "links: {net: {}}}",
             "unknown key 'net'; did you mean 'network'? Known: curves, device, host, intra, network, nics, pair, "
-            "starts.",
+            "starts, steps.",
         ),
         ("links: {intra: {bandwith: 1}}}",
          "'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in intra."),

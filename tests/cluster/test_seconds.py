@@ -180,7 +180,8 @@ def test_no_port_of_a_way_is_busy_for_longer_than_the_groups_that_use_it(
     cluster, kind, groups = case
     if not groups:
         return
-    way = cluster.way(kind, groups, size)
+    # Alpha and bandwidth alone, as `seconds` has them.
+    way = replace(cluster, links=replace(cluster.links, steps={})).way(kind, groups, size)
     slowest, seconds = max(latency + slope * size for latency, slope in way.lines), cluster.seconds(kind, groups, size)
     # Messages are priced by the longest latency and the busiest link of all.
     servers = max(len({cluster.devices[d].server for d in group}) for group in groups)
@@ -290,6 +291,30 @@ def test_times_of_no_line_still_make_a_cluster(seconds: list[float]) -> None:
         assert latency + slope * sample.size == pytest.approx(sample.seconds, rel=2e-3)
         assert 1e-4 < cluster.links.start("all_reduce", sample.size) < 4e-4
     assert cluster.links.start("send", 1) == 0
+
+
+# Tables of nccl-tests (benchmarks/simulate_collectives.py): MiB of an all_reduce, microseconds.
+@pytest.mark.parametrize(
+    ("cluster", "mebibytes", "published"),
+    [("a100:4x8", 8, 320), ("a100:4x8", 64, 1079), ("a100:4x8", 1024, 11643), ("a100:1x8", 32, 374),
+     ("a100:1x8", 64, 584), ("h100:1x4", 8, 65)],
+)  # fmt: skip
+def test_a_collective_in_short_steps_takes_as_long_as_published(cluster: str, mebibytes: int, published: int) -> None:
+    found, size = Cluster.parse(cluster), mebibytes << 20
+    ((latency, slope),) = found.way("all_reduce", [range(len(found.devices))], size).lines
+    assert latency + slope * size == pytest.approx(published * 1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_steps_change_the_seconds_of_a_byte_alone(kind: str) -> None:
+    """A step of 4 devices sends what the textbook's does: the source of a gather, a quarter of it in the others."""
+    sent = int(S) if kind == "all_gather" else int(S) // 4
+    plain, slow = (lab(1, 4, steps=steps).way(kind, [range(4)], S) for steps in ({}, {sent: 3.0, 2 * sent: 1.0}))
+    ((latency, slope),) = plain.lines
+    assert slow.lines == ((latency, pytest.approx(3 * slope)),)
+    assert slow.loads == {port: pytest.approx(3 * load) for port, load in plain.loads.items()}
+    # Messages have no steps.
+    assert lab(1, 4, steps={1: 3.0}).way("send", [[0, 1]], S) == lab(1, 4).way("send", [[0, 1]], S)
 
 
 def test_a_curve_is_a_line_of_the_logarithm_between_sizes() -> None:

@@ -93,6 +93,27 @@ def test_two_groups_that_share_a_nic_have_half_of_it_each(late: float) -> None:
     assert found.bytes["network"] == 2 * 16
 
 
+@pytest.mark.parametrize(("first", "last"), [(10.0, 14.0), (1.0, 9.0)])
+def test_a_host_that_is_ahead_hides_the_starts_of_short_work(first: float, last: float) -> None:
+    """Work of 4 seconds whose last kernel is started after 5 of the 6 seconds of its host, behind work of other 3."""
+    code = [run(first), run(4.0)]
+    starts = {0: (first, 3.0), 1: (6.0, 6.0)}
+    found = timed(TWO, code, code, starts=lambda cohort, at: starts[at])
+    # The host starts the second work at 3, whatever the device does.
+    assert found.seconds == last == max(first + 4, 3 + 6)
+    assert found.host.tolist() == [last - first - 4] * 2
+
+
+def test_communication_starts_after_what_the_host_started_before() -> None:
+    code = [run(1.0), reduced("g", [0, 1], 8), wait("g"), run(1.0)]
+    starts = {0: (1.0, 5.0), 3: (1.5, 2.0)}
+    found = timed(TWO, code, code, launch=2.0, starts=lambda cohort, at: starts.get(at, (0.0, 0.0)))
+    # 4 seconds of waits for the host; it is at 7 when the last work is started, long before the bytes are there.
+    assert found.seconds == 5 + 2 + 8 + 1
+    assert found.host.tolist() == [4, 4]
+    assert found.launch.tolist() == [6, 6]
+
+
 def test_a_message_beside_a_large_collective_takes_twice_its_time() -> None:
     servers = cluster(2, 2)
     large = [reduced("g", [0, 2], 100), wait("g")]

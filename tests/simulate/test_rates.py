@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from superscaler.cluster import PRESETS, DeviceKind
 from superscaler.errors import InputError
-from superscaler.simulate.rates import bytes_of, class_of, products_of, seconds, segment_seconds, tiled
+from superscaler.simulate.rates import bytes_of, class_of, launched, products_of, seconds, tiled
 from superscaler.simulate.works import Kernel
 
 KINDS: dict[str, DeviceKind] = {name: preset.device for name, preset in PRESETS.items() if preset.device}
@@ -220,18 +220,19 @@ def test_classes() -> None:
     assert seconds(Kernel("empty_like", (x,), (x,)), H100) == seconds(Kernel("_unsafe_view", (x,), (x,)), H100) == 0.0
 
 
-def test_a_segment_lasts_as_long_as_the_slower_of_host_and_device() -> None:
+def test_a_device_waits_for_each_start_of_a_kernel_by_its_host() -> None:
     speeds = H100.speeds
     assert speeds is not None
     small, large = [elementwise(8)] * 100, [elementwise(2**24)] * 100
+    one, other = seconds(small[0], H100), seconds(large[0], H100)
     # The host is behind: the last kernel alone comes after its last start.
-    assert segment_seconds(small, H100) == pytest.approx((100 + 6) * speeds.issue)
-    assert segment_seconds(large, H100) == pytest.approx(100 * seconds(large[0], H100) + speeds.issue)
+    assert launched(small, H100) == pytest.approx((100 * one, 100 * speeds.issue + one, 106 * speeds.issue))
+    assert launched(large, H100) == pytest.approx((100 * other, speeds.issue + 100 * other, 106 * speeds.issue))
     # What the host is ahead with large kernels hides the starts of small ones.
-    both = segment_seconds(large, H100) + 100 * seconds(small[0], H100)
-    assert segment_seconds(large + small, H100) == pytest.approx(both)
+    assert launched(large + small, H100).late == pytest.approx(launched(large, H100).late + 100 * one)
     free = [Kernel("empty", (), (((8,), "float32"),))] * 100
-    assert segment_seconds(large + free, H100) == segment_seconds(large, H100)
+    assert launched(large + free, H100) == launched(large, H100)
+    assert launched(free, H100) == (0, 0, 0)
 
 
 def test_fast_devices_are_faster_by_a_tenth() -> None:

@@ -190,7 +190,11 @@ class Communication:
     ) -> Post:
         """Start communication on a stream, after the communication already there."""
         if self.launch + start:
-            run.work("launch", self.launch + start)
+            # The host comes to it after what it started before.
+            waits = later(run.host - run.clock, 0.0)
+            run.spend("host", waits)
+            run.work("launch", waits + (self.launch + start))
+            run.host = run.host + self.launch
         stream = run.streams.setdefault(key, len(run.names))
         if stream == len(run.names):
             run.names.append(name)

@@ -123,6 +123,8 @@ class Run:
     # The number of the instruction.
     at: int = -1
     clock: Times = 0.0
+    # Until when the host has started what it was given.
+    host: Times = 0.0
     seconds: dict[str, Times] = field(default_factory=lambda: defaultdict(float))
     # The number of each stream, its name and its last post.
     streams: dict[Hashable, int] = field(default_factory=dict)
