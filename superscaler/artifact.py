@@ -143,13 +143,19 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
 
 
 def write(
-    compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0, beside: Path | None = None
+    compiled: Compiled,
+    directory: Path,
+    values: Mapping[str, Tensor],
+    seed: int = 0,
+    beside: Path | None = None,
+    is_shape: bool = False,
 ) -> bool:
     """Write a plan directory. An older plan there is replaced once the new one is whole; any other non-empty directory
     is refused.
 
     Returns False if the same plan is there already; it then stays as it is. Files that do not belong to the older plan
-    stay. `beside`: a file of weights, which becomes that of this plan if it has all of them. Raises InputError for a
+    stay. `beside`: a file of weights, which becomes that of this plan if it has all of them. `is_shape`: the plan is of
+    another shape than the plan that it belongs to, and only constants are written. Raises InputError for a
     directory that cannot be written, or if a user's file would be replaced.
     """
     older = plan_files(directory)
@@ -161,6 +167,9 @@ def write(
                 "put it into a .py file and import that."
             )
     weights = kept_values(compiled.graph, values)
+    if is_shape:
+        kinds_of = compiled.graph.model.tensors
+        weights = {n: x for n, x in weights.items() if n in kinds_of and kinds_of[n].kind not in _OWNED}
     data, written = {**describe(compiled, seed), "operators": operators}, dict[str, str]()
     if (joined := compiled.joined) is not compiled:
         data |= of_compiled(compiled.emitted, joined.emitted)
@@ -187,6 +196,7 @@ def write(
             draft.finish({**data, "manifest": {**kept, "header": header, "tensors": tensors}})
             # It is of the older plan.
             disk.remove_evaluation(directory)
+            disk.remove_shapes(directory)
     return True
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from superscaler.artifact import initial_values, reuse, write
+from superscaler.artifact import initial_values, write
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
-from superscaler.compiler import Compiled, compile_graph, finish, transform
-from superscaler.errors import InputError, brief
-from superscaler.evaluation import evaluated, refuse
+from superscaler.compiler import Compiled, SProgram, compile_graph
+from superscaler.errors import InputError, PlanError, brief
+from superscaler.frontend.base.captured import Captured
 from superscaler.frontend.graphs import capture as capture
 from superscaler.frontend.graphs import capture_named as capture_named
 from superscaler.ir.graph import Graph
 from superscaler.launch.process import say_once
 from superscaler.materialize.joined.join import most_works
 from superscaler.planner.auto import plan_of
+from superscaler.recapture.evaluation import evaluated, refuse
+from superscaler.recapture.shapes import Listed, Shape, compiled_at, listed, of_others, resized, sizes_of
 from superscaler.report import words as explain
 from superscaler.report.block_summary import account, summary
 from superscaler.report.identity import manifest
@@ -29,6 +32,7 @@ from superscaler.report.page.write import save as save_pages
 from superscaler.report.picture import save
 from superscaler.report.subject import Subject, subject
 from superscaler.runtime.load import load as load_step
+from superscaler.runtime.shapes.forms import words
 from superscaler.runtime.step import Step
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, precision_of, predict
@@ -36,8 +40,8 @@ from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import System
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
-from superscaler.store.plan import remove_evaluation
-from superscaler.store.plan_head import EVALUATION, REFUSED_FILE, WEIGHTS_FILE
+from superscaler.store.plan import remove_evaluation, remove_shapes
+from superscaler.store.plan_head import EVALUATION, REFUSED_FILE, SHAPES, WEIGHTS_FILE
 from superscaler.timing import phase
 from superscaler.verify import verify
 from superscaler.verify.plan_dir import known_directory
@@ -50,9 +54,9 @@ class Plan:
     plan.verify()["equal"]; plan.simulate().step_seconds; plan.peak_bytes; print(plan.explain()); plan.save("plan")
     """
 
-    def __init__(self, compiled: Compiled, sprogram: Callable[[Graph, Cluster], Any] | None = None) -> None:
+    def __init__(self, compiled: Compiled, sprogram: SProgram | None = None, shapes: Sequence[Listed] = ()) -> None:
         self.compiled = compiled
-        self._sprogram = sprogram
+        self._sprogram, self.listed = sprogram, shapes
         self._certified = compiled.certified
         self._is_joined_certified = False
 
@@ -71,6 +75,20 @@ class Plan:
     def counts(self) -> dict[str, int]:
         return self.compiled.counts
 
+    @cached_property
+    def others(self) -> tuple[Plan, ...]:
+        """Return the plans of the other listed shapes, captured and compiled when this is first read. Raises InputError
+        for one that the module does not take or the plan does not divide, or where weights would rest in other pieces.
+        """
+        if not self.listed or self._sprogram is None:
+            return ()
+        return tuple(Plan(one, self._sprogram) for one in compiled_at(self.compiled, self.listed, self._sprogram))
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs, by name."""
+        return sizes_of(self.compiled.graph.model)
+
     @property
     def trains(self) -> bool:
         """Return whether the plan trains; an inference plan only computes the module's outputs."""
@@ -82,16 +100,19 @@ class Plan:
 
         `compiled_works`: the most forwards and backwards of a device in a compiled step; `works`: in another one.
         """
-        self._certify()
+        self.certify()
         plain, joined = self.compiled, self.compiled.joined
         if joined is not plain and not self._is_joined_certified:
             with phase("certify"):
                 certify(joined.program)
             _, self._is_joined_certified = joined.emitted, True
+        for one in self.others:
+            one.validate()
         works = {"works": most_works(plain.program), "compiled_works": most_works(joined.program)}
         return {**dict.fromkeys(CHECKS, True), **self.counts, **works}
 
-    def _certify(self) -> None:
+    def certify(self) -> None:
+        """Certify the program and check its code, once."""
         if not self._certified:
             with phase("certify"):
                 self._certified = certify(self.compiled.program)
@@ -104,9 +125,19 @@ class Plan:
         shapes: str = "auto",
         torch_compile: bool = False,
     ) -> dict[str, Any]:
-        """Compare two steps with the model, in float64 and as trained; see `superscaler.verify.run`."""
+        """Compare two steps with the model, in float64 and as trained; see `superscaler.verify.run`.
+
+        The programs of other shapes are compared with it too: `other_shapes` has the result of each.
+        """
         with phase("verify"):
-            return verify(self.compiled, backend, batch, shapes, torch_compile)
+            found = verify(self.compiled, backend, batch, shapes, torch_compile)
+        for one in self.others:
+            given = None if batch is None else {n: resized(x, one.sizes[n]) for n, x in batch.items()}
+            own, at = one.verify(backend, given, shapes, torch_compile), words(one.sizes)
+            found["other_shapes"] = {**found.get("other_shapes", {}), at: own}
+            if found["equal"] and not own["equal"]:
+                found |= {"equal": False, "first_difference": f"at the shape {at}: {own['first_difference']}"}
+        return found
 
     @checked
     def save(self, directory: str | Path, seed: int = 0, evaluation: Plan | bool = True) -> bool:
@@ -133,17 +164,28 @@ class Plan:
         if not self.trains or self._sprogram is None:
             return None
         try:
-            return Plan(evaluated(self.compiled.graph.captured, self._sprogram, self.compiled.cluster))
+            return evaluation_of(self.compiled.graph.captured, self._sprogram, self.compiled.cluster, self.listed)
         except InputError as error:
             return str(error)
 
-    def _write(self, folder: Path, seed: int, weights: Path | None = None) -> bool:
-        """Certify the plan and write it. `weights`: a file that may have its weights already."""
+    def _write(self, folder: Path, seed: int, weights: Path | None = None, is_shape: bool = False) -> bool:
+        """Certify the plan and write it, with those of its other shapes. `weights`: a file that may have its weights
+        already. `is_shape`: it is of another shape, and has no weights of its own.
+        """
         self.validate()
         model = self.compiled.graph.model
         with phase("save"):
             values = initial_values(model, self.compiled.graph.captured.values, seed)
-            return write(self.compiled, folder, values, seed, weights)
+            is_new = write(self.compiled, folder, values, seed, weights, is_shape)
+        if not is_shape:
+            written = [one.write_shape(folder, number, seed) for number, one in enumerate(self.others)]
+            is_new = is_new or any(written)
+            remove_shapes(folder, len(self.others))
+        return is_new
+
+    def write_shape(self, folder: Path, number: int, seed: int) -> bool:
+        """Write the plan into the directory of the one whose weights it shares, as that of a further shape."""
+        return self._write(folder / SHAPES / str(number), seed, is_shape=True)
 
     @checked
     def simulate(
@@ -176,13 +218,23 @@ class Plan:
 
     def memory(self) -> str:
         """Return the predicted memory of the plan in one line, and whether the cluster's devices have it."""
-        compiled, found = self.compiled, self._fullest
-        return found if isinstance(found, str) else memory_line(found, compiled.program, compiled.cluster)
+        plan = self._largest
+        compiled, found = plan.compiled, plan._fullest
+        line = found if isinstance(found, str) else memory_line(found, compiled.program, compiled.cluster)
+        return f"{line}, at the shape {words(plan.sizes)}" if self.others else line
 
     @property
     def peak_bytes(self) -> int:
-        """Return the predicted peak bytes of tensors on the fullest device; 0 if no prediction is possible."""
-        return 0 if isinstance(self._fullest, str) else self._fullest.peak
+        """Return the predicted peak bytes of tensors on the fullest device; 0 if no prediction is possible. Of several
+        shapes it is that of the largest.
+        """
+        found = self._largest._fullest
+        return 0 if isinstance(found, str) else found.peak
+
+    @property
+    def _largest(self) -> Plan:
+        """Return the plan of the shape that needs most memory."""
+        return max((self, *self.others), key=lambda plan: 0 if isinstance(plan._fullest, str) else plan._fullest.peak)
 
     @cached_property
     def _fullest(self) -> DeviceMemory | str:
@@ -210,7 +262,7 @@ class Plan:
 
     @cached_property
     def _subject(self) -> Subject:
-        self._certify()
+        self.certify()
         compiled, journal = self.compiled, rows(self.compiled.graph.journal)
         title = f"{compiled.program.world} devices of {compiled.cluster.name}"
         return subject(title, compiled.program, compiled.cluster, self._account, journal, self._certified)
@@ -230,49 +282,41 @@ class Plan:
         return summary(self.compiled)
 
 
+def evaluation_of(captured: Captured, sprogram: SProgram, cluster: Cluster, shapes: Sequence[Listed]) -> Plan:
+    """Return the plan of a captured module in eval mode, with the shapes that it has among some. Raises InputError with
+    the reason if there is none.
+    """
+    compiled, own = evaluated(captured, sprogram, cluster)
+    plan = Plan(compiled, own, of_others(compiled.graph.model, shapes))
+    try:
+        _ = plan.others
+    except PlanError as error:
+        logging.getLogger(__name__).warning("evaluation has the shape %s only: %s", words(plan.sizes), error)
+        return Plan(compiled, own)
+    return plan
+
+
 def save_evaluation(
-    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path, seed: int
+    graph: Graph, sprogram: SProgram, cluster: Cluster, directory: Path, seed: int, shapes: Sequence[Listed] = ()
 ) -> None:
     """Write the plan of a captured module in eval mode into the plan directory of the trained one, as `Plan.save` does.
     Raises InputError with the reason if there is none.
     """
-    own = Plan(evaluated(graph.captured, sprogram, cluster))
+    own = evaluation_of(graph.captured, sprogram, cluster, shapes)
     if (directory / EVALUATION / REFUSED_FILE).exists():
         remove_evaluation(directory)
     own._write(directory / EVALUATION, seed, directory / WEIGHTS_FILE)
 
 
-def compile_to(
-    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int
-) -> tuple[str, dict[str, int], dict[str, float], bool]:
-    """Compile a plan, certify it, and write it into a directory. If the directory holds the same plan already, it
-    stays, and only the sProgram runs.
-
-    Returns the plan's summary and counts, the seconds per phase, and whether the plan was written.
-    """
-    planned, phases = transform(graph, sprogram, cluster)
-    captured = graph.captured
-    values = {} if directory is None else initial_values(graph.model, captured.values, seed)
-    kept = None if directory is None else reuse(planned, cluster, directory, values, seed)
-    if kept is not None:
-        seconds = {**captured.seconds, **phases}
-        return kept["summary"], kept["counts"], {**seconds, "total": sum(seconds.values())}, False
-    plan = Plan(finish(planned, cluster, phases))
-    if directory is None:
-        plan._certify()
-        is_new = True
-    else:
-        plan.validate()
-        is_new = write(plan.compiled, directory, values, seed)
-    return f"{plan.summary()}\n{plan.memory()}", plan.counts, plan.seconds, is_new
-
-
-def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
+def compile(graph: Graph, sprogram: SProgram | str, cluster: Cluster | str, shapes: Iterable[Shape] = ()) -> Plan:
     """Return the plan of a copy of the graph under an sProgram.
 
-    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" or "auto", and "local:4". Raises
-    TransformError for a cut that cannot be made, ScheduleError for an order in which devices wait for each other,
-    InputError for an unknown plan, option or cluster: each a PlanError.
+    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" or "auto", and "local:4". `shapes`: other
+    shapes of batches, each a length (512), rows and a length ((8, 512)), or a shape or an example by input; the step
+    has a program for each, over the same weights.
+
+    Raises TransformError for a cut that cannot be made, ScheduleError for an order in which devices wait for each
+    other, InputError for an unknown plan, option or cluster: each a PlanError.
     """
     program = plan_of(sprogram) if isinstance(sprogram, str) else sprogram
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
@@ -285,7 +329,8 @@ def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, clust
         )
     if not isinstance(devices, Cluster):
         raise InputError(f"compile needs a Cluster, not {brief(repr(devices))}; give text as 'local:4'.")
-    return Plan(compile_graph(graph, program, devices), program)
+    others = listed(graph.captured, shapes)
+    return Plan(compile_graph(graph, program, devices), program, others)
 
 
 @checked
@@ -298,7 +343,7 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
     directory that is damaged, of another version, or edited, and where no CUDA graph can replay its steps.
     """
     step = load_step(directory, manifest, torch_compile, cuda_graph)
-    step.known = lambda: known_directory(Path(directory))
+    step.known = lambda form: known_directory(form.directory or Path(directory))
     if step.watch is not None:
         say_once(step.watch.is_first_to_fail)
     return step

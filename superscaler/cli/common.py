@@ -12,6 +12,7 @@ import typer
 
 from superscaler.cli.options import completion
 from superscaler.cli.options.declare import option
+from superscaler.cli.options.lengths import read_mixture
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError, unknown
 from superscaler.specs.options import FULL, HALVES, OPTIMIZERS
@@ -179,6 +180,16 @@ class PlanRequest(ModelRequest):
         bool, option("--no-overlap", "Send gradients of weights after the backward of a device, not during it.")
     ] = False
 
+    lengths: Annotated[
+        str,
+        option(
+            "--lengths",
+            "Lengths of further batches, as 512,1024: the step has a program for each, over the same weights. Of "
+            "simulate with shares of the steps, as 512:0.6,2048:0.4.",
+            "LENGTHS",
+        ),
+    ] = ""
+
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
         """Return the sProgram and the cluster. Both are checked, with the sizes of the model, before that is built."""
         from superscaler.cluster import Cluster
@@ -186,6 +197,7 @@ class PlanRequest(ModelRequest):
         from superscaler.plans import AUTO, check
 
         self.check()
+        read_mixture(self.lengths)
         sprogram, cluster = plan_of(self.plan), Cluster.parse(self.cluster)
         with phase("import"):
             from superscaler.models import sizes_of
@@ -206,7 +218,7 @@ class PlanRequest(ModelRequest):
         from superscaler.plan import compile as compile_graph
 
         graph, built = self.on(cluster).capture()
-        return compile_graph(graph, sprogram, cluster), built
+        return compile_graph(graph, sprogram, cluster, [*read_mixture(self.lengths)]), built
 
 
 def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Cluster) -> Any:

@@ -1,19 +1,27 @@
 """`superscaler compile`: a model, a plan and a cluster -> a plan directory."""
 
+from __future__ import annotations
+
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from superscaler.cli.common import PlanRequest, warn_of_servers
 from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import path
+from superscaler.cli.options.lengths import read_mixture
 from superscaler.cli.printing import Printer
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
+
+if TYPE_CHECKING:
+    from superscaler.ir.graph import Graph
+    from superscaler.recapture.shapes import Listed
 
 Out = Annotated[
     Path | None, path("--out", "DIR", "Plan directory to write; another plan there is replaced.", "directory")
@@ -38,13 +46,15 @@ def compile(
     if evaluation and out is None:
         raise InputError("--evaluation writes into the plan directory; give --out DIR, too.")
     sprogram, devices = request.read()
-    from superscaler.plan import compile_to, save_evaluation
+    from superscaler.plan import save_evaluation
+    from superscaler.recapture.shapes import listed
     from superscaler.simulate.predict import precision_of
 
     graph, built = request.on(devices).capture()
-    summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
+    shapes = listed(graph.captured, read_mixture(request.lengths))
+    summary, counts, seconds, is_new = _compile_to(graph, sprogram, devices, out, seed, shapes)
     if evaluation and out is not None and graph.model.loss:
-        save_evaluation(graph, sprogram, devices, out, seed)
+        save_evaluation(graph, sprogram, devices, out, seed, shapes)
     precision = precision_of(graph.model)
     printer.show(f"precision: {precision}", summary, _totals(seconds, counts), *saved(out, devices, is_new))
     warn_of_servers(printer, request.plan, devices)
@@ -58,6 +68,44 @@ def compile(
         "seconds": seconds,
         **counts,
     }
+
+
+def _compile_to(
+    graph: Graph,
+    sprogram: Callable[[Graph, Cluster], Any],
+    cluster: Cluster,
+    directory: Path | None,
+    seed: int,
+    shapes: Sequence[Listed],
+) -> tuple[str, dict[str, int], dict[str, float], bool]:
+    """Compile a plan, certify it, and write it into a directory. If the directory holds the same plan already, it
+    stays, and only the sProgram runs, unless there are further `shapes`.
+
+    Returns the plan's summary and counts, the seconds per phase, and whether the plan was written.
+    """
+    from superscaler.artifact import initial_values, reuse, write
+    from superscaler.compiler import finish, transform
+    from superscaler.plan import Plan
+    from superscaler.store.plan import remove_shapes
+
+    planned, phases = transform(graph, sprogram, cluster)
+    captured = graph.captured
+    values = {} if directory is None else initial_values(graph.model, captured.values, seed)
+    kept = None if directory is None or shapes else reuse(planned, cluster, directory, values, seed)
+    if kept is not None and directory is not None:
+        remove_shapes(directory)
+        seconds = {**captured.seconds, **phases}
+        return kept["summary"], kept["counts"], {**seconds, "total": sum(seconds.values())}, False
+    plan = Plan(finish(planned, cluster, phases), sprogram, shapes)
+    if directory is None:
+        plan.certify()
+        is_new = True
+    elif shapes:
+        is_new = plan.save(directory, seed, evaluation=False)
+    else:
+        plan.validate()
+        is_new = write(plan.compiled, directory, values, seed)
+    return f"{plan.summary()}\n{plan.memory()}", plan.counts, plan.seconds, is_new
 
 
 def check_out(out: Path | None) -> None:

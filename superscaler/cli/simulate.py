@@ -14,6 +14,7 @@ from superscaler.cli.common import ModelRequest, warn_of_servers
 from superscaler.cli.options import completion
 from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import option, path
+from superscaler.cli.options.lengths import read_mixture, show_mixture
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.errors import InputError
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from superscaler.planner.search import Answer, Found
     from superscaler.simulate.prediction import Prediction
     from superscaler.verbs import Graph
+
+
+# The arguments of a prediction: a capacity in bytes, how steps run, and the documents of rows.
+Way = tuple[int | None, bool, bool, str, bool, str, tuple[int, ...]]
 
 
 @command
@@ -101,6 +106,8 @@ def simulate(
     from superscaler.plan import Plan
     from superscaler.planner.auto import plan_of
 
+    if request.lengths:
+        return _mixture(printer, graph, request, cluster, way, compare or ())
     # Nothing runs: a plan that is saved or trained is certified then.
     plans = (Plan(compile_graph(graph, plan_of(spec), cluster, certified=False)) for spec in specs)
     plan = next(plans)
@@ -113,6 +120,26 @@ def simulate(
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")
     warn_of_servers(printer, request.plan, cluster)
     return any(found[spec].fits for spec in specs)
+
+
+def _mixture(
+    printer: Printer, graph: Graph, request: Request, cluster: Cluster, way: Way, compare: Sequence[str]
+) -> bool:
+    """Print the predictions of the steps of a mixture of lengths, and its means. Return whether all fit."""
+    from superscaler.plan import compile as compile_graph
+    from superscaler.recapture.shapes import sizes_at
+
+    if compare or way[-1]:
+        what = "--compare shows steps of one length" if compare else "--documents fill rows of one length"
+        raise InputError(f"{what}, and --lengths is a mixture of several; leave one of them out.")
+
+    shares = read_mixture(request.lengths)
+    plan = compile_graph(graph, request.plan, cluster, [*shares])
+    found: dict[int, Prediction] = {}
+    for length in shares:
+        sizes = sizes_at(graph.model, length)
+        found[length] = next(one for one in (plan, *plan.others) if one.sizes == sizes).simulate(*way)
+    return show_mixture(printer, shares, found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,8 @@ _TOLERATED = 1.1
 def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out = None) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     check(request, training.data, training.eval, out)
+    if request.lengths and training.profile is not None:
+        raise InputError("--profile records steps of one program, and --lengths trains with several; leave one out.")
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
         from superscaler.plan import save_evaluation
@@ -60,7 +62,8 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
         compiled.save(folder, training.seed, evaluation=False)
         if training.eval:
             printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
-            save_evaluation(compiled.compiled.graph, *request.read(), Path(folder), training.seed)
+            graph, shapes = compiled.compiled.graph, compiled.listed
+            save_evaluation(graph, *request.read(), Path(folder), training.seed, shapes)
         facts = known_of(compiled.compiled.program, compiled.compiled.cluster, compiled.peak_bytes)
         known = {"named": request.model, **asdict(facts), **vars(training)}
         try:

@@ -20,6 +20,7 @@ _FIXED = {
     **{name: f"--{name}" for name in ("plan", "cluster", "optimizer", "lr", "autocast", "precision")},
     "options": "--set",
     "no_overlap": "--no-overlap",
+    "lengths": "--lengths",
 }
 
 

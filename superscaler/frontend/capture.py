@@ -7,6 +7,7 @@ weights -> drop idle detaches -> infer indices -> name factors -> Model
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.rewrites.packed_weights import cut_segments
 from superscaler.frontend.rewrites.several_losses import separate
 from superscaler.ir.model import Model, Optimizer
+from superscaler.replaced import replaced
 from superscaler.specs.options import WHOLE
 from superscaler.timing import timed, without_garbage_collection
 
@@ -79,7 +81,7 @@ def capture(
         training = replace(training, optimizer=replace(training.optimizer, precision=precision if is_trained else ""))
     request = _Request(
         module, args, kwargs or {}, examples(module, args, kwargs or {}), optimizer, made, training, device, cast,
-        is_trained, is_kept, precision,
+        is_trained, is_kept, precision, tuple(part.training for part in module.modules()),
     )  # fmt: skip
     return request.capture(name, check)
 
@@ -88,8 +90,8 @@ def capture(
 class _Request:
     """What `capture` was asked for, checked: the module in its precision, its call, and its training.
 
-    `inputs`: the arguments of the export. `optimizers`: as the user made them, in the place of `optimizer`, which has
-    the parameters of the module in its precision.
+    `modes`: of the parts of the module. `inputs`: the arguments of the export. `optimizers`: as the user made them, in
+    the place of `optimizer`, which has the parameters of the module in its precision.
     """
 
     module: nn.Module
@@ -104,9 +106,13 @@ class _Request:
     is_trained: bool
     is_kept: bool
     precision: str | None
+    modes: tuple[bool, ...]
 
     def capture(self, name: str | None, check: bool) -> Captured:
         """Return the captured step, from the cache if it has an entry of this name; see `capture`."""
+        return replace(self._first(name, check), again=partial(self._again, name, check))
+
+    def _first(self, name: str | None, check: bool) -> Captured:
         seconds = dict.fromkeys(("export", "capture", "check", "smaller"), 0.0)
         with timed(seconds, "capture"):
             key = self._key(name) if name else ""
@@ -147,15 +153,21 @@ class _Request:
             losses = self.training.losses
             return export(self.module, *self.inputs, self.autocast, self.is_trained, self.is_kept, losses)
 
+    def _again(self, name: str | None, check: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
+        """Return the capture of the same step for other arguments of the module."""
+        modes = zip(self.module.modules(), self.modes, strict=True)
+        with replaced(*((part, "training", mode) for part, mode in modes)):
+            inputs = examples(self.module, args, kwargs)
+            return replace(self, args=args, kwargs=kwargs, inputs=inputs).capture(name, check)
+
     def _captured(self, kept: Kept, program: Callable[[], ExportedProgram], seconds: dict[str, float]) -> Captured:
         model, values, names, checked = kept
         model = replace(model, optimizer=self.training.optimizer)
         _warn_of_underflow(model)
         _warn_of_repeated(model)
-        modes = tuple(m.training for m in self.module.modules())
         losses = self.training.losses, self.training.of_pieces(model.segments).loss_of
         given = tuple(self.args), dict(self.kwargs)
-        call = Call(self.module, *given, names, modes, self.autocast, self.optimizers, *losses)
+        call = Call(self.module, *given, names, self.modes, self.autocast, self.optimizers, *losses)
         return Captured(model, values, call, program, seconds, call.batch(), _fixed(self.module, model), checked)
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from superscaler.errors import InputError
 from superscaler.integrations.state import located_in, part, write
+from superscaler.runtime.shapes.forms import paired
 from superscaler.runtime.step import Step
 
 # By the bytes of an element.
@@ -60,7 +61,10 @@ def gathered(step: Step, found: Mapping[str, Tensor], weights: Mapping[str, Tens
     """
     whole: dict[str, Tensor] = {}
     for source, device in enumerate(step.plan["devices"]):
-        entries = [(e, *located_in(step, e)) for e in device["weights"] if e["trained"] and e["counted"]]
+        # A program of another shape may read less weights.
+        read = set(paired(step.plan, step.form.plan, source).pairs.values())
+        counted = (e for e in device["weights"] if e["trained"] and e["counted"] and e["name"] in read)
+        entries = [(e, *located_in(step, e)) for e in counted]
         for dtype in dict.fromkeys(weights[name].dtype for _, name, _ in entries):
             some = [one for one in entries if weights[one[1]].dtype == dtype]
             pieces = _spread(step, found, source, [entry for entry, _, _ in some], dtype)

@@ -8,41 +8,28 @@ that checkpoints are the loop's own.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from superscaler.artifact import describe
 from superscaler.comm.alike import ranks
 from superscaler.comm.distributed import connect
-from superscaler.errors import InputError, PlanError
+from superscaler.errors import InputError
 from superscaler.integrations import gradients, state
 from superscaler.integrations.alike import check_alike, check_done, check_equal
 from superscaler.integrations.loss import Compute, Layout, LossOfLoop, named, shapes_of
-from superscaler.integrations.reads import reads, settings
-from superscaler.plan import capture, compile, load
+from superscaler.integrations.source import Form, Source, UndividedError
+from superscaler.plan import load
+from superscaler.runtime.shapes.forms import paired
 from superscaler.runtime.step import Step
 
 _LOG = logging.getLogger(__name__)
-
-
-class _UndividedError(InputError):
-    """A plan does not divide what was captured."""
-
-
-class Form(NamedTuple):
-    """The facts that a capture reads and a loop may change: the modes of modules, the parameter group of each
-    parameter, -1 if it is not trained, and the numbers, flags and texts that captures read from objects of the user.
-    """
-
-    modes: tuple[bool, ...]
-    groups: tuple[int, ...]
-    values: tuple[Any, ...]
 
 
 class Planned:
@@ -64,16 +51,15 @@ class Planned:
         cuda_graph: bool = False,
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
-        self._plan, self._cluster, self._directory = plan, cluster, directory
-        self._autocast, self._seed, self._steps = autocast, seed, steps
+        self.notes = {} if notes is None else notes
+        self._source = Source(module, optimizer, compute, plan, cluster, autocast, self.notes, owner)
+        self._directory, self._autocast, self._seed, self._steps = directory, autocast, seed, steps
         self._torch_compile, self._cuda_graph = torch_compile, cuda_graph
-        self._is_stale, self._saved, self._owner = False, 0, owner
-        # The objects of the user by path, and the attributes of them that captures read: path and name.
-        self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
-        self._objects |= settings(self._objects)
-        self._read: list[tuple[str | None, str]] = []
-        # By what each was compiled for; of several, one has the present state.
+        self._is_stale, self._saved = False, 0
+        # By what each was compiled for, several shapes in one; of several, one has the present state.
         self._made: dict[tuple[str, Form], Step] = {}
+        # The inputs that the program of a step reads for a batch of some shapes, of other shapes than the first.
+        self._inputs: dict[tuple[int, str], list[str]] = {}
         self._undivided: set[tuple[str, Form]] = set()
         # The shapes of batches, unfilled, that all ranks were given.
         self._given: set[str] = set()
@@ -84,10 +70,9 @@ class Planned:
         self.is_open = False
         # What the last loss logs, by name; None for the loss itself.
         self.logged: Mapping[str, Tensor | None] = {}
-        self.notes = {} if notes is None else notes
 
     def __call__(self, batch: Any, clip: float | None = None) -> Tensor:
-        """Train on a global batch and return its loss. A batch of other shapes is padded, or gets its own plan."""
+        """Train on a global batch and return its loss. A batch of other shapes is padded, or gets its own program."""
         was_open, self.is_open = self.is_open, False
         step, tensors = self._begin(batch)
         if step is None:
@@ -177,10 +162,9 @@ class Planned:
     def _begin(self, batch: Any) -> tuple[Step | None, dict[str, Tensor]]:
         """Return the step for a global batch, None if the plan does not divide it, and the tensors that it reads."""
         tensors, layout = named(batch)
-        given = shapes_of(tensors)
-        if self.step is not None:
-            tensors = self.step.padding.filled(tensors, self.step.inputs)
-        step = self._for(tensors, layout, given)
+        given, form = shapes_of(tensors), self._source.form()
+        tensors = self._filled(tensors, form)
+        step = self._for(tensors, layout, given, form)
         self.step = step or self.step
         assert self.step is not None
         if self.step.watch is not None:
@@ -188,7 +172,13 @@ class Planned:
         if step is None:
             return None, {}
         step.groups.set(self._optimizer.param_groups)
-        return step, {name: tensors[name] for name in step.inputs}
+        names = self._inputs.get((id(step), shapes_of(tensors)), step.inputs)
+        return step, {name: tensors[name] for name in names}
+
+    def _filled(self, tensors: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
+        """Return a batch that is filled up to the smallest shape that holds it; itself if there is none."""
+        found = () if self.step is None else self.step.choice.fillings(tensors)
+        return next((batch for batch in found if self._made.get((shapes_of(batch), form)) is self.step), tensors)
 
     def put(self) -> None:
         """Set the trained weights and states in the module and the optimizer of each rank; all ranks call this."""
@@ -208,33 +198,37 @@ class Planned:
     def _around(self) -> nn.Module:
         return LossOfLoop(self._module, self._compute)
 
-    def _for(self, tensors: Mapping[str, Tensor], layout: Layout, given: str) -> Step | None:
+    def _for(self, tensors: Mapping[str, Tensor], layout: Layout, given: str, form: Form) -> Step | None:
         """Return the step for the shapes of a batch and the form of the module, with the present state; None if the
         plan does not divide a batch of these shapes. `given`: the shapes before the batch was filled.
         """
-        key = shapes_of(tensors), self._form()
+        key = shapes_of(tensors), form
         known = self._made.get(key)
         if known is not None and known is self.step and given in self._given:
             return known
         if self.step is not None:
-            self._meet(self._facts(given, key[1]))
+            self._meet(self._source.facts(given, key[1]))
         self._given.add(given)
         if known is not None and known is self.step:
             return known
-        self.put()
+        is_shape = known is None and self.step is not None and self._is_of(self.step, form)
         if key in self._undivided:
+            self.put()
             return None
-        if self._made and known is None:
-            is_batch = all(form == key[1] for _, form in self._made)
-            others = "other weights or modules are trained, or the model reads other values"
-            what = "a batch has other shapes or dtypes" if is_batch else others
-            _LOG.warning("%s: a plan is compiled for %s, with weights of its own in memory.", what, key[0])
         try:
+            if is_shape and self._added(tensors, layout, key[0]):
+                return self.step
+            self.put()
+            if self._made and known is None:
+                others = "other weights or modules are trained, or the model reads other values"
+                what = "its weights rest in other pieces" if is_shape else others
+                _LOG.warning("%s: a plan is compiled for %s, with weights of its own in memory.", what, key[0])
             step = known or self._compiled(tensors, layout)
-        except _UndividedError as error:
+        except UndividedError as error:
             # The weights must be those of the present plan.
-            if self.step is None or key[1] not in (form for (_, form), made in self._made.items() if made is self.step):
+            if self.step is None or not self._is_of(self.step, form):
                 raise
+            self.put()
             self._undivided.add(key)
             _LOG.warning(
                 "%s: the plan does not divide this batch, so each rank computes it in the whole module. %s",
@@ -242,19 +236,53 @@ class Planned:
                 error,
             )
             return None
-        form = self._form()
+        form = self._source.form()
         # Values seldom come back, so plans of earlier ones would only fill the memory.
         kept = {key: old for key, old in self._made.items() if key[1].values == form.values}
         for old in (old for key, old in self._made.items() if key not in kept):
             if old.watch is not None:
                 old.watch.close()
         self._made = {**kept, (key[0], form): step}
-        self._before = self._facts(key[0], form)
+        self._before = self._source.facts(key[0], form)
         state.take(step, self._around, self._optimizer, has_weights=known is None)
         # The weights of a new plan are those of rank 0.
         self._is_stale = known is None
         step.state.steps = self._steps
         return step
+
+    def _is_of(self, step: Step, form: Form) -> bool:
+        """Return whether a step is of a form of the module."""
+        return any(made is step and other == form for (_, other), made in self._made.items())
+
+    def _added(self, tensors: Mapping[str, Tensor], layout: Layout, shapes: str) -> bool:
+        """Add a program for the shapes of a batch to the present step. Return False where it would keep weights in
+        other pieces.
+        """
+        step = self.step
+        assert step is not None
+        _LOG.warning("a batch has other shapes or dtypes: a program is compiled for %s, over the same weights.", shapes)
+        check_equal(tensors)
+        folder, number = step.choice.base.directory, len(step.choice.listed) - 1
+        assert folder is not None
+
+        def save() -> bool:
+            plan = self._source.plan_of(tensors, layout, step.world)
+            other = describe(plan.compiled)
+            rests = all(not paired(step.plan, other, rank).odd for rank in range(step.world))
+            if rests:
+                plan.write_shape(folder, number, self._seed)
+            return rests
+
+        if not self._source.on_first(save):
+            return False
+        saved = step.choice.refresh()
+        assert saved is not None
+        self._inputs[id(step), shapes] = list(saved.plan["inputs"])
+        form = self._source.form()
+        kept = {key[0] for key, made in self._made.items() if made is step}
+        self._made |= {(key, form): step for key in (*kept, shapes)}
+        self._before = self._source.facts(shapes, form)
+        return True
 
     def _meet(self, now: Mapping[str, str]) -> None:
         """Wait for all ranks. Raise InputError if others begin the step without, or come with other facts."""
@@ -268,62 +296,18 @@ class Planned:
             )
         check_alike(now)
 
-    def _facts(self, shapes: str, form: Form) -> dict[str, str]:
-        """Return the facts that a plan is compiled for, in words, each by its name for the user."""
-        facts = {"the batch": shapes}
-        for (path, name), value in zip(self._read, form.values, strict=True):
-            facts[f"{path or type(self._objects[path]).__name__}.{name}"] = repr(value)
-        for (path, module), mode in zip(self._module.named_modules(), form.modes, strict=True):
-            facts[f"{path or type(module).__name__}.training"] = str(mode)
-        for (name, _), group in zip(self._module.named_parameters(), form.groups, strict=True):
-            facts[f"the parameter group of {name}"] = "none, not trained," if group < 0 else str(group)
-        return facts
-
-    def _form(self) -> Form:
-        groups = {id(p): n for n, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
-        trained = (groups.get(id(p), -1) if p.requires_grad else -1 for p in self._module.parameters())
-        values = (vars(self._objects[path]).get(name) for path, name in self._read)
-        modes = (module.training for module in self._module.modules())
-        return Form(tuple(modes), tuple(trained), tuple(values))
-
     def _compiled(self, tensors: Mapping[str, Tensor], layout: Layout) -> Step:
         """Return the step of a new plan, with the weights of rank 0."""
         communicator = connect()
         check_equal(tensors)
         folder = self._directory / str(self._saved)
-        found: list[Any] = [None, self.notes, self._read]
-        if communicator.rank == 0:
-            try:
-                with reads(self._objects) as read:
-                    self._save(folder, tensors, layout, communicator.world)
-                found[2] = [*self._read, *(read - {*self._read})]
-            except PlanError as error:
-                found[0] = str(error), isinstance(error, _UndividedError)
-        dist.broadcast_object_list(found)
-        why, notes, self._read = found
-        if why is not None:
-            raise (_UndividedError if why[1] else InputError)(why[0])
-        check_alike(self._facts("", self._form()))
-        self.notes.update(notes)
+
+        def save() -> None:
+            self._source.plan_of(tensors, layout, communicator.world).save(folder, self._seed, evaluation=False)
+
+        self._source.on_first(save)
         self._saved += 1
         return load(folder, torch_compile=self._torch_compile, cuda_graph=self._cuda_graph)
-
-    def _save(self, folder: Path, tensors: Mapping[str, Tensor], layout: Layout, world: int) -> None:
-        """Write the plan. It leaves the loop's random numbers unchanged."""
-        states, self._optimizer.state = self._optimizer.state, defaultdict(dict)
-        try:
-            with torch.random.fork_rng(), gradients.unfollowed(self._optimizer):
-                around = LossOfLoop(self._module, self._compute, self._owner, *layout)
-                graph = capture(
-                    around, kwargs=dict(tensors), optimizer=self._optimizer, autocast=self._autocast, outputs=True
-                )
-                try:
-                    plan = compile(graph, self._plan, self._cluster or f"local:{world}")
-                except PlanError as error:
-                    raise _UndividedError(str(error)) from error
-                plan.save(folder, self._seed, evaluation=False)
-        finally:
-            self._optimizer.state = states
 
 
 def put(planned: Planned | None, is_last: bool = False) -> None:

@@ -61,6 +61,8 @@ class Graph:
         # though it was cut without a name.
         self.cut_along: set[str] = set()
         self.only_copied: dict[str, str] = {}
+        # The FLOPs by which plans balance, by op: those at the shape of the capture, for a program of another shape.
+        self.costs: dict[str, int] = {}
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
@@ -83,6 +85,10 @@ class Graph:
     def forward_ops(self) -> tuple[Op, ...]:
         """Return the forward ops in execution order."""
         return self._forward_ops
+
+    def cost(self, op: Op) -> int:
+        """Return the FLOPs by which plans balance an op."""
+        return self.costs.get(op.name, op.flops)
 
     @property
     def factors(self) -> dict[str, Factor]:

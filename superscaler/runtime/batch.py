@@ -15,6 +15,10 @@ from superscaler.store.pieces import runs
 Batch = dict[str, Tensor]
 
 
+class WrongShape(InputError):
+    """An input of a batch has another shape than that of a plan."""
+
+
 def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Return the tensors of a batch, or of one for each iteration, by name. Raises InputError for anything else."""
     count = plan.get("iterations", 1)
@@ -69,9 +73,9 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
         if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
             raise wrong_dtype(name, batch[name], dtype)
         if tuple(batch[name].shape) != tuple(shape):
-            raise InputError(
+            raise WrongShape(
                 f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {tuple(shape)}; "
-                "give the global batch of that shape, or compile again."
+                "give the global batch of that shape, or list its own: ss.compile(..., shapes=[...])."
             )
         if batch[name].is_meta or batch[name].layout != torch.strided:
             kind = "meta" if batch[name].is_meta else batch[name].layout

@@ -16,6 +16,7 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.losses import find_loss
 from superscaler.runtime.executor import Rank
+from superscaler.runtime.shapes.choice import Choice
 from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, part_of, sizes
 
 Metric = Callable[[Any, Mapping[str, Tensor]], Any]
@@ -28,6 +29,7 @@ class Stepped(Protocol):
     rank: int
     world: int
     state: Rank
+    choice: Choice
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Any: ...
 
@@ -120,7 +122,8 @@ def mean(
     found: dict[str, float] = {}
     count = 0
     for batch in batches:
-        outputs = step(batch)
+        # Filled rows and elements change outputs, but not the loss.
+        outputs = step(batch if metrics else step.choice.filled(batch))
         for name, metric in (metrics or {"loss": _loss}).items():
             found[name] = found.get(name, 0.0) + float(metric(outputs, batch))
         count += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +22,8 @@ from superscaler.runtime.tapes import Segment, Sums, Tape, Tensors, record
 from superscaler.runtime.updates import Chosen, Updates
 
 Box = Sequence[Sequence[int]]
+# Weights at rest by the paths of modules and tensors.
+Found = dict[tuple[str, ...], list[Tensor]]
 T = TypeVar("T")
 
 
@@ -101,6 +103,8 @@ class Rank:
     compiled: CompiledSegments | None = None
     # What a recorded step reads, while one runs.
     static: Held | None = None
+    # Makes what emitted code gets in the place of this rank; None: itself.
+    shown: Callable[[Rank], Any] | None = None
 
     def __post_init__(self, chosen: Chosen) -> None:
         self.device = self.communicator.device
@@ -109,7 +113,7 @@ class Rank:
         self._tapes: dict[str, Tape | CompiledTape] = {}
         # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
         self._names = {id(weight): name for name, weight in self.weights.items()}
-        self._found: dict[tuple[str, ...], list[Tensor]] = {}
+        self._found: Found = {}
 
     @property
     def one(self) -> Tensor:
@@ -127,6 +131,20 @@ class Rank:
         """Return a piece of the batch, where the batch is."""
         name, box = self.tables["inputs"][number]
         return take(self.batch[name], self.tables["slots"][name], box)
+
+    @contextmanager
+    def under(self, tables: Mapping[str, Any], weights: dict[str, Tensor], found: Found) -> Iterator[None]:
+        """Read other tables in the block, and weights by their local names. Updates are of the rank's own names."""
+        own = self.tables, self.weights, self._found
+        self.tables, self.weights, self._found = tables, weights, found
+        try:
+            yield
+        finally:
+            self.tables, self.weights, self._found = own
+
+    def hold(self, constants: Mapping[str, Tensor]) -> None:
+        """Take further tensors for ones at rest: no step changes them."""
+        self._names = {**{id(x): name for name, x in constants.items()}, **self._names}
 
     def weight(self, name: str) -> Tensor:
         return self.weights[name]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -13,11 +13,20 @@ from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
 from superscaler.runtime.replay.cuda import CudaGraphs, check_device, prepare_nccl
-from superscaler.runtime.step import Step, build_step
+from superscaler.runtime.shapes.forms import Saved
+from superscaler.runtime.step import Evaluation, Step, build_step
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators
-from superscaler.store.plan import code_of, of_compiled, open_plan, warn_versions, weights_of
+from superscaler.store.plan import (
+    code_of,
+    constants_of,
+    of_compiled,
+    open_plan,
+    shapes_in,
+    warn_versions,
+    weights_of,
+)
 from superscaler.store.plan_head import COMPILED, EVALUATION, PLAN_FILE, REFUSED_FILE, RUN_FILE
 
 
@@ -49,11 +58,14 @@ def load(directory: str | Path, manifest: bool = True, torch_compile: bool = Fal
         made = modules(code, f"{path}/{prefix}")
         recorder = CudaGraphs(communicator.device) if cuda_graph else None
         step = build_step(plan, made, weights, communicator, fixed, torch_compile=torch_compile, recorder=recorder)
-    step.directory = path
+    step.form.directory = path
+    # Not the step's, which would be in a cycle: it ends once nothing uses it.
+    rank = step.rank
+    step.choice.saved = lambda: _shapes_of(path, rank, manifest, prefix)
     if (path / EVALUATION / REFUSED_FILE).exists():
         step.evaluation = lambda: refuse_evaluation(path)
     elif (path / EVALUATION / PLAN_FILE).exists():
-        step.evaluation = lambda: _read_evaluation(path / EVALUATION, step.rank, manifest)
+        step.evaluation = lambda: _read_evaluation(path / EVALUATION, rank, manifest)
     state = step.state
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
     return step
@@ -68,13 +80,28 @@ def refuse_evaluation(path: Path) -> NoReturn:
     )
 
 
-def _read_evaluation(
-    path: Path, rank: int, manifest: bool
-) -> tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]:
-    """Return the plan of evaluation in a folder, its code, and its weights on a rank."""
+def _shapes_of(path: Path, rank: int, manifest: bool, prefix: str = "") -> list[Saved]:
+    """Return the plans of other shapes in a plan directory."""
+    return [_shape_of(folder, rank, manifest, prefix) for folder in shapes_in(path)]
+
+
+def _shape_of(path: Path, rank: int, manifest: bool, prefix: str) -> Saved:
+    saved = open_plan(path, manifest)
+    own = prefix if "compiled" in saved.head else ""
+
+    def read() -> tuple[dict[str, ModuleType], dict[str, Tensor]]:
+        import_operators(saved.head["operators"], path, manifest)
+        return modules(code_of(saved, own), f"{path}/{own}"), constants_of(saved, rank)
+
+    return Saved(of_compiled(saved.head) if own else saved.head, read, path)
+
+
+def _read_evaluation(path: Path, rank: int, manifest: bool) -> Evaluation:
+    """Return the plan of evaluation in a folder, its code, its weights on a rank, and its plans of other shapes."""
     saved = open_plan(path, manifest)
     import_operators(saved.head["operators"], path, manifest)
-    return saved.head, modules(code_of(saved), f"{path}/"), weights_of(saved, rank)[0]
+    code, weights = modules(code_of(saved), f"{path}/"), weights_of(saved, rank)[0]
+    return Evaluation(saved.head, code, weights, lambda: _shapes_of(path, rank, manifest))
 
 
 def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:

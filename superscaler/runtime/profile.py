@@ -91,13 +91,12 @@ class Profile:
             return
         if self._torch is None:
             self._begin()
-        step, function = self._step, self._step._function
-        step._function = lambda rank: function(_Recorded(rank))
+        self._step.state.shown = _Recorded
         try:
             with record_function(f"{PREFIX}step {self._steps}"):
                 yield
         finally:
-            step._function = function
+            self._step.state.shown = None
         self._steps, self._left = self._steps + 1, self._left - 1
         if not self._left:
             self._end()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from superscaler.comm.alike import Alike
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
 from superscaler.runtime import evaluation
-from superscaler.runtime.batch import Padding, check_batches, put_together, rows_read
+from superscaler.runtime.batch import Padding, put_together
 from superscaler.runtime.compiled.segments import CompiledSegments
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.metrics import Known, Meter, metrics
@@ -25,14 +24,25 @@ from superscaler.runtime.nonfinite import watched
 from superscaler.runtime.optimizer import COMPILED_ROUNDING, ROUNDING, averaged
 from superscaler.runtime.parameter_groups import ParameterGroups
 from superscaler.runtime.replay.replays import Recorder, Replays
-from superscaler.runtime.replayable.refusals import check_plan, check_scaler
+from superscaler.runtime.replayable.refusals import check_scaler
 from superscaler.runtime.scaling import Scaler
+from superscaler.runtime.shapes.choice import Choice
+from superscaler.runtime.shapes.forms import Form, Saved, tables_of
 from superscaler.store.rank_state import set_state, state_of
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
 if TYPE_CHECKING:
     from superscaler.launch.watch import Watch
+
+
+class Evaluation(NamedTuple):
+    """A plan of evaluation, its code and its weights on a rank, and its plans of other shapes."""
+
+    plan: Mapping[str, Any]
+    programs: Mapping[str, ModuleType]
+    weights: Mapping[str, Tensor]
+    shapes: Callable[[], Sequence[Saved]] = tuple
 
 
 class Step:
@@ -58,30 +68,19 @@ class Step:
         self.fixed = dict(fixed or {})
         self.state = rank
         self.rank, self.world = rank.communicator.rank, rank.communicator.world
-        self.inputs: dict[str, tuple[tuple[int, ...], str]] = {
-            name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
-        }
-        self.bounds: dict[str, int] = dict(plan["bounds"])
+        # What the last step ran: the program of the capture, or that of another shape.
+        self.form = Form(plan, programs, rank, rank.weights)
+        self.choice = Choice(self.form, rank)
+        self.inputs, self.bounds = self.form.inputs, dict[str, int](plan["bounds"])
         self.padding = Padding.of(plan)
         self.watch: Watch | None = None
-        # The directory from which the plan was loaded.
-        self.directory: Path | None = None
-        # The plan of evaluation, its code and its weights; and what fills its step, once one was evaluated.
-        self.evaluation: Callable[[], tuple[Mapping[str, Any], Mapping[str, ModuleType], Mapping[str, Tensor]]] | None
-        self.evaluation = None
+        # The plan of evaluation, and what fills its step, once one was evaluated.
+        self.evaluation: Callable[[], Evaluation] | None = None
         self._filler: evaluation.Filler[Step] | None = None
         self.trains = bool(plan["loss_dtype"])
-        # Records a step and replays it; None: each step runs.
-        self.replays: Replays | None = None
         self.iterations: int = plan.get("iterations", 1)
-        self._form = json.loads(plan.get("result") or "null")
-        # Compares the batches of several ranks.
-        rows = rows_read(plan, self.rank)
-        self.alike = Alike(rank.communicator, rows, rank.dtype) if self.world > 1 and self.inputs else None
-        self._function = programs[plan["programs"][self.rank]].step
-        # What is known of a step before it runs, and the seconds of the last one.
-        self.known: Callable[[], Known] = Known
-        self._known: Known | None = None
+        # What is known of a step of a program before it runs, and the seconds of the last one.
+        self.known: Callable[[Form], Known] = lambda _: Known()
         self._meter = Meter(rank.device)
         self.groups = ParameterGroups(plan["optimizer"], rank)
 
@@ -100,17 +99,17 @@ class Step:
         """
         if self.watch is not None:
             self.watch.calls += 1
-        batch = check_batches(batch, self.plan)
+        form, batch = self.choice.of(batch, fills=self.trains)
         if self.iterations > 1 and (clip is not None or check_finite):
             raise InputError(
                 f"this plan runs {self.iterations} iterations at once, whose updates do not wait for all gradients, "
                 f"which {'clip' if clip is not None else 'check_finite'} looks at; leave it out, or take another plan."
             )
         if not self.trains:
-            return self._infer(batch, clip is not None or check_finite)
+            return self._infer(form, batch, clip is not None or check_finite)
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise InputError("step() trains: call it outside of torch.no_grad() and torch.inference_mode().")
-        if check_finite and self.replays is not None:
+        if check_finite and form.replays is not None:
             raise InputError(
                 "check_finite reads the loss and the gradients of each step, and a replay reads nothing: leave it or "
                 "cuda_graph out."
@@ -118,29 +117,22 @@ class Step:
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
         self.groups.follow()
-        self.state.batch, self.state.updates.clip = batch, clip
-        self.state.beside = self.alike.numbers(batch) if self.alike else None
-        # The casts of autocast are in the plan.
-        with self._meter, torch.autocast(self.state.device.type, enabled=False):
-            loss: Tensor = watched.run(self, self._function) if check_finite else self._run()
-        if self.alike is not None and self.state.beside is not None:
-            self.alike.check(self.state.beside, batch, self.state.steps)
+        self.form, self.state.batch, self.state.updates.clip = form, batch, clip
+        self.state.beside = form.alike.numbers(batch) if form.alike else None
+        with self._meter, form.running(self.state):
+            loss: Tensor = watched.run(self, form.function) if check_finite else form.run(self.state)
+        if form.alike is not None and self.state.beside is not None:
+            form.alike.check(self.state.beside, batch, self.state.steps)
         return loss
 
-    def _run(self) -> Tensor:
-        # Updates that are held back are another step.
-        if self.replays is None or self.state.updates.held is not None:
-            return self._function(self.state)  # type: ignore[no-any-return]
-        return self.replays(self._function)
-
-    def _infer(self, batch: Mapping[str, Tensor], is_asked: bool) -> Any:
+    def _infer(self, form: Form, batch: Mapping[str, Tensor], is_asked: bool) -> Any:
         if is_asked:
             raise InputError("this plan trains nothing, so there is no gradient to clip or to check; call step(batch).")
-        self.state.batch = batch
-        with self._meter, torch.autocast(self.state.device.type, enabled=False), torch.no_grad():
-            self._function(self.state)
-        if self.alike is not None:
-            self.alike.meet(batch, self.state.steps)
+        self.form, self.state.batch = form, batch
+        with self._meter, form.running(self.state), torch.no_grad():
+            form.function(self.state)
+        if form.alike is not None:
+            form.alike.meet(batch, self.state.steps)
         return self.outputs
 
     def infer(self, batch: Mapping[str, Tensor]) -> Any:
@@ -181,12 +173,29 @@ class Step:
             )
         # Not a cached property: its lock is that of all ranks in a process, which build their steps together.
         if self._filler is None:
-            plan, programs, weights = self.evaluation()
-            evaluation.check_models(plan, self.plan)
-            shared = evaluation.shared(plan, self)
-            built = build_step(plan, programs, weights, self.state.communicator, shared=shared)
+            own = self.evaluation()
+            evaluation.check_models(own.plan, self.plan)
+            shared = evaluation.shared(own.plan, self)
+            built = build_step(own.plan, own.programs, own.weights, self.state.communicator, shared=shared)
+            built.choice.saved = own.shapes
             self._filler = evaluation.Filler(built, self)
         return self._filler
+
+    @property
+    def directory(self) -> Path | None:
+        return self.form.directory
+
+    @property
+    def alike(self) -> Alike | None:
+        return self.form.alike
+
+    @alike.setter
+    def alike(self, value: Alike | None) -> None:
+        self.form.alike = value
+
+    @property
+    def replays(self) -> Replays | None:
+        return self.form.replays
 
     @property
     def outputs(self) -> Any:
@@ -196,7 +205,7 @@ class Step:
         Every rank has all elements, unless the plan places an output itself: then the rank has the placed parts, None
         if there are none.
         """
-        return put_together(self._form, self.state.outputs)
+        return put_together(self.form.result, self.state.outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of training on this rank: slices of `weights`, `optimizer`, `lr` and other `options` of all
@@ -266,8 +275,8 @@ class Step:
         """
         if not self._meter.is_known:
             raise InputError("metrics are of the last step, but this step has not run yet; call step(batch) first.")
-        self._known = self._known or self.known()
-        return metrics(self._meter.seconds / self.iterations, self.inputs, self.last_norm, self._known)
+        self.form.known = self.form.known or self.known(self.form)
+        return metrics(self._meter.seconds / self.iterations, self.form.inputs, self.last_norm, self.form.known)
 
     @property
     def bytes_moved(self) -> int:
@@ -314,9 +323,7 @@ def build_step(
     rank 0, the module's tensors that no device holds. `shared`: existing slices by local name. `torch_compile`: its
     segments are compiled. `recorder`: steps are recorded by it, and replayed; raises InputError if they cannot be.
     """
-    tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
-    if recorder is not None:
-        check_plan(plan, tables["weights"], programs[plan["programs"][communicator.rank]].step)
+    tables = tables_of(plan, communicator.rank)
     local = dict(shared or {})
     for entry in (entry for entry in tables["weights"] if entry["name"] not in local):
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
@@ -338,5 +345,5 @@ def build_step(
     if recorder is not None:
         if rank.updates.scaler is not None:
             check_scaler(rank.updates.optimizer)
-        step.replays = Replays(rank, recorder)
+        step.choice.replay(recorder)
     return step

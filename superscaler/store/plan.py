@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from superscaler.store.plan_head import (
     REFUSED_FILE,
     REWRITE,
     RUN_FILE,
+    SHAPES,
     WEIGHTS_FILE,
     PlanHead,
 )
@@ -80,19 +81,31 @@ def weights_of(plan: disk.Whole, rank: int) -> tuple[dict[str, Tensor], dict[str
     """Return the whole tensors of a rank's weights, and on rank 0 also the tensors that no device holds."""
     placed = [{w["tensor"] for w in device["weights"]} for device in plan.head["devices"]]
     fixed = plan.head["manifest"]["tensors"].keys() - set[str]().union(*placed) if rank == 0 else set()
+    found = _tensors(plan, placed[rank], fixed)
+    return {name: found[name] for name in placed[rank]}, {name: found[name] for name in fixed}
+
+
+def constants_of(plan: disk.Whole, rank: int) -> dict[str, Tensor]:
+    """Return the whole constants that a rank holds under a plan of another shape, which has no file of weights."""
+    placed = {entry["tensor"] for entry in plan.head["devices"][rank]["weights"]} - plan.head["tensors"].keys()
+    return _tensors(plan, placed, set())
+
+
+def _tensors(plan: disk.Whole, placed: set[str], fixed: set[str]) -> dict[str, Tensor]:
+    """Return tensors of a plan directory; those that are `placed` have the shapes of the plan."""
     if plan.stamps:
-        plan.check_tensors(WEIGHTS_FILE, placed[rank] | fixed)
+        plan.check_tensors(WEIGHTS_FILE, placed | fixed)
     with opened(plan.path / WEIGHTS_FILE, REWRITE) as stored:
-        found = {name: stored.get_tensor(name) for name in sorted(placed[rank] | fixed)}
+        found = {name: stored.get_tensor(name) for name in sorted(placed | fixed)}
         shown = kinds(stored)
-    for name in sorted(placed[rank]):
+    for name in sorted(placed):
         shape, dtype = shown[name]
         planned = plan.head["tensors"].get(name, {"dtype": dtype})["dtype"]
         sizes = tuple(map(prod, plan.head["slots"].get(name, ())))
         if (dtype, shape) != (planned, sizes):
             fault = f"has {name} as {dtype} {shape}, but the plan as {planned} {sizes}"
             refuse(plan.path / WEIGHTS_FILE, fault, REWRITE)
-    return {name: found[name] for name in placed[rank]}, {name: found[name] for name in fixed}
+    return found
 
 
 def _check_torch(saved: disk.Whole) -> None:
@@ -164,6 +177,21 @@ def remove_evaluation(directory: Path) -> None:
     own = directory / EVALUATION
     if any((own / name).exists() for name in (PLAN_FILE, REFUSED_FILE)):
         shutil.rmtree(own)
+
+
+def shapes_in(directory: Path) -> list[Path]:
+    """Return the plans of other shapes in a plan directory, in order."""
+    folder = directory / SHAPES
+    names = [own.name for own in folder.iterdir() if (own / PLAN_FILE).exists()] if folder.is_dir() else []
+    return [folder / name for name in sorted((name for name in names if name.isdigit()), key=int)]
+
+
+def remove_shapes(directory: Path, kept: int = 0) -> None:
+    """Remove the plans of other shapes in a plan directory but for the first ones; a folder of others stays."""
+    for own in shapes_in(directory)[kept:]:
+        shutil.rmtree(own)
+    with suppress(OSError):
+        (directory / SHAPES).rmdir()
 
 
 def recover(directory: Path) -> None:

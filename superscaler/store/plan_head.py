@@ -19,7 +19,9 @@ WEIGHTS_FILE = "initial.safetensors"
 COMPILED = "compiled_"
 # The folder with the plan of the module in eval mode.
 EVALUATION = "evaluation"
-# There, in the place of a plan: the reason why there is none.
+# The folder with the plans of other shapes, by number. Their files of weights have constants only.
+SHAPES = "shapes"
+# In the place of a plan of evaluation: the reason why there is none.
 REFUSED_FILE = "refused.txt"
 # The folder of a new plan until it is whole.
 NEW = ".superscaler-new"

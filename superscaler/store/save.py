@@ -46,7 +46,9 @@ class TrainingStep(Protocol):
     state: Any
     rank: int
     world: int
-    directory: Path | None
+
+    @property
+    def directory(self) -> Path | None: ...
 
     @property
     def groups(self) -> OptimizerGroups: ...

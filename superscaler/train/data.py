@@ -2,7 +2,7 @@
 
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -52,6 +52,13 @@ class TextBatches:
         if self._path is None:
             return np.frombuffer(library_text(), dtype=np.uint8)
         return np.memmap(self._path, dtype=np.uint8, mode="r")
+
+
+def drawn_among(makers: Sequence[Callable[[int], Batch]], seed: int) -> Callable[[int], Batch]:
+    """Return a function from step number to batch, by one of several such functions that the seed and the step draw."""
+    if len(makers) == 1:
+        return makers[0]
+    return lambda step: makers[int(np.random.default_rng([seed, step, len(makers)]).integers(len(makers)))](step)
 
 
 def check_text(path: Path | None, sequence: int) -> None:

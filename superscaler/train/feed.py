@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from superscaler.errors import InputError, a, named, some
 from superscaler.replaced import own_numbers
-from superscaler.runtime.batch import Batch, Padding, in_dtype, rows_read
+from superscaler.runtime.batch import Batch, in_dtype, rows_read
+from superscaler.runtime.shapes.choice import Choice
+from superscaler.runtime.shapes.forms import words
 from superscaler.specs.arguments import fits
 from superscaler.specs.user_file import from_file
 
@@ -61,6 +63,7 @@ def _batches(step: Step, at: Callable[[int], Batch]) -> Iterator[Batch]:
 class Samples:
     """A data set with a length and samples by number. The last batch of an epoch is filled, or else left out. What a
     sample draws depends on the seed, the epoch and its number only: not on the rows that a rank reads, nor on a resume.
+    Of a plan with several shapes a rank reads all rows, and fills them up to the smallest shape that holds them.
 
     `read`: how many samples this rank has read.
     """
@@ -77,8 +80,9 @@ class Samples:
         (self._count,) = counts
         if len(data) < self._count:
             raise InputError(f"the data has {len(data)} samples, but one batch of this plan has {self._count}.")
+        self._choice = step.choice if len(step.choice.listed) > 1 else None
         self._rows = rows_read(step.plan, step.rank)
-        if step.alike is not None:
+        if step.alike is not None and self._choice is None:
             step.alike.has_own_rows = True
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
 
@@ -88,6 +92,8 @@ class Samples:
         epoch, place = divmod(number, -(-size // self._count) if self._padding.rows else size // self._count)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(size)
+        if self._choice is not None:
+            return self._whole(self._choice, epoch, place * self._count)
         batch = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in self._inputs.items()}
         with own_numbers():
             for row in sorted(set[int]().union(*self._rows.values())):
@@ -100,6 +106,23 @@ class Samples:
                     if position >= size and name in self._padding.rows:
                         batch[name][row] = self._padding.rows[name]
         return batch
+
+    def _whole(self, choice: Choice, epoch: int, start: int) -> Batch:
+        """Return a batch of the rows from a position on, of the smallest shape that holds each of them."""
+        with own_numbers():
+            rows = [self._sample(epoch, start + row) for row in range(min(self._count, len(self._data) - start))]
+        found = [{n: in_dtype(n, row[n], dtype)[None] for n, (_, dtype) in self._inputs.items()} for row in rows]
+        for inputs in choice.inputs:
+            filled = [self._padding.lengthened(row, inputs) for row in found]
+            if all(tuple(x.shape[1:]) == tuple(inputs[n][0][1:]) for row in filled for n, x in row.items()):
+                batch = {name: torch.cat([row[name] for row in filled]) for name in self._inputs}
+                if (whole := choice.fit(batch)) is not None:
+                    return whole
+        shapes = "; ".join(words({n: shape for n, (shape, _) in inputs.items()}) for inputs in choice.inputs)
+        raise InputError(
+            f"samples {start} to {start + len(rows) - 1} of epoch {epoch} fit none of the shapes of this plan, "
+            f"{shapes}; pad or cut them, or list a shape for them."
+        )
 
     def _sample(self, epoch: int, position: int) -> Any:
         """Read a sample, with random numbers of its own."""
@@ -122,7 +145,8 @@ class Stream:
                 f"data is {a(type(made).__name__)}; give a data set of samples, or an iterable of batches."
             )
         self._made, self._make, self._seed = made, make, seed
-        self._inputs, self._padding = step.inputs, step.padding
+        self._choice = step.choice
+        self._inputs = step.inputs
         self._say = say if step.rank == 0 else (lambda _: None)
         self._number, self._epoch = 0, 0
         self._batches = self._start()
@@ -138,7 +162,7 @@ class Stream:
     def _start(self) -> Iterator[Batch]:
         # All ranks shuffle alike.
         torch.manual_seed((self._seed + self._epoch) % 2**64)
-        return fitting(self._made, self._inputs, self._say, self._padding)
+        return fitting(self._made, self._choice, self._say)
 
     def _next(self) -> Batch:
         batch = next(self._batches, None)
@@ -153,26 +177,26 @@ class Stream:
         return batch
 
 
-def fitting(
-    given: Iterable[Any], inputs: Mapping[str, Any], say: Callable[[str], None], padding: Padding
-) -> Iterator[Batch]:
-    """Yield the inputs of each batch, in the dtypes of the plan (see `in_dtype`). A batch of other shapes is filled by
-    `padding`; if that cannot be, it is left out, and `say` gets a line.
+def fitting(given: Iterable[Any], choice: Choice, say: Callable[[str], None], fills: bool = True) -> Iterator[Batch]:
+    """Yield the inputs of each batch, in the dtypes of the plan (see `in_dtype`). A batch of none of its shapes is
+    filled up to the smallest that holds it (with `fills`); if that cannot be, it is left out, and `say` gets a line.
     """
     left_out: dict[str, int] = {}
+    inputs = choice.base.inputs
     count = 0
     for batch in given:
         count += 1
         check_names(batch, inputs, "a batch")
         found = {name: in_dtype(name, batch[name], dtype) for name, (_, dtype) in inputs.items()}
-        if odd := _odd(found := padding.filled(found, inputs), inputs):
+        if (whole := choice.fit(found, fills)) is None:
+            odd = _odd(found, inputs)
             left_out[odd] = left_out.get(odd, 0) + 1
         else:
-            yield found
+            yield whole
     for odd, number in left_out.items():
         say(
-            f"note: {number} of {count} batches are left out, with {odd}; pad them to use all, or take another batch "
-            "size (a plan has the shapes of its capture)"
+            f"note: {number} of {count} batches are left out, with {odd}; pad them to use all, list their shape, or "
+            "take another batch size (a plan has the shapes of its capture, and those listed beside it)"
         )
 
 

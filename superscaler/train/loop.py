@@ -4,21 +4,26 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError, a
+from superscaler.ir.text.model import parse_model
 from superscaler.launch.process import run_rank
 from superscaler.replaced import own_numbers
-from superscaler.runtime.batch import Padding
 from superscaler.runtime.load import load
 from superscaler.runtime.metrics import Known
 from superscaler.runtime.profile import Profile
+from superscaler.runtime.shapes.forms import Form
 from superscaler.runtime.step import Step
+from superscaler.simulate.predict import model_flops
 from superscaler.specs.user_file import from_file, is_function
+from superscaler.store.plan_head import MODEL_FILE
 from superscaler.train import resume
-from superscaler.train.data import Batch, TextBatches, synthetic_batch
+from superscaler.train.data import Batch, TextBatches, drawn_among, synthetic_batch
 from superscaler.train.feed import feed, fitting
 from superscaler.train.log import Reporter, logs_of
 from superscaler.train.options import RankOptions, check_options, check_profile, parse
@@ -91,12 +96,20 @@ def _loaded(directory: Path, options: RankOptions, load: Callable[..., Step]) ->
         raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
     if options.launched is not None:
         known = Known(options.flops, options.peak_flops, options.peak_bytes)
-        step.known = lambda: known
+        base = step.form
+        step.known = lambda form: known if form is base else _at_a_shape(known, form)
     if options.ema is not None:
         step.ema = options.ema
     if step.watch is not None:
         step.watch.log = options.launched
     return step
+
+
+def _at_a_shape(known: Known, form: Form) -> Known:
+    """Return the facts about a step of another shape, whose memory is that of the largest."""
+    assert form.directory is not None
+    flops = model_flops(parse_model((form.directory / MODEL_FILE).read_text()))
+    return replace(known, flops=sum(flops.values()) / form.plan["world"])
 
 
 def _schedule(step: Step, options: RankOptions, start: int) -> LRScheduler | None:
@@ -133,7 +146,7 @@ def evaluation_of(step: Step, spec: Path | None) -> Callable[[], dict[str, float
         own = step.evaluating
         with step.averaged():
             # Metrics are of all rows.
-            return step.evaluate(fitting(batches, own.inputs, say, Padding() if metrics else own.padding), metrics)
+            return step.evaluate(fitting(batches, own.choice, say, fills=not metrics), metrics)
 
     return evaluate
 
@@ -152,11 +165,14 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
     """Return a function from step number to batch: text for models that read token ids, random tensors for others."""
     if data is not None and is_function(data):
         return feed(step, data, seed, resume.say)
+    # Of a plan with several shapes each step draws one.
+    inputs = step.choice.inputs
     ids = step.inputs.get("input_ids")
-    shapes = {tuple(shape) for shape, _ in step.inputs.values()}
-    if ids is not None and len(ids[0]) == 2 and len(shapes) == 1 and set(step.inputs) <= {"input_ids", "labels"}:
-        size, sequence = ids[0]
-        return TextBatches(data, size, sequence, step.bounds.get("input_ids", 256), seed).at
+    is_text = ids is not None and len(ids[0]) == 2 and set(step.inputs) <= {"input_ids", "labels"}
+    if is_text and all(len({tuple(shape) for shape, _ in one.values()}) == 1 for one in inputs):
+        bound = step.bounds.get("input_ids", 256)
+        sizes = [tuple(one["input_ids"][0]) for one in inputs]
+        return drawn_among([TextBatches(data, rows, length, bound, seed).at for rows, length in sizes], seed)
     names = ", ".join(step.inputs)
     if data is not None:
         raise InputError(
@@ -165,4 +181,4 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
         )
     if step.rank == 0:
         resume.say(f"data: random tensors for {names}, the same at each run with seed {seed}")
-    return lambda number: synthetic_batch(step.inputs, number, seed, step.bounds)
+    return drawn_among([partial(synthetic_batch, one, seed=seed, bounds=step.bounds) for one in inputs], seed)

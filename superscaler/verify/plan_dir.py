@@ -1,7 +1,7 @@
 """Checks of a plan directory: its program is certified, and its code and data are those of the program."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -23,7 +23,7 @@ from superscaler.simulate.predict import fullest, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.segments import model_flops
 from superscaler.simulate.system import System
-from superscaler.store.plan import read_plan
+from superscaler.store.plan import read_plan, shapes_in
 from superscaler.store.plan_head import (
     EXPLAIN_FILE,
     JOURNAL_FILE,
@@ -31,20 +31,31 @@ from superscaler.store.plan_head import (
     PLAN_FILE,
     PROGRAM_FILE,
     REWRITE,
+    SHAPES,
     WEIGHTS_FILE,
 )
 from superscaler.store.program import naming, program_of
 from superscaler.store.tensor_file import kinds, opened
 from superscaler.translation.check import check_translation
 
+# The kinds of tensors in the file of weights of a plan of another shape.
+_UNOWNED = ("constant",)
+
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
-    """Certify the program in a plan directory, and that of compiled steps, and check that the code and plan.json belong
-    to these; with `manifest` also that each file has the hash in plan.json.
+    """Certify the programs in a plan directory, those of compiled steps and of other shapes included, and check that
+    the code and plan.json belong to these; with `manifest` also that each file has the hash in plan.json.
 
     Raises ScheduleError for a refused program, InputError for a directory that cannot be read, or with files that
     disagree.
     """
+    found = _validated(directory, manifest)
+    for folder in shapes_in(directory):
+        _validated(folder, manifest, is_shape=True)
+    return found
+
+
+def _validated(directory: Path, manifest: bool, is_shape: bool = False) -> dict[str, Any]:
     saved, damage = read_plan(directory, has_hashes=False), _damage(directory)
     plan, program = saved.head, program_of(saved, damage)
     model = program.model
@@ -72,7 +83,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     difference = next(_differences(found, wanted), None)
     if difference is not None:
         raise InputError(f"{directory / PLAN_FILE}: {difference}")
-    _check_weights(directory / WEIGHTS_FILE, program)
+    _check_weights(directory / WEIGHTS_FILE, program, _UNOWNED if is_shape else ())
     if manifest and damage is not None:
         raise damage
     works = {"works": most_works(program), "compiled_works": most_works(longer)}
@@ -116,12 +127,16 @@ def known_of(program: Program, cluster: Cluster, peak_bytes: int) -> Known:
 
 
 def known_directory(directory: Path) -> Known:
-    """Return the facts about a step of the plan in a directory, none where its program cannot be predicted."""
+    """Return the facts about a step of the plan in a directory, none where its program cannot be predicted. Of several
+    shapes the memory is that of the largest.
+    """
     # A plan may be edited, and have operators of a user, which do not run on tensors without data.
     with suppress(Exception):
-        saved = read_plan(directory, has_hashes=False)
-        program, cluster = program_of(saved), Cluster.parse(saved.head["cluster"])
-        return known_of(program, cluster, fullest(program, cluster).peak)
+        root = directory.parents[1] if directory.parent.name == SHAPES else directory
+        programs = {folder: program_of(read_plan(folder, has_hashes=False)) for folder in (root, *shapes_in(root))}
+        cluster = Cluster.parse(read_plan(root, has_hashes=False).head["cluster"])
+        peak = max(fullest(program, cluster).peak for program in programs.values())
+        return known_of(programs[directory], cluster, peak)
     return Known()
 
 
@@ -173,9 +188,13 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
         yield f"{where.rstrip(', ')} is {str(found)[:80]}, but the program says {str(wanted)[:80]}."
 
 
-def _check_weights(file: Path, program: Program) -> None:
-    """Check that every weight at rest is in the file, whole and of its dtype."""
-    needed = {w.tensor for device, _ in program.distinct for w in device.weights}
+def _check_weights(file: Path, program: Program, kinds_there: Collection[str]) -> None:
+    """Check that every weight at rest is in the file, whole and of its dtype. `kinds_there`: only those of some kinds,
+    if any.
+    """
+    tensors = program.model.tensors
+    at_rest = {w.tensor for device, _ in program.distinct for w in device.weights}
+    needed = {name for name in at_rest if not kinds_there or tensors[name].kind in kinds_there}
     with opened(file, REWRITE) as stored:
         found = kinds(stored)
     for name in sorted(needed):

@@ -50,6 +50,25 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids.sum() % 2 if self.has_classes else ids}
 
 
+class Varying(Tokens):
+    """Rows of several lengths, one after another."""
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        if row >= len(self):
+            raise IndexError(row)
+        ids = drawn(row, (7, 12, 9, 16)[row % 4], high=64)
+        return {"input_ids": ids, "labels": ids.sum() % 2 if self.has_classes else ids}
+
+
+def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch as long as its longest row. There is no mask: a model that looks both ways reads what fills it."""
+    ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    labels = [row["labels"] for row in rows]
+    is_one = labels[0].dim() == 0
+    filled = torch.stack(labels) if is_one else nn.utils.rnn.pad_sequence(labels, True, -100)
+    return {"input_ids": ids, "labels": filled}
+
+
 class Stream(IterableDataset[dict[str, Tensor]]):
     """The rows of a data set again and again, without a length."""
 
@@ -119,6 +138,48 @@ def own(plans: list[str], folder: Path) -> list[float]:
     layers.factor = 1.0 + int(os.environ["RANK"])  # type: ignore[assignment]
     with pytest.raises(InputError, match=r"Sequential.factor is 1.0 on rank 0 and 2.0 on rank 1"):
         Planned(layers, ours, compute, plans[0], None, folder)(batches[0])
+    return found + [float((a - b).abs().max()) for a, b in pairs]
+
+
+class Pooled(nn.Module):
+    """A mean over positions, which no filling leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.out(self.norm(self.table(ids).mean(1))), labels)
+
+
+def varied(plan: str, folder: Path) -> list[float]:
+    """Return the largest differences of losses, norms, weights and states from a plain loop over batches of several
+    shapes, in float64. One step has all programs, and one copy of the weights.
+    """
+    from superscaler.integrations.planned import Planned
+
+    torch.manual_seed(0)
+    module = Pooled().double()
+    plain = copy.deepcopy(module)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (module, plain))
+    planned = Planned(module, ours, lambda m, batch: (m(**batch), {}), plan, None, folder)
+    found, steps = [], set[int]()
+    for turn, (rows, length) in enumerate([(4, 6), (4, 8), (4, 3), (2, 6), (4, 8), (4, 6)]):
+        batch = {"ids": drawn(turn, rows, length, high=9), "labels": drawn(turn, rows, high=4)}
+        loss = plain(**batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        theirs.step()
+        theirs.zero_grad()
+        found.append(float((planned(batch, 0.3) - loss).detach().abs()))
+        assert planned.step is not None
+        found.append(abs(float(norm) - float(planned.step.last_norm or 0.0)))
+        steps.add(id(planned.step))
+    planned.put()
+    assert len(steps) == 1
+    pairs = [*zip(module.state_dict().values(), plain.state_dict().values(), strict=True)]
+    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+        pairs += [(ours.state[a][key], theirs.state[b][key]) for key in ("step", "exp_avg", "exp_avg_sq")]
     return found + [float((a - b).abs().max()) for a, b in pairs]
 
 
@@ -242,7 +303,7 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
 
     hf.set_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64}
-    if kind in ("gpt2", "lora"):
+    if kind in ("gpt2", "gpt2_grouped", "lora"):
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **off, n_positions=16, n_embd=32, n_layer=2, n_head=4))
     elif kind == "t5":
@@ -262,8 +323,8 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
         str(folder), per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, save_steps=4, eval_steps=4,
         eval_strategy="steps", learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2, report_to=[],
         use_cpu=True, disable_tqdm=True, seed=3, per_device_eval_batch_size=5, average_tokens_across_devices=False,
-        include_num_input_tokens_seen="all", max_grad_norm=1.0 if kind == "gpt2" else 0.0, bf16=kind == "bert_bf16",
-        **generation,
+        include_num_input_tokens_seen="all", max_grad_norm=1.0 if "gpt2" in kind else 0.0, bf16=kind == "bert_bf16",
+        train_sampling_strategy="group_by_length" if "grouped" in kind else "random", **generation,
     )  # fmt: skip
 
     class Stop(hf.TrainerCallback):
@@ -276,8 +337,11 @@ def huggingface(kind: str, plan: str, folder: Path, stop: int) -> Log:
     def summed(given: Any) -> dict[str, float]:
         return {"sum": float(given.predictions.sum())}
 
-    rows = Tokens(kind.startswith("bert"))
+    rows = (Varying if "grouped" in kind else Tokens)(kind.startswith("bert"))
     kept: dict[str, Any] = {"train_dataset": rows if kind != "gpt2" else Stream(rows), "eval_dataset": rows}
+    if "grouped" in kind:
+        kept["data_collator"] = collated
+        model.double()
     kept |= {"compute_loss_func": in_float32} if kind == "bert_bf16" else {}
     kept |= {"compute_metrics": summed} if kind == "t5" else {}
     if plan == "none":
@@ -362,6 +426,8 @@ if __name__ == "__main__":
     made: Any
     if library in ("own", "hooked"):
         made = {"own": own, "hooked": hooked}[library](plan.split("+"), Path(where))
+    elif library == "varied":
+        made = varied(plan, Path(where) / "plan")
     elif library == "alone":
         made = alone(kind, plan, Path(where))
     else:

@@ -45,6 +45,28 @@ def test_a_loop_goes_on_under_another_plan_and_with_a_last_batch_of_another_size
 
 
 @pytest.mark.dist
+def test_batches_of_other_shapes_train_one_copy_of_the_weights(tmp_path: Path) -> None:
+    assert max(ran(2, "varied", "", "fsdp", tmp_path)) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.dist(python="real")
+@pytest.mark.parametrize("kind", ["gpt2_grouped", "bert_grouped"])
+def test_a_trainer_that_groups_by_length_trains_as_on_one_device(kind: str, tmp_path: Path) -> None:
+    """Batches of GPT-2 are filled up to the first one, the longest; those of BERT, which looks both ways, are not."""
+    expected = without_plan("huggingface", kind, tmp_path / "alone")
+    found = ran(2, "huggingface", kind, "fsdp", tmp_path / "shared")
+    for name, count, tolerance in (
+        ("loss", 8, 1e-6),
+        ("grad_norm", 8, 1e-9),
+        ("weights", 2, 1e-9),
+        ("eval_loss", 2, 1e-6),
+    ):
+        ours, theirs = ([e[name] for e in log if name in e] for log in (found, expected))
+        assert (len(ours), ours) == (count, pytest.approx(theirs, rel=tolerance))
+
+
+@pytest.mark.dist
 def test_hooks_around_backward_and_update_have_whole_gradients_and_weights(tmp_path: Path) -> None:
     found = ran(2, "hooked", "", "zero:stage=3+data_parallel", tmp_path)
     assert max(found) < 1e-12

@@ -32,8 +32,8 @@ def test_a_step_tells_its_seconds_rates_and_memory(tmp_path: Path) -> None:
     step = ss.load(tmp_path)
     with pytest.raises(InputError, match="this step has not run yet"):
         step.metrics()
-    whole = step._function
-    step._function = lambda rank: (time.sleep(0.2), whole(rank))[1]
+    whole = step.form.function
+    step.form.function = lambda rank: (time.sleep(0.2), whole(rank))[1]
     step({"x": torch.randn(16, 32)}, clip=1e-3)
     begun = time.perf_counter()
     step({"x": torch.randn(16, 32)}, clip=1e-3)

@@ -75,7 +75,7 @@ def run(
     found = made.compiled
 
     def work(step: Step) -> Any:
-        step.directory = folder
+        step.form.directory = folder
         change(step)
         before = {n: w.detach().clone() for n, w in step.state.weights.items()}
         try:

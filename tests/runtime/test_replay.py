@@ -274,7 +274,7 @@ def moved_in(compiled: Compiled) -> list[list[str]]:
         static.fill()
         with Reads() as reads:
             with static.read():
-                step._function(rank)
+                step.form.function(rank)
             held, updates.held, updates.clip, updates.is_recorded = updates.held, None, 0.5, True
             for change, pairs in held:
                 change(pairs)

@@ -282,7 +282,7 @@ def test_a_batch_of_shorter_sequences_is_filled_where_the_module_trains_alike(ki
     short = {name: x[:3, :5] for name, x in full.items()}
 
     def work(step: Step) -> Any:
-        (given,) = fitting([short], step.inputs, print, step.padding)
+        (given,) = fitting([short], step.choice, print)
         rows = [{name: x[k % 3] for name, x in short.items()} for k in range(4)]
         read = Samples(step, rows, seed=0).at(0)["labels"]
         assert (read[:, 5:] == -100).all() or step.world > 1
@@ -409,7 +409,7 @@ def test_bad_data_is_one_line() -> None:
             with pytest.raises(InputError) as caught:
                 feed(step, data, 0, lambda _: None)(0)
             assert message in str(caught.value)
-        assert not list(fitting([], step.inputs, print, step.padding))
+        assert not list(fitting([], step.choice, print))
 
     on_ranks(plan("single", 1), work)
 

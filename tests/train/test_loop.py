@@ -6,6 +6,7 @@ import io
 import json
 import re
 import resource
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class FakeStep:
 
     def __init__(self, inputs: dict[str, tuple[tuple[int, ...], str]], rank: int = 0) -> None:
         self.inputs = inputs
+        self.choice = Namespace(inputs=[inputs])
         self.bounds: dict[str, int] = {}
         self.rank = rank
         self.world = 2

@@ -86,7 +86,8 @@ class Captured:
 
     `values` lacks tensors on the meta device. `fixed` has the buffers of the module's state that became constants, or
     that nothing reads: with the model's own tensors they are that state, whole. `seconds`: of `export` (torch),
-    `capture` (the rest), `check` and `smaller` (batches). `checked`: one line about the check of the module.
+    `capture` (the rest), `check` and `smaller` (batches). `checked`: one line about the check of the module. `again`:
+    the capture of the same step for other arguments.
     """
 
     model: Model
@@ -97,6 +98,7 @@ class Captured:
     batch: dict[str, Tensor]
     fixed: dict[str, Tensor] = field(default_factory=dict)
     checked: str = ""
+    again: Callable[[tuple[Any, ...], Mapping[str, Any]], "Captured"] | None = None
 
     @cached_property
     def exported(self) -> ExportedProgram:

@@ -31,7 +31,7 @@ def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -
     if blocks:
         bounds = _bounds(blocks, count, [k for k, unit in enumerate(units) if unit[0].name in block_of])
         return [[op for unit in units[a:b] for op in unit] for a, b in pairwise([*bounds, len(units)])]
-    flops = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
+    flops = np.array([sum(map(graph.cost, unit)) for unit in units], dtype=float)
     trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
     most = max(int((x > 0).sum()) for x in (flops, trained))
     if not 1 <= count <= most:

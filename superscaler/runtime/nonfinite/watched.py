@@ -93,7 +93,7 @@ def _wrong(gradients: Sequence[tuple[str, Tensor]]) -> list[str]:
 
 def _name(step: TrainingStep, weight: str) -> str:
     """Return the user's name of a weight at rest."""
-    tensor = next(w["tensor"] for w in step.state.tables["weights"] if w["name"] == weight)
+    tensor = next(w["tensor"] for w in step.plan["devices"][step.rank]["weights"] if w["name"] == weight)
     return str(step.plan["tensors"].get(tensor, {"name": tensor})["name"])
 
 
@@ -145,7 +145,8 @@ class WatchedRank:
         return x
 
     def weights_of(self, *paths: str) -> list[Tensor]:
-        return [self.weight(self.rank.name_of(x)) for x in self.rank.weights_of(*paths)]
+        names = {id(x): name for name, x in self.rank.weights.items()}
+        return [self.weight(names[id(x)]) for x in self.rank.weights_of(*paths)]
 
     def input(self, number: int) -> Tensor:
         with self.watch.off():

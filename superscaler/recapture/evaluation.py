@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from superscaler.cluster import Cluster
-from superscaler.compiler import Compiled, compile_graph
+from superscaler.compiler import Compiled, SProgram, compile_graph
 from superscaler.errors import InputError, brief
 from superscaler.frontend.base.captured import Captured
 from superscaler.frontend.capture import capture
@@ -27,9 +26,9 @@ from superscaler.store.plan_head import EVALUATION, REFUSED_FILE
 _OTHERS = ("fsdp", "tensor_parallel", "pipeline_1f1b:microbatches=1")
 
 
-def evaluated(captured: Captured, sprogram: Callable[[Graph, Cluster], object], cluster: Cluster) -> Compiled:
-    """Return the compiled plan of a captured module in eval mode: under its sProgram, else, with a line in the log,
-    under the first plan of `_OTHERS` that can be compiled. Raises InputError with the reason if there is none.
+def evaluated(captured: Captured, sprogram: SProgram, cluster: Cluster) -> tuple[Compiled, SProgram]:
+    """Return the compiled plan of a captured module in eval mode, and its sProgram: the given one, else, with a line in
+    the log, the first plan of `_OTHERS` that can be compiled. Raises InputError with the reason if there is none.
     """
     try:
         found = in_eval_mode(captured)
@@ -38,8 +37,9 @@ def evaluated(captured: Captured, sprogram: Callable[[Graph, Cluster], object], 
         raise InputError(f"the module in eval mode cannot be captured: {error}") from error
     graph, reasons = Graph(found.model, found), list[str]()
     for program in (sprogram, *_OTHERS):
+        own = plan_of(program) if isinstance(program, str) else program
         try:
-            made = compile_graph(graph, plan_of(program) if isinstance(program, str) else program, cluster)
+            made = compile_graph(graph, own, cluster)
         except Exception as error:
             # So is an sProgram, which may read what a graph without a backward lacks.
             reasons.append(brief(str(error)))
@@ -47,7 +47,7 @@ def evaluated(captured: Captured, sprogram: Callable[[Graph, Cluster], object], 
         if reasons:
             text = "evaluation runs under %s, since the plan has nothing to do without a backward: %s"
             logging.getLogger(__name__).info(text, program, reasons[0])
-        return made
+        return made, own
     raise InputError(f"the module in eval mode cannot be compiled for {cluster}: {reasons[0]}")
 
 

@@ -1,0 +1,1 @@
+"""Programs of one step for batches of several shapes."""
