@@ -207,9 +207,9 @@ class Plan:
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
+        program, system = self.compiled.program, System(attention, fused, overlap, tuple(documents), balance)
         with phase("simulate"):
-            system = System(attention, fused, overlap, tuple(documents), balance)
-            return predict(self.compiled.program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
+            return predict(program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
 
     @property
     def precision(self) -> str:
@@ -254,9 +254,7 @@ class Plan:
         save(self._subject, named_path("draw", path))
 
     def report(self, path: str | Path) -> None:
-        """Write a page about the plan, which a browser opens offline: whether it fits, a timeline of the predicted
-        step, memory, cuts, communication (docs/report.md).
-        """
+        """Write a page about the plan, which a browser opens offline (docs/report.md)."""
         file = named_path("report", path)
         save_pages([self._subject], file)
 

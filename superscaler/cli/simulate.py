@@ -15,6 +15,7 @@ from superscaler.cli.options import completion
 from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import option, path
 from superscaler.cli.options.lengths import read_mixture, show_mixture
+from superscaler.cli.options.search import SearchOptions
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.errors import InputError
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from superscaler.planner.search import Answer, Found
     from superscaler.simulate.prediction import Prediction
     from superscaler.verbs import Graph
-
-
-# The arguments of a prediction: a capacity in bytes, how steps run, and the documents of rows.
-Way = tuple[int | None, bool, bool, str, bool, str, tuple[int, ...]]
 
 
 @command
@@ -73,6 +70,7 @@ def simulate(
     --compare, when none does.
     """
     lengths = read_lengths("--documents", documents) if documents else ()
+    # Of a prediction: the memory of a device, how steps run, and what is in rows.
     way: dict[str, Any] = {
         "capacity": read_bytes("--memory", memory) if memory else None,
         "torch_compile": torch_compile,
@@ -123,13 +121,13 @@ def simulate(
 
 
 def _mixture(
-    printer: Printer, graph: Graph, request: Request, cluster: Cluster, way: Way, compare: Sequence[str]
+    printer: Printer, graph: Graph, request: Request, cluster: Cluster, way: Mapping[str, Any], compare: Sequence[str]
 ) -> bool:
     """Print the predictions of the steps of a mixture of lengths, and its means. Return whether all fit."""
     from superscaler.plan import compile as compile_graph
     from superscaler.recapture.shapes import sizes_at
 
-    if compare or way[-1]:
+    if compare or way["documents"]:
         what = "--compare shows steps of one length" if compare else "--documents fill rows of one length"
         raise InputError(f"{what}, and --lengths is a mixture of several; leave one of them out.")
 
@@ -138,7 +136,7 @@ def _mixture(
     found: dict[int, Prediction] = {}
     for length in shares:
         sizes = sizes_at(graph.model, length)
-        found[length] = next(one for one in (plan, *plan.others) if one.sizes == sizes).simulate(*way)
+        found[length] = next(one for one in (plan, *plan.others) if one.sizes == sizes).simulate(**way)
     return show_mixture(printer, shares, found)
 
 
@@ -156,56 +154,6 @@ class SearchRequest(ModelRequest):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """What is asked of a search."""
-
-    memory: Annotated[
-        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
-    ] = ""
-    where: Annotated[
-        str,
-        option(
-            "--where",
-            "Constraints, as 'tp <= 8, no recompute, schedule = zb_h1': of dp, tp, pp, microbatches, rows (of one on a "
-            "device), chunks, zero, recompute, schedule, layout, loss, swap.",
-            "TEXT",
-        ),
-    ] = ""
-    batch: Annotated[str, option("--batch", "Rows of a step to choose among, as 256..1024 or 256,384.", "ROWS")] = ""
-    top: Annotated[int, option("--top", "The number of plans to show.")] = 5
-    seconds: Annotated[
-        float | None, option("--seconds", "Begin no further whole plan after so many seconds; default: no limit.")
-    ] = None
-    measure: Annotated[
-        int | None, option("--measure", "Train so many of the best plans for some steps here, and rank them by that.")
-    ] = None
-    why_not: Annotated[
-        list[str] | None, typer.Option("--why-not", metavar="PLAN", help="Say what speaks against it; repeatable.")
-    ] = None
-    torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Of steps whose segments Inductor compiles, as of train.")
-    ] = False
-
-    def check(self, request: SearchRequest, cluster: Cluster) -> None:
-        """Raise InputError for options that are out of range, or do not go together."""
-        if self.top < 1:
-            raise InputError(f"--top {self.top}: give 1 or more.")
-        if self.seconds is not None and not self.seconds > 0:
-            raise InputError(f"--seconds {self.seconds}: give a number above 0.")
-        if self.measure is None:
-            return
-        if self.measure < 1:
-            raise InputError(f"--measure {self.measure}: give 1 or more.")
-        if not cluster.is_local:
-            raise InputError(
-                f"--measure trains on this machine, but --cluster is {request.cluster}; give the file that superscaler "
-                "doctor --measure --out FILE.yaml writes."
-            )
-        if self.batch:
-            raise InputError("--measure trains with the batch of MODEL; leave --batch out, or give MODEL that batch.")
-
-
 @command
 def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> bool:
     """Find the plan with the shortest step that fits, and say how far it can be from the best of the space.
@@ -218,7 +166,7 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     from superscaler.planner import constraints
 
     cluster = Cluster.parse(request.cluster)
-    options.check(request, cluster)
+    options.check(cluster, request.cluster)
     constraints.read(options.where)
     batches = constraints.read_batches(options.batch)
     capacity = read_bytes("--memory", options.memory) if options.memory else None

@@ -19,7 +19,7 @@ from superscaler.runtime.metrics import Known
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.shapes.forms import Form
 from superscaler.runtime.step import Step
-from superscaler.simulate.predict import model_flops
+from superscaler.simulate.segments import model_flops
 from superscaler.specs.user_file import from_file, is_function
 from superscaler.store.plan_head import MODEL_FILE
 from superscaler.train import resume

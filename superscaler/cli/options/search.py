@@ -1,0 +1,64 @@
+"""The options of `superscaler search`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from superscaler.cli.options.declare import option
+from superscaler.errors import InputError
+
+if TYPE_CHECKING:
+    from superscaler.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What is asked of a search."""
+
+    memory: Annotated[
+        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
+    ] = ""
+    where: Annotated[
+        str,
+        option(
+            "--where",
+            "Constraints, as 'tp <= 8, no recompute, schedule = zb_h1': of dp, tp, pp, microbatches, rows (of one on a "
+            "device), chunks, zero, recompute, schedule, layout, loss, swap.",
+            "TEXT",
+        ),
+    ] = ""
+    batch: Annotated[str, option("--batch", "Rows of a step to choose among, as 256..1024 or 256,384.", "ROWS")] = ""
+    top: Annotated[int, option("--top", "The number of plans to show.")] = 5
+    seconds: Annotated[
+        float | None, option("--seconds", "Begin no further whole plan after so many seconds; default: no limit.")
+    ] = None
+    measure: Annotated[
+        int | None, option("--measure", "Train so many of the best plans for some steps here, and rank them by that.")
+    ] = None
+    why_not: Annotated[
+        list[str] | None, typer.Option("--why-not", metavar="PLAN", help="Say what speaks against it; repeatable.")
+    ] = None
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Of steps whose segments Inductor compiles, as of train.")
+    ] = False
+
+    def check(self, cluster: Cluster, spec: str) -> None:
+        """Raise InputError for options that are out of range, or do not go with a cluster, by its spec."""
+        if self.top < 1:
+            raise InputError(f"--top {self.top}: give 1 or more.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise InputError(f"--seconds {self.seconds}: give a number above 0.")
+        if self.measure is None:
+            return
+        if self.measure < 1:
+            raise InputError(f"--measure {self.measure}: give 1 or more.")
+        if not cluster.is_local:
+            raise InputError(
+                f"--measure trains on this machine, but --cluster is {spec}; give the file that superscaler "
+                "doctor --measure --out FILE.yaml writes."
+            )
+        if self.batch:
+            raise InputError("--measure trains with the batch of MODEL; leave --batch out, or give MODEL that batch.")
