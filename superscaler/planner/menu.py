@@ -1,8 +1,8 @@
 """The menu: what a block of each kind, and what is outside of the blocks, takes on the devices of a stage.
 
 The model with one block of each run, and with one more, is compiled with the real verbs and simulated. Differences are
-the seconds and the bytes of a block. They are kept on disk: the same blocks are not measured again on more or fewer
-servers, for another batch, or in a deeper model.
+the seconds and the bytes of a block. They are kept on disk: a model is not measured again on more or fewer servers, or
+under other constraints.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Menu:
     def __init__(self, graph: Graph, cluster: Cluster, torch_compile: bool = False) -> None:
         self.graph, self.cluster, self.torch_compile = graph, cluster, torch_compile
         self.runs = runs(graph)
-        self._key = self._content()
+        self.key = self._content()
         # Of slow devices, and of fast ones.
         self._measured: dict[Use, tuple[Costs, Costs] | None] = self._stored()
         self._count, self._known = len(self._measured), dict[Use, Costs | None]()
@@ -256,14 +256,14 @@ class Menu:
         return hashlib.sha256(repr([*seen, torch.__version__, cache.sources(), "menu"]).encode()).hexdigest()
 
     def _stored(self) -> dict[Use, tuple[Costs, Costs] | None]:
-        data = cache.read(self._key) if self._key else None
+        data = cache.read(self.key) if self.key else None
         return {} if data is None else {Use(*use): _read(pair) for use, pair in json.loads(data)}
 
     def keep(self) -> None:
         """Write the costs that were measured to the disk, with those that another process measured."""
-        if self._key and len(self._measured) > self._count:
+        if self.key and len(self._measured) > self._count:
             self._measured = {**self._stored(), **self._measured}
-            cache.write(self._key, json.dumps([*self._measured.items()]).encode())
+            cache.write(self.key, json.dumps([*self._measured.items()]).encode())
             self._count = len(self._measured)
 
 

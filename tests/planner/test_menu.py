@@ -1,0 +1,53 @@
+"""The menu: costs of blocks, which are kept on disk by what they depend on."""
+
+from pathlib import Path
+
+import pytest
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.planner import menu as menus
+from superscaler.planner.kinds import of_batch
+from superscaler.planner.menu import Menu
+from superscaler.planner.space import Use
+from superscaler.store import cache
+from tests.helpers.graphs import graph_of
+
+GPT = "gpt2:size=tiny,layers=4,batch=8"
+USE = Use(2, "sequence", "none", "whole", 1)
+
+
+def menu_of(model: str, cluster: str) -> Menu:
+    return Menu(graph_of(model), ss.Cluster.parse(cluster))
+
+
+def test_costs_are_measured_once_for_all_sizes_of_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other devices, compiled steps, and a damaged entry are measured anew."""
+    first = menu_of(GPT, "a100:1x2")
+    few = first.costs(USE)
+    first.keep()
+    with monkeypatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path))
+        many = menu_of(GPT, "a100:4x2").costs(USE)
+        assert many is not None
+
+    def refused(*_: object) -> None:
+        raise InputError("nothing is compiled here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(menus, "compile_graph", refused)
+        assert menu_of(GPT, "a100:1x2").costs(USE) == few
+        assert menu_of(GPT, "a100:4x2").costs(USE) == many
+        assert menu_of(GPT, "h100:1x2").costs(USE) is None
+        assert Menu(graph_of(GPT), ss.Cluster.parse("a100:1x2"), torch_compile=True).costs(USE) is None
+        (cache.folder() / first.key).write_bytes(b"damaged")
+        assert menu_of(GPT, "a100:1x2").costs(USE) is None
+
+
+def test_costs_add_up_to_the_step_of_the_model() -> None:
+    """Those of each block and of the rest, of a microbatch that is alone."""
+    costs = menu_of(GPT, "a100:1x2").costs(USE)
+    assert costs is not None
+    plan = ss.compile(of_batch(graph_of(GPT), 1), "hybrid:dp=1,tp=2,pp=1,microbatches=1,sequence=true", "a100:1x2")
+    total = costs.rest.plus(costs.runs[0], 4)
+    assert total.seconds + total.once + total.update == pytest.approx(plan.simulate().step_seconds, rel=0.01)
