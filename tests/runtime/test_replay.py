@@ -118,6 +118,13 @@ def test_replays_of_a_small_plan_train_as_its_steps(plan: str, devices: int) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("ring_attention", 2)])
+def test_attention_inside_documents_is_replayed_under_its_mask(plan: str, devices: int) -> None:
+    """Each replay has documents of its own, in the shapes of the recorded one."""
+    assert_replayed(exact(graph_of("llama:size=tiny,layers=1,documents=12+8+12", "SGD"), plan, devices))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*names(), "expert_parallel:capacity=2.0"])
 def test_every_plan_of_the_library_is_replayed_or_says_why_not(name: str) -> None:
     if name == "flexible":
