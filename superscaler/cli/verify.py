@@ -42,6 +42,8 @@ def verify(
     compiled, built = request.compile()
     printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes, torch_compile)
     printer.show(_certificate(printer.result, compiled.precision))
+    for shape, found in printer.result.get("other_shapes", {}).items():
+        printer.show(f"at the shape {shape}: {_certificate(found, compiled.precision)}")
     return bool(printer.result["equal"])
 
 

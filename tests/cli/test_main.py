@@ -86,7 +86,7 @@ def test_the_options_of_every_command() -> None:
     assert all(every <= options for name, options in listed.items() if name not in ("checkpoint", "launch"))
     found = {name: sorted(options - every) for name, options in listed.items()}
     model = ["--autocast", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision", "--set"]
-    compiling = [*model, "--cluster", "--no-overlap", "--plan"]
+    compiling = [*model, "--cluster", "--lengths", "--no-overlap", "--plan"]
     training = ["--clip", "--cuda-graph", "--data", "--ema", "--eval", "--eval-every", "--schedule", "--warmup"]
     training += ["--keep", "--on-failed-save", "--profile", "--resume", "--run", "--save", "--save-every", "--weights"]
     assert found == {

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError, PlanError
+from superscaler.frontend.base.training import named_optimizer
 from superscaler.models import build
 from superscaler.recapture.shapes import Shape
 from superscaler.runtime.load import load
 from superscaler.store.plan import shapes_in
+from superscaler.train.feed import fitting
 from superscaler.verify.plan_dir import validate_directory
+from tests.helpers.commands import answer, run
 from tests.helpers.lengths import Batch, Programs, Trained, eager
 from tests.helpers.ran import Around, captured
 from tests.helpers.sweeps import few
@@ -213,3 +216,57 @@ def test_a_batch_with_a_value_out_of_range_is_refused_at_its_shape(tmp_path: Pat
     ss.compile(graph_of(Small()), "single", "local:1", shapes=[6]).save(tmp_path, evaluation=False)
     with pytest.raises(InputError, match="'x' has 9, but the model has 9 rows for it"):
         load(tmp_path)({**given(6), "x": torch.full((4, 6), 9)})
+
+
+class Tagged(nn.Module):
+    """A tag for each position, which reads nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.last(self.table(x)).flatten(0, 1), y.flatten())
+
+
+def test_data_of_several_lengths_is_filled_up_to_the_smallest_shape(tmp_path: Path) -> None:
+    """Samples and batches train the module's own mean over their labels; what no shape holds is left out by name."""
+    torch.manual_seed(0)
+    module, draw = Tagged(), torch.Generator().manual_seed(1)
+    example = {"x": torch.randint(9, (4, 12), generator=draw), "y": torch.randint(3, (4, 12), generator=draw)}
+    graph = ss.capture(module, (), example, torch.optim.SGD(module.parameters(), lr=0.0))
+    ss.compile(graph, "single", "local:1", shapes=[8, 6]).save(tmp_path, evaluation=False)
+    samples = [{n: x[row, :length] for n, x in example.items()} for row, length in enumerate((5, 6, 8, 3))]
+    step = load(tmp_path)
+    batch = next(ss.batches(step, samples))
+    assert batch["x"].shape == (4, 8)
+    joined = {n: torch.cat([row[n] for row in samples])[None] for n in example}
+    assert float(step(batch)) == pytest.approx(float(module(**joined).detach()), rel=1e-6)
+    said = list[str]()
+    given = [{n: x[:, :length] for n, x in example.items()} for length in (6, 5, 12, 7)]
+    found = list(fitting([*given, {n: torch.cat([x, x], 1) for n, x in example.items()}], step.choice, said.append))
+    assert [batch["x"].shape[1] for batch in found] == [6, 6, 12, 8]
+    assert said == [
+        "note: 1 of 5 batches are left out, with x of shape (4, 24), not (4, 12); pad them to use all, list their "
+        "shape, or take another batch size (a plan has the shapes of its capture, and those listed beside it)"
+    ]
+    for batch in given:
+        assert float(step(batch)) == pytest.approx(float(module(**batch).detach()), rel=1e-6)
+
+
+def test_a_mixture_of_lengths_is_the_mean_of_their_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each length is predicted as a model that is captured at it."""
+    way = ["--plan", "data_parallel", "--cluster", "a100:1x2", "--precision", "fp32"]
+    found, _ = answer(capsys, "simulate", "gpt2:size=tiny", *way, "--lengths", "8:3,32:1")
+    built, steps = build("gpt2:size=tiny,device=meta"), {}
+    for length in (8, 32):
+        batch = {name: x[:, :length] for name, x in built.kwargs.items()}
+        optimizer = named_optimizer("adamw", [*built.module.parameters()], 1e-3, ())
+        graph = ss.capture(built.module, (), batch, optimizer, check=False)
+        steps[length] = ss.compile(graph, "data_parallel", "a100:1x2").simulate()
+    assert found["step_seconds"] == pytest.approx(0.75 * steps[8].step_seconds + 0.25 * steps[32].step_seconds)
+    assert found["tokens_per_second"] == pytest.approx((0.75 * 64 + 0.25 * 256) / found["step_seconds"])
+    assert found["peak_bytes"] == steps[32].fullest.peak_bytes > steps[8].fullest.peak_bytes
+    assert found["lengths"]["8"]["share"] == 0.75
+    assert run("simulate", "gpt2:size=tiny", *way, "--lengths", "8:3", "--compare", "fsdp") == 2
+    assert "leave one of them out" in capsys.readouterr().err

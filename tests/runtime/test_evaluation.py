@@ -14,7 +14,7 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.runtime.load import _read_evaluation, load, modules
-from superscaler.runtime.step import Step
+from superscaler.runtime.step import Evaluation, Step
 from superscaler.store.plan_head import EVALUATION, PLAN_FILE, WEIGHTS_FILE
 from tests.helpers.ran import on_ranks
 from tests.helpers.sweeps import slow
@@ -63,7 +63,7 @@ def test_every_plan_evaluates_what_it_has_trained(plans: list[str]) -> None:
         def work(step: Step) -> Any:
             with pytest.raises(InputError, match="saved without one of evaluation"):
                 step.evaluate(batches())
-            step.evaluation = lambda: (*saved, {n: v.clone() for n, v in values.items()})  # noqa: B023
+            step.evaluation = lambda: Evaluation(*saved, {n: v.clone() for n, v in values.items()})  # noqa: B023
             before = step.evaluate(batches())
             for _ in range(2):
                 step(batch)
