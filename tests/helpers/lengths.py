@@ -87,12 +87,13 @@ class Programs:
         self.base = exact(graph, plan, world)
         self.others = [exact(graph_at(graph.captured, one), plan, world) for one in listed(graph.captured, shapes)]
 
+        self.saved = [_saved(one) for one in self.others]
+
     def run(self, work: Callable[[Step], Any]) -> list[Any]:
         """Return the results of a function of the step of each rank."""
-        saved = [_saved(one) for one in self.others]
 
         def on_rank(step: Step) -> Any:
-            step.choice.saved = lambda: saved
+            step.choice.saved = lambda: self.saved
             return work(step)
 
         return on_ranks(self.base, on_rank)

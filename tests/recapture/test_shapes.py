@@ -16,12 +16,14 @@ from superscaler.frontend.base.training import named_optimizer
 from superscaler.models import build
 from superscaler.recapture.shapes import Shape
 from superscaler.runtime.load import load
+from superscaler.runtime.step import Step
 from superscaler.store.plan import shapes_in
 from superscaler.train.feed import fitting
 from superscaler.verify.plan_dir import validate_directory
 from tests.helpers.commands import answer, run
 from tests.helpers.lengths import Batch, Programs, Trained, eager
 from tests.helpers.ran import Around, captured
+from tests.helpers.replays import Emulator, on_recorders
 from tests.helpers.sweeps import few
 
 CLIP = 0.7
@@ -270,3 +272,19 @@ def test_a_mixture_of_lengths_is_the_mean_of_their_steps(capsys: pytest.CaptureF
     assert found["lengths"]["8"]["share"] == 0.75
     assert run("simulate", "gpt2:size=tiny", *way, "--lengths", "8:3", "--compare", "fsdp") == 2
     assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_steps_of_several_shapes_are_replayed() -> None:
+    """Each shape has a recording of its own, over the same weights and states."""
+    programs = Programs(graph_of(Small()), "zero:stage=3", 2, [6])
+
+    def work(step: Step, recorder: Emulator | None) -> Any:
+        step.choice.saved = lambda: programs.saved
+        losses = [float(step({**given(8 - 2 * (k % 2)), "y": given(k + 1)["y"]}, clip=0.05)) for k in range(10)]
+        return losses, {n: w.detach().clone() for n, w in step.state.weights.items()}, recorder
+
+    found, expected = (on_recorders(programs.base, work, is_recorded) for is_recorded in (True, False))
+    for (losses, weights, recorder), (theirs, others, _) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(theirs, rel=1e-12)
+        torch.testing.assert_close(weights, others, rtol=1e-12, atol=1e-14)
+        assert (len(recorder.recordings), recorder.replays > 0) == (2, True)
