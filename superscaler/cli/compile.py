@@ -51,7 +51,7 @@ def compile(
     from superscaler.simulate.predict import precision_of
 
     graph, built = request.on(devices).capture()
-    shapes = listed(graph.captured, read_mixture(request.lengths))
+    shapes = listed(graph.captured, [*read_mixture(request.lengths)])
     summary, counts, seconds, is_new = _compile_to(graph, sprogram, devices, out, seed, shapes)
     if evaluation and out is not None and graph.model.loss:
         save_evaluation(graph, sprogram, devices, out, seed, shapes)

@@ -15,10 +15,6 @@ from superscaler.store.pieces import runs
 Batch = dict[str, Tensor]
 
 
-class WrongShape(InputError):
-    """An input of a batch has another shape than that of a plan."""
-
-
 def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Return the tensors of a batch, or of one for each iteration, by name. Raises InputError for anything else."""
     count = plan.get("iterations", 1)
@@ -61,19 +57,10 @@ def _leaves(path: object, value: Any) -> Iterator[tuple[str, Any]]:
 
 def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
     """Raise InputError unless a batch has the inputs of a plan, of their shapes, dtypes and rows."""
-    inputs = plan["inputs"]
-    if not isinstance(batch, Mapping):
-        raise InputError(f"a batch is a dict of tensors by name, not {type(batch).__name__}.")
-    if unread := [name for name in batch if name not in inputs]:
-        raise InputError(f"the batch has '{unread[0]}'; this plan reads {', '.join(inputs)} only.")
-    for name, (shape, dtype) in inputs.items():
-        if name not in batch:
-            has = ", ".join(batch) or "nothing"
-            raise InputError(f"the batch has {has}, but no '{name}'; this plan reads {', '.join(inputs)}.")
-        if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
-            raise wrong_dtype(name, batch[name], dtype)
+    check_dtypes(batch, plan)
+    for name, (shape, _) in plan["inputs"].items():
         if tuple(batch[name].shape) != tuple(shape):
-            raise WrongShape(
+            raise InputError(
                 f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {tuple(shape)}; "
                 "give the global batch of that shape, or list its own: ss.compile(..., shapes=[...])."
             )
@@ -81,6 +68,21 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
             kind = "meta" if batch[name].is_meta else batch[name].layout
             raise InputError(f"'{name}' is a {kind} tensor; give a dense one with data.")
         _check_rows(name, batch[name], plan)
+
+
+def check_dtypes(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
+    """Raise InputError unless a batch has the inputs of a plan, of their dtypes."""
+    inputs = plan["inputs"]
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch is a dict of tensors by name, not {type(batch).__name__}.")
+    if unread := [name for name in batch if name not in inputs]:
+        raise InputError(f"the batch has '{unread[0]}'; this plan reads {', '.join(inputs)} only.")
+    for name, (_, dtype) in inputs.items():
+        if name not in batch:
+            has = ", ".join(batch) or "nothing"
+            raise InputError(f"the batch has {has}, but no '{name}'; this plan reads {', '.join(inputs)}.")
+        if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
+            raise wrong_dtype(name, batch[name], dtype)
 
 
 def wrong_dtype(name: str, given: Any, dtype: str) -> InputError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from superscaler.store import cache
+from superscaler.store.plan import read_plan, shapes_in
 from superscaler.store.plan_head import PLAN_FILE
 from tests.helpers.commands import answer, run
 from tests.helpers.sweeps import slow
@@ -383,3 +384,15 @@ def test_the_shell_completes_models_keys_of_plans_and_clusters(
     monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
     run()
     assert capsys.readouterr().out.split() == offered
+
+
+def test_compile_writes_a_program_for_each_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["gpt2:size=tiny,layers=1,seq=8", "--plan", "single", "--cluster", "local:1", "--out", tmp_path / "plan"]
+    assert run("compile", *model, "--lengths", "4,6") == 0
+    sizes = [read_plan(folder).head["inputs"]["input_ids"][0] for folder in shapes_in(tmp_path / "plan")]
+    assert [list(size) for size in sizes] == [[8, 4], [8, 6]]
+    assert run("compile", *model) == 0
+    assert shapes_in(tmp_path / "plan") == []
+    capsys.readouterr()
+    assert run("compile", *model, "--lengths", "4,x") == 2
+    assert "--lengths is '4,x', but it must be different lengths above 0" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch import Tensor
 from superscaler.comm.alike import ranks
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
-from superscaler.runtime.batch import Batch, Padding, WrongShape, check_batch, check_batches, flat
+from superscaler.runtime.batch import Batch, Padding, check_batch, check_batches, check_dtypes, flat
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.replay.replays import Recorder
 from superscaler.runtime.shapes.forms import Form, Saved, elements, other, sizes_of, words
@@ -110,12 +110,10 @@ class Choice:
         raise self._refused(given)
 
     def _refused(self, given: Any) -> InputError:
-        """Return the error of a batch that no shape holds."""
-        try:
+        """Return the error of a batch that no shape holds. Raises InputError if something else is wrong with it."""
+        check_dtypes(given, self.base.plan)
+        if len(self.listed) == 1:
             check_batch(given, self.base.plan)
-        except WrongShape as error:
-            if len(self.listed) == 1:
-                return error
         shapes = "; ".join(words(one.sizes) for one in self.listed)
         return InputError(
             f"a batch has {words(_shapes(given))}, but this plan has programs for {shapes}, and none is filled from "
