@@ -30,11 +30,11 @@ PLANS = {
     "ring_attention:2 x ulysses:2": 4,
     "terapipe:microbatches=2,slices=2": 2,
     "data_parallel:2 x ring_attention:2": 4,
-    "ring_attention:zigzag=documents,documents=4+8,chunks=4": 2,
+    "ring_attention:zigzag=documents,documents=4+8,chunks=2": 2,
     "recompute:what=attention": 1,
 }
 # A mask that is an input is not known to be causal, or to be of documents.
-NOT_MASKED = ("terapipe:microbatches=2,slices=2", "ring_attention:zigzag=documents,documents=4+8,chunks=4")
+NOT_MASKED = ("terapipe:microbatches=2,slices=2", "ring_attention:zigzag=documents,documents=4+8,chunks=2")
 ROWS = [
     (kind, plan, count)
     for kind in ("llama", "gpt2", "llama with a mask")
@@ -56,9 +56,12 @@ def test_packed_rows_are_exact(kind: str, plan: str, count: int, least: int) -> 
 @pytest.mark.parametrize(
     ("plan", "lengths", "share"),
     [
-        ("ring_attention", (128, 128), 1 / 2),
         ("ring_attention", (64, 192), 5 / 8),
-        *slow(("ring_attention:zigzag=true", (64,) * 4, 1 / 4), ("ulysses", (64,) * 4, 1 / 4)),
+        *slow(
+            ("ring_attention", (128, 128), 1 / 2),
+            ("ring_attention:zigzag=true", (64,) * 4, 1 / 4),
+            ("ulysses", (64,) * 4, 1 / 4),
+        ),
     ],
 )
 def test_devices_compute_the_scores_of_their_documents(plan: str, lengths: tuple[int, ...], share: float) -> None:
@@ -115,8 +118,7 @@ def test_devices_of_a_ring_compute_as_many_scores_for_the_packing_given() -> Non
     lengths = (128, 64, 64)
     few, many = scores("ring_attention:zigzag=documents,documents=128+64+64", lengths)
     assert many <= 1.01 * few
-    few, many = scores("ring_attention:zigzag=true", lengths)
-    assert many >= 1.9 * few
+    assert share_of(lengths, (0, 1, 1, 0)) > 1.3
 
 
 @pytest.mark.parametrize(

@@ -229,18 +229,18 @@ def test_each_device_of_a_ring_computes_the_blocks_that_it_sees() -> None:
     assert hidden == 3 * 4 * 8 * 64 * 32768 * 32767 / 2
 
 
-PACKED = "llama:size=tiny,seq=256,batch=2,documents=128+64+64"
+PACKED = "llama:size=tiny,layers=1,seq=256,batch=2,documents=128+64+64"
 
 
 def test_attention_is_priced_by_the_documents_of_rows() -> None:
-    """Two rows of four heads in two layers, on four devices of a ring: each has 64 queries of each row."""
+    """Two rows of four heads, on four devices of a ring: each has 64 queries of each row."""
     plan = ss.compile(graph_of(PACKED), "ring_attention", "h100:1x4")
     whole, inside = plan.simulate(documents=[256]).attention, plan.simulate(documents=[128, 64, 64]).attention
     assert whole is not None
     assert inside is not None
     own = 64 * 65 // 2
-    assert whole.scores == tuple(2 * 4 * 2 * (own + n * 64 * 64) for n in range(4))
-    assert inside.scores == tuple(2 * 4 * 2 * (own + n * 64 * 64) for n in (0, 1, 0, 0))
+    assert whole.scores == tuple(2 * 4 * (own + n * 64 * 64) for n in range(4))
+    assert inside.scores == tuple(2 * 4 * (own + n * 64 * 64) for n in (0, 1, 0, 0))
     assert inside.imbalance == pytest.approx((own + 64 * 64) / (own + 64 * 64 / 4))
     assert max(inside.seconds) == inside.seconds[1] < max(whole.seconds)
     assert plan.simulate().attention is None
@@ -256,16 +256,16 @@ def test_chunks_of_a_ring_are_priced_by_the_documents_of_rows() -> None:
 
 def test_documents_are_given_to_a_model_that_has_some(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = ["--plan", "tensor_parallel", "--cluster", "a100:1x2", "--documents", "128,64,64"]
-    printed, _ = answer(capfd, "simulate", "llama:size=tiny,seq=256,batch=2", *given)
+    printed, _ = answer(capfd, "simulate", "llama:size=tiny,layers=1,seq=256,batch=2", *given)
     assert "rows of documents of 128, 64, 64 tokens" in printed["assumed"]
-    inside = (128 * 129 // 2 + 2 * 64 * 65 // 2) * 2 * 4 * 2 // 2
+    inside = (128 * 129 // 2 + 2 * 64 * 65 // 2) * 2 * 4 // 2
     assert printed["attention"]["scores"] == [inside, inside]
     ss.compile(graph_of(PACKED), "tensor_parallel", "a100:1x2").save(tmp_path / "plan")
     printed, _ = answer(capfd, "simulate", str(tmp_path / "plan"), "--documents", "64")
-    assert printed["attention"]["scores"] == [4 * 64 * 65 // 2 * 2 * 4 * 2 // 2] * 2
+    assert printed["attention"]["scores"] == [4 * 64 * 65 // 2 * 2 * 4 // 2] * 2
     # A CUDA graph has one shape for all packings.
     printed, _ = answer(capfd, "simulate", str(tmp_path / "plan"), "--documents", "64", "--cuda-graph")
-    assert printed["attention"]["scores"] == [256 * 256 * 2 * 4 * 2 // 2] * 2
+    assert printed["attention"]["scores"] == [256 * 256 * 2 * 4 // 2] * 2
     with pytest.raises(InputError, match="--documents 64: the model has no attention inside documents; give one with"):
         ss.compile(graph_of(GPT), "tensor_parallel", "a100:1x2").simulate(documents=[64])
     with pytest.raises(InputError, match=r"documents=\[64, 0\]: a document has one token or more"):
