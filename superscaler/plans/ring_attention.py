@@ -5,7 +5,8 @@ work of causal attention. A device keeps its own keys and values; those of other
 (`recompute=false`) are kept. Scores are kept nowhere: memory is linear in the sequence.
 
 zigzag=documents      several chunks of each device even the work of packed rows
-documents=A+B         the lengths of documents in a row, for which it is even; with any others the plan is exact too
+documents=A+B         the lengths of documents in a row, for which it is even; default: those of the captured batch;
+                      with any others the plan is exact too
 chunks                of a device; default: as few as make it even to 5 %, of 1, 2, 4 and 8
 """
 

@@ -15,7 +15,7 @@ from superscaler.errors import InputError
 from superscaler.runtime.functions import attention_kernels, documents
 from superscaler.runtime.functions.attention_kernels import Block, Pair
 from tests.helpers.graphs import graph_of
-from tests.helpers.packed import packed
+from tests.helpers.packed import numbers, own, packed
 from tests.helpers.ran import equal, exact, trained
 from tests.helpers.sweeps import few, slow
 
@@ -124,9 +124,8 @@ def test_devices_of_a_ring_compute_as_many_scores_for_the_packing_given() -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("zigzag=documents", "zigzag=documents goes with documents="),
-        ("documents=4", "zigzag=documents goes with documents="),
-        ("zigzag=true,chunks=2", "zigzag=documents goes with documents="),
+        ("documents=4", "chunks= go with zigzag=documents"),
+        ("zigzag=true,chunks=2", "chunks= go with zigzag=documents"),
         ("zigzag=both", "zigzag=both: choose true, false or documents"),
         (
             "zigzag=documents,documents=4+x",
@@ -142,6 +141,23 @@ def test_devices_of_a_ring_compute_as_many_scores_for_the_packing_given() -> Non
 def test_options_of_a_ring_that_say_nothing_are_refused(options: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ss.compile(packed("llama"), f"ring_attention:{options}", "local:2")
+
+
+def test_chunks_of_a_ring_are_even_for_the_captured_batch() -> None:
+    """Of rows with other documents, by positions or by numbers."""
+    from superscaler.plans.lib.documents import ring
+
+    lengths = ((40, 24), (16, 48), (64,), (10, 20, 34))
+    both = [packed("llama", lengths), own(lambda d: (d.unsqueeze(-1) == d.unsqueeze(-2)).tril().unsqueeze(1), lengths)]
+    for graph in both:
+        attentions = [op for op in graph.forward_ops if "attention" in op.target]
+        places = ring(graph, attentions, 2, "documents", "", 4)
+        rows = sum(np.tril(np.equal.outer(d, d)).sum(1) for d in numbers(lengths).numpy())
+        device = np.repeat(places, len(rows) // len(places))
+        assert abs(int(rows[device == 0].sum()) - int(rows[device == 1].sum())) < 0.02 * rows.sum()
+    unknown = own(lambda d: (d.unsqueeze(-1) * 2 == d.unsqueeze(-2) * 2).tril().unsqueeze(1), lengths)
+    with pytest.raises(InputError, match="does not know the documents of a row: the captured batch has none"):
+        ss.compile(unknown, "ring_attention:zigzag=documents", "local:2")
 
 
 def test_a_model_without_documents_is_refused() -> None:

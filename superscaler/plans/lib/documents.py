@@ -10,30 +10,31 @@ from superscaler.verbs import Graph, InputError, Op
 
 # Chunks of a device that are tried, and the largest share of a device beside the mean with which no more are.
 _CHUNKS, _EVEN = (1, 2, 4, 8), 1.05
+# Operators from the numbers of documents back to positions, and those that keep numbers.
+_COUNTING, _KEEPING = ("cumsum", "ne", "diff"), ("view", "unsqueeze", "expand", "_to_copy")
 
 
 def ring(
     graph: Graph, attentions: Sequence[Op], n: int, zigzag: bool | str, documents: str, chunks: int
 ) -> tuple[int, ...]:
     """Return the device of each chunk of the sequence: one for each of n devices; with `zigzag` the first and the last
-    of those left; with `zigzag=documents` as many as even the scores inside `documents`, or `chunks`.
+    of those left; with `zigzag=documents` as many as even the scores inside `documents`, by default those of the
+    captured batch, or `chunks`.
     """
     if zigzag not in (True, False, "documents"):
         raise InputError(f"ring_attention:zigzag={zigzag}: choose true, false or documents.")
-    if (zigzag == "documents") != bool(documents) or (chunks and not documents):
+    if zigzag != "documents" and (documents or chunks):
         raise InputError(
-            "ring_attention: zigzag=documents goes with documents=, the lengths of the documents of a row, and chunks= "
-            "with both; write ring_attention:zigzag=documents,documents=1024+512+512."
+            "ring_attention: documents=, the lengths of the documents of a row, and chunks= go with zigzag=documents; "
+            "write ring_attention:zigzag=documents,documents=1024+512+512."
         )
-    if documents:
+    if zigzag == "documents":
         return _even(graph, attentions, n, documents, chunks)
     return (*range(n), *reversed(range(n))) if zigzag else tuple(range(n))
 
 
 def _even(graph: Graph, attentions: Sequence[Op], n: int, documents: str, chunks: int) -> tuple[int, ...]:
-    """Return the device of each chunk, of n devices with `chunks` each; 0: as few as make it even. A row that is longer
-    than the documents repeats them.
-    """
+    """Return the device of each chunk, of n devices with `chunks` each; 0: as few as make it even."""
     op = attentions[0]
     if any(o.target != "ss.attention_documents" for o in attentions):
         raise InputError(
@@ -41,21 +42,43 @@ def _even(graph: Graph, attentions: Sequence[Op], n: int, documents: str, chunks
             "with position_ids that begin again in each document, and without attention_mask and cache."
         )
     size = graph.model.tensors[op.inputs[0].tensor].shape[-2]
-    lengths = read_lengths("documents of ring_attention", documents)
+    given = [read_lengths("documents of ring_attention", documents)] if documents else _captured(graph, op)
     tried = [c for c in ((chunks,) if chunks else _CHUNKS) if size % (c * n) == 0]
     if not tried:
         raise InputError(
             f"ring_attention:zigzag=documents over {n} devices cuts {size} tokens into {chunks or 1} chunks for "
             f"each, but {n * (chunks or 1)} does not divide {size}; choose other chunks=, or a number of devices."
         )
-    made = [(found := areas(lengths, size, c * n, bool(op.args[5])), balanced(found, n)) for c in tried]
+    is_causal = bool(op.args[5])
+    sums = [list(map(sum, zip(*(areas(row, size, c * n, is_causal) for row in given), strict=True))) for c in tried]
+    made = [(found, balanced(found, n)) for found in sums]
     shares = [share(*pair, n) for pair in made]
     best = next((k for k, found in enumerate(shares) if found <= _EVEN), shares.index(min(shares)))
     return made[best][1]
 
 
+def _captured(graph: Graph, attention: Op) -> list[list[int]]:
+    """Return the lengths of the documents of each row of the captured batch."""
+    name, steps, grows = attention.inputs[3].tensor, list[str](), 0
+    while name in graph.model.producers:
+        maker, _ = graph.model.producers[name]
+        word = maker.target.split(".")[1]
+        steps += [word] * (word in _COUNTING)
+        grows = int(maker.args[1]) if word == "ne" else grows
+        name = maker.inputs[0].tensor if word in (*_COUNTING, *_KEEPING) else ""
+    rows = getattr(graph.captured, "batch", {}).get(name)
+    if rows is None or rows.is_meta or rows.dim() != 2 or steps not in ([], [*_COUNTING]):
+        raise InputError(
+            "ring_attention:zigzag=documents does not know the documents of a row: the captured batch has none, or no "
+            "data; write their lengths, as zigzag=documents,documents=1024+512+512."
+        )
+    # A document begins where positions do not grow by one, or where its number is another.
+    begun = ([n for n, (a, b) in enumerate(pairwise(row), 1) if b != a + grows] for row in rows.tolist())
+    return [[b - a for a, b in pairwise((0, *starts, rows.shape[1]))] for starts in begun]
+
+
 def areas(lengths: Sequence[int], size: int, chunks: int, is_causal: bool) -> list[int]:
-    """Return the scores of each chunk of the queries of a row of documents.
+    """Return the scores of each chunk of the queries of a row of documents. A longer row repeats them.
 
     >>> areas([4, 2], 8, 4, True), areas([4, 2], 8, 4, False)
     ([3, 7, 3, 3], [8, 8, 4, 4])
