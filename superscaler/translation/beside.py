@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from superscaler.ir import program as p
 from superscaler.ir.program import ONE, Device, Instruction, Program, Role, Value
 from superscaler.translation.data import EntryCheck, Spot, code_of
-from superscaler.translation.values import Differs, Held, Total
+from superscaler.translation.values import Differs, Held, Total, stays
 
 I = TypeVar("I")  # noqa: E741
 # The package, whose frames are none of emitted code.
@@ -70,8 +70,8 @@ class Beside:
                 self._point = -1
             else:
                 self._head = i, spot
-        if self.late and not isinstance(self._head[0], p.Loss):
-            raise Differs(f"{next(iter(self.late.values()))} is held, which the program has freed")
+        if self.late and not isinstance(self._head[0], p.Loss) and stays(lambda: self.late):
+            raise Differs(f"{next(iter(self.late.values()), 'a value')} is held, which the program has freed")
         return self._head
 
     def _is_silent(self, i: Instruction) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from superscaler.ir.program import Function
 from superscaler.ir.variants import unread_twins
 from superscaler.ops.call import Local, ranges
 from superscaler.ops.table import RANDOM, biased_products, parts_of, reads_inputs, row_of, unfused
-from superscaler.translation.values import Differs
+from superscaler.translation.values import Differs, stays
 
 # A call: its name, its arguments, and whether only its backward is needed.
 Term = tuple[object, ...]
@@ -94,7 +94,7 @@ class Run:
             if wanted.terms[number] != term:
                 raise Differs(f"{_shown(term)} is made where the operators make {_shown(wanted.terms[number])}")
             for ended in wanted.ended.get(number, ()):
-                if self.live[ended]:
+                if self.live[ended] and stays(partial(self.live.__getitem__, ended)):
                     raise Differs(f"the result of {_shown(self.terms[ended])} is held, which nothing reads any more")
         self.terms.append(term)
         self.live.append(1)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from superscaler.ir.program import Value
 
+# How often, and after how many seconds, it is looked again whether the code holds a value.
+_LOOKS, _SECONDS = 40, 0.005
+
 
 class Differs(Exception):
     """Emitted code does something else than its program."""
+
+
+def stays(is_held: Callable[[], object]) -> bool:
+    """Return whether something is held for long: a thread that looks at the frames of this one, as the watchdog of a
+    rank does, holds their variables for a moment.
+    """
+    for _ in range(_LOOKS if threading.active_count() > 1 else 0):
+        if not is_held():
+            return False
+        time.sleep(_SECONDS)
+    return bool(is_held())
 
 
 class Held:

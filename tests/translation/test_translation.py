@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
@@ -244,3 +248,24 @@ def test_code_that_calls_nothing_or_something_else_is_refused() -> None:
         "def step(",
     ):
         assert "does not do what the program says" in refusal(of, files={**files, "program_0.py": text})
+
+
+def test_code_is_judged_alike_where_a_thread_looks_at_the_frames_of_others() -> None:
+    """As the watchdog of a rank does: it holds the variables of the functions that it looks at for a moment."""
+    plan = compiled(GPT, "pipeline_1f1b:microbatches=2", 2)
+    is_over, main = threading.Event(), threading.get_ident()
+
+    def look() -> None:
+        while not is_over.is_set():
+            frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+            time.sleep(0.002)
+            assert frames.pop()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(20):
+            check_translation(plan.program, plan.emitted)
+    finally:
+        is_over.set()
+        thread.join()
