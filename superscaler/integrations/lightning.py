@@ -17,6 +17,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError, a
 from superscaler.integrations.hooks import Changing, Unread, tell_of_gradients, users, warn_of_stale
+from superscaler.integrations.loss import Notes
 from superscaler.integrations.planned import Planned, follow, put
 
 # In the folder of the run.
@@ -125,7 +126,7 @@ class PlanStrategy(DDPStrategy):
 
     def _new(self, rest: list[Any]) -> Planned:
         rest = [Unread("batch_idx", _HOOK) if isinstance(x, int) else x for x in rest]
-        notes: dict[str, Any] = {}
+        notes = Notes()
 
         def compute(module: Any, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
             logged: dict[str, Tensor] = {}
@@ -136,7 +137,7 @@ class PlanStrategy(DDPStrategy):
                         f"training_step logs {name}, {a(type(value).__name__)}, which would be the same in all steps "
                         "of a plan; log a tensor, or log it in a callback."
                     )
-                logged[name], notes[name] = value, options
+                logged[name], notes.by_name[name] = value, options
 
             def log_dict(values: Mapping[str, Any], **options: Any) -> None:
                 for name, value in values.items():

@@ -23,6 +23,15 @@ class Layout(NamedTuple):
     spec: Any
 
 
+class Notes:
+    """What the loss of a loop notes while a capture runs it, by name. Captures put the user's dictionaries back, but no
+    object of this package.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Any] = {}
+
+
 class LossOfLoop(nn.Module):
     """A module whose forward is the loss that a loop computes with the user's module.
 

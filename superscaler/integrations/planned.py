@@ -23,7 +23,7 @@ from superscaler.comm.distributed import connect
 from superscaler.errors import InputError
 from superscaler.integrations import gradients, state
 from superscaler.integrations.alike import check_alike, check_done, check_equal
-from superscaler.integrations.loss import Compute, Layout, LossOfLoop, named, shapes_of
+from superscaler.integrations.loss import Compute, Layout, LossOfLoop, Notes, named, shapes_of
 from superscaler.integrations.source import Form, Source, UndividedError
 from superscaler.plan import load
 from superscaler.runtime.shapes.forms import paired
@@ -47,11 +47,11 @@ class Planned:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
         cluster: str | None, directory: Path, autocast: str | None = None, seed: int = 0, steps: int = 0,
-        notes: dict[str, Any] | None = None, torch_compile: bool = False, owner: object = None,
+        notes: Notes | None = None, torch_compile: bool = False, owner: object = None,
         cuda_graph: bool = False,
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
-        self.notes = {} if notes is None else notes
+        self.notes = (notes or Notes()).by_name
         self._source = Source(module, optimizer, compute, plan, cluster, autocast, self.notes, owner)
         self._directory, self._autocast, self._seed, self._steps = directory, autocast, seed, steps
         self._torch_compile, self._cuda_graph = torch_compile, cuda_graph

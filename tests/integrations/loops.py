@@ -87,8 +87,10 @@ def own(plans: list[str], folder: Path) -> list[float]:
     """Return the largest differences of losses, weights and states from a plain loop, with a last batch of two rows, a
     step without the last layer's weights, and options and a number of the module that change.
     """
+    from superscaler.integrations.loss import Notes
     from superscaler.integrations.planned import Planned
 
+    notes = Notes()
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
     layers.config = Namespace(scale=1.0)  # type: ignore[assignment]
@@ -99,13 +101,15 @@ def own(plans: list[str], folder: Path) -> list[float]:
         return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": other}], lr=0.01)
 
     def compute(module: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        notes.by_name["rank"] = os.environ["RANK"]
         return module.factor * module.config.scale * nn.functional.cross_entropy(module(batch[0]), batch[1]), {}
 
     ours, theirs = optimizer_of(layers), optimizer_of(plain)
     batches = [(drawn(n, rows, 6), drawn(n, rows, high=4)) for n, rows in enumerate((4, 4, 2, 4))]
     found = [0.0]
     for number, plan in enumerate(plans):
-        planned = Planned(layers, ours, compute, plan, None, folder / f"plan{number}", steps=number * len(batches))
+        steps = number * len(batches)
+        planned = Planned(layers, ours, compute, plan, None, folder / f"plan{number}", steps=steps, notes=notes)
         for turn, batch in enumerate(batches):
             for module, optimizer in ((layers, ours), (plain, theirs)):
                 module[3].requires_grad_(turn != 1)
@@ -119,7 +123,10 @@ def own(plans: list[str], folder: Path) -> list[float]:
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             theirs.step()
             before = weakref.ref(planned.step.state) if planned.step else None
+            notes.by_name.clear()
             found.append(float((planned(batch, 1.0) - loss).abs()))
+            # Rank 0 captures, and all have what it noted.
+            assert turn or notes.by_name == {"rank": "0"}
             # A plan for another value of `factor` is not used again, so it may not fill the memory.
             assert turn != 3 or (before is not None and before() is None)
             if turn == 2:
