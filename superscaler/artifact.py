@@ -17,7 +17,7 @@ from superscaler.emit.device import Emitted
 from superscaler.emit.tables import Tables
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import Model
+from superscaler.ir.model import Model, PTensor
 from superscaler.ir.program import Program
 from superscaler.ir.text.model import print_model
 from superscaler.ir.text.program import print_program
@@ -27,6 +27,7 @@ from superscaler.report import journal
 from superscaler.report.block_summary import account
 from superscaler.report.identity import kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
+from superscaler.specs.memory import free_memory
 from superscaler.store import plan as disk
 from superscaler.store import plan_head as heads
 from superscaler.store.folder import digest, hash_without
@@ -132,6 +133,7 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
     if not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise InputError(f"seed is {seed!r}, but it must be a whole number from 0 to 2**64 - 1.")
     found = dict(values)
+    _check_memory(tensor for name, tensor in model.tensors.items() if tensor.kind == "parameter" and name not in found)
     for number, (name, tensor) in enumerate(model.tensors.items()):
         if tensor.kind == "buffer" and tensor.origin:
             found.setdefault(name, found[tensor.origin])
@@ -140,6 +142,16 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.02
             found[name] = drawn.to(getattr(torch, tensor.dtype))
     return found
+
+
+def _check_memory(drawn: Iterable[PTensor]) -> None:
+    """Raise InputError for weights of more bytes than are free: the system would end the process without a word."""
+    needed, free = sum(tensor.nbytes for tensor in drawn), free_memory()
+    if free is not None and needed > free:
+        raise InputError(
+            f"the weights of the plan take {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free; write the "
+            "plan directory on a machine with more memory."
+        )
 
 
 def write(

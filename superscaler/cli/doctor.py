@@ -14,6 +14,7 @@ from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer, table
 from superscaler.errors import RuntimeFailure
+from superscaler.specs.memory import free_memory
 from superscaler.timing import cores
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
@@ -162,11 +163,9 @@ def _version(package: str) -> str | None:
 
 def _memory() -> Check:
     """Return the check of the memory that a new process can use without swapping."""
-    file = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.is_file() else None
-    if found is None:
+    free = free_memory()
+    if free is None:
         return Check("memory", True, "unknown on this system")
-    free = int(found[1]) * 1024
     advice = "training needs about 16 bytes a parameter beside the activations: take a smaller model"
     return Check("memory", free > 2 * 10**9, f"{free / 10**9:.1f} GB free", advice)
 

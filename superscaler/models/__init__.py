@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, a, unknown
 from superscaler.models.families import FAMILIES
+from superscaler.models.family import Family
 from superscaler.models.without_data import forget, without_data
+from superscaler.specs.memory import free_memory
 from superscaler.specs.options import ALIASES, Options, options_of, read_pairs
 from superscaler.specs.user_file import from_file
 
@@ -65,6 +67,8 @@ def build(spec: str) -> BuiltModel:
         )
     is_meta = options["device"] == "meta"
     try:
+        if options["device"] == "cpu":
+            _check_memory(spec, family, options)
         # Weights are drawn on the requested device; the caller's generator is left unchanged.
         with torch.random.fork_rng(devices=[]), without_data() if is_meta else torch.device(options["device"]):
             torch.manual_seed(options["seed"])
@@ -76,6 +80,23 @@ def build(spec: str) -> BuiltModel:
         message = str(error).splitlines()[0].rstrip(".")
         raise InputError(f"'{spec}' is too large for this machine: {message}; choose smaller sizes.") from error
     return BuiltModel(spec, module, (), example, partial(family.make_batch, options))
+
+
+def _check_memory(spec: str, family: Family, options: Options) -> None:
+    """Raise InputError for weights of more bytes than are free: the system would end the process without a word."""
+    free = free_memory()
+    # A part of the weights of a transformer. Only large models are counted, which takes seconds.
+    some = 16 * options.get("layers", 1) * options["hidden"] ** 2
+    if free is None or 8 * some < free:
+        return
+    with without_data():
+        needed = sum(p.nbytes for p in family.build(spec.partition(":")[0], options).parameters())
+    if needed > free:
+        raise InputError(
+            f"'{spec}' is too large for this machine: its weights take {needed / 1e9:.1f} GB, of which "
+            f"{free / 1e9:.1f} GB are free; choose smaller sizes, or device=meta for what needs no weights (compile "
+            "without --out; simulate and search take any size)."
+        )
 
 
 def sizes_of(spec: str) -> Options:

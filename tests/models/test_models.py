@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from math import log
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import superscaler as ss
+from superscaler import artifact, models
 from superscaler.errors import InputError
 from superscaler.models import BuiltModel, build
 from tests.helpers.sweeps import few, slow
@@ -216,3 +219,23 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=re.escape("pip install 'superscaler[hf]'")):
         build("gpt2:size=tiny")
+
+
+def test_a_model_that_does_not_fit_the_memory_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system ends a process that takes more than there is, without a word. 1,557.6 million weights are 6.2 GB."""
+    monkeypatch.setattr(models, "free_memory", lambda: 6 * 10**9)
+    with pytest.raises(InputError, match=r"its weights take 6\.2 GB, of which 6\.0 GB are free; choose smaller sizes"):
+        models.build("gpt2:size=xl")
+    assert next(models.build("gpt2:size=tiny").module.parameters()).device.type == "cpu"
+
+
+def test_weights_that_a_plan_draws_fit_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = models.build("mlp:device=meta")
+    optimizer = torch.optim.SGD(built.module.parameters(), lr=0.1)
+    plan = ss.compile(ss.capture(built.module, kwargs=built.kwargs, optimizer=optimizer), "single", "local:1")
+    needed = sum(p.nbytes for p in built.module.parameters())
+    monkeypatch.setattr(artifact, "free_memory", lambda: needed - 1)
+    with pytest.raises(InputError, match="write the plan directory on a machine with more memory"):
+        plan.save(tmp_path / "plan")
+    monkeypatch.setattr(artifact, "free_memory", lambda: needed)
+    plan.save(tmp_path / "plan")
