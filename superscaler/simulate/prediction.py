@@ -165,13 +165,14 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield f"the first tensor too many is {full.excess}"
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     speed = f"{number(amount / p.step_seconds)} {what}/s"
-    peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.mfu is not None else ""
-    spread = f"{duration(p.low)} on fast devices of this kind, {duration(p.high)} on slow ones"
+    peak = f", {share}" if (share := peak_share(p)) else ""
+    low, high = duration(p.low), duration(p.high)
+    spread = f" ({low} on fast devices of this kind, {high} on slow ones)" if low != high else ""
     condition = "" if p.fits else ", if it did fit"
-    yield f"step {duration(p.step_seconds)} ({spread}){peak}, {speed}{condition}"
+    yield f"step {duration(p.step_seconds)}{spread}{peak}, {speed}{condition}"
     host, work = p.mean("host"), p.mean("compute") + p.mean("optimizer")
     if host > _LAUNCH_BOUND * work and p.step_seconds > _FAR * p.bound:
-        yield f"launch-bound: for {host / work:.0%} of their work devices wait for the host to start kernels"
+        yield f"launch-bound: for {min(host / work, 1):.0%} of their work devices wait for the host to start kernels"
     elif p.bound:
         yield f"the model's own products take {duration(p.bound)} of it at full speed; the rest{_said(_losses(p))}"
     if p.links:
@@ -180,6 +181,13 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield str(p.attention)
     if p.assumed:
         yield f"assumed: {p.assumed}"
+
+
+def peak_share(p: Prediction) -> str:
+    """Return the share of the peak in words, nothing where no peak is known. Less than 1% has no further number."""
+    if p.mfu is None:
+        return ""
+    return f"{p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.mfu >= 0.01 else "under 1% of peak FLOPs"
 
 
 def _losses(p: Prediction) -> list[tuple[float, str]]:

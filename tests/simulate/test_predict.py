@@ -83,6 +83,23 @@ def test_a_prediction_adds_up_and_says_what_fits() -> None:
     assert "launch-bound" not in words(replace(found, devices=tuple(replace(d, host=0.0) for d in found.devices)))
 
 
+def test_numbers_of_a_model_that_is_too_small_for_its_devices_are_left_out(tmp_path: Path) -> None:
+    """They frighten, and say nothing: 0.0 TFLOPS, devices that wait for 114 % of their work, a step of equal bounds, a
+    step of 964,000,000 times what the hardware allows.
+    """
+    plan = ss.compile(graph_of("mlp:hidden=4,inputs=4,layers=1,batch=2,classes=2"), "data_parallel", "a100:1x2")
+    found = plan.simulate()
+    assert found.mean("host") > found.mean("compute") + found.mean("optimizer")
+    text = words(replace(found, low=found.step_seconds, high=found.step_seconds))
+    (step,) = (line for line in text.splitlines() if line.startswith("  step"))
+    assert re.fullmatch(r"  step \d+ us, under 1% of peak FLOPs, [\d,]+ samples/s", step)
+    assert "launch-bound: for 100% of their work" in text
+    plan.save(tmp_path / "plan", evaluation=False)
+    assert run("report", tmp_path / "plan", "--out", tmp_path / "plan.html") == 0
+    answered = (tmp_path / "plan.html").read_text().partition("What limits it: ")[2].partition("</p>")[0]
+    assert "of the step in the mean over devices." in answered
+
+
 def test_the_parts_of_a_step_are_said_in_seconds_that_add_up_and_so_is_what_is_assumed() -> None:
     found = ss.compile(graph_of(GPT), "data_parallel", "a100:1x2").simulate()
     text = words(replace(found, devices=tuple(replace(d, host=0.0) for d in found.devices)))

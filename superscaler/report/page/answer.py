@@ -9,7 +9,7 @@ from superscaler.report.kinds import Kind
 from superscaler.report.page.markup import Markup, table, tag
 from superscaler.report.subject import Subject
 from superscaler.simulate.predict import Simulation
-from superscaler.simulate.prediction import COLUMNS, Prediction, device_rows, devices_text
+from superscaler.simulate.prediction import COLUMNS, Prediction, device_rows, devices_text, peak_share
 from superscaler.specs.options import HALVES
 from superscaler.specs.sizes import duration, number, size
 
@@ -17,6 +17,8 @@ from superscaler.specs.sizes import duration, number, size
 _UNEVEN = 1.2
 # The share of a step that a lower precision must save in products alone to be named.
 _WORTH = 0.05
+# A step that is so many times its bound is not compared with it.
+_MOST_TIMES = 100
 
 
 class Part(NamedTuple):
@@ -62,8 +64,9 @@ def verdict(subject: Subject) -> Markup:
     """Return the answer for a plan, in words and numbers."""
     p = subject.simulation.prediction
     amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
-    facts = [f"{duration(p.low)} to {duration(p.high)} on fast and slow devices of the kind"]
-    facts += [f"{p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)"] if p.mfu is not None else []
+    low, high = duration(p.low), duration(p.high)
+    facts = [f"{low} to {high} on fast and slow devices of the kind"] if low != high else []
+    facts += [share] if (share := peak_share(p)) else []
     facts += [
         f"{number(amount / p.step_seconds)} {what}/s",
         p.precision,
@@ -107,10 +110,11 @@ def _limits(simulation: Simulation) -> list[Markup]:
     p = simulation.prediction
     losses = sorted(parts(p)[1:], key=lambda part: -part.seconds)
     most = losses[0]
-    allowed = f"{number(p.step_seconds / p.bound)} times what this hardware allows" if p.bound else ""
+    # Of a model so small that its products take no time, the ratio says nothing.
+    is_near = p.step_seconds < _MOST_TIMES * p.bound
+    allowed = f"; the step is {number(p.step_seconds / p.bound)} times what this hardware allows" if is_near else ""
     share = _said(most, p.step_seconds).removeprefix(most.name).lstrip()
-    limit = f"{most.name}, {share} of the step in the mean over devices; the step is "
-    lines = [_line("What limits it: ", f"{limit}{allowed or 'all of it beside products'}.")]
+    lines = [_line("What limits it: ", f"{most.name}, {share} of the step in the mean over devices{allowed}.")]
     if p.capacity and not p.fits:
         name, count = max(p.fullest.memory.items(), key=lambda pair: pair[1])
         over, remedy = size(p.fullest.peak_bytes - p.capacity), _MEMORY.get(name, "more devices")
