@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import width
-from superscaler.planner.menu import Cost, Costs, Menu
+from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.menu import Menu
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.simulate.predict import check_speeds
 from superscaler.simulate.rates import HOST

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
 from superscaler.ir.program import Program, Value, calls
 from superscaler.ir.text.model import print_model
+from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
 from superscaler.planner.kinds import reduced, runs
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
@@ -40,84 +41,12 @@ from superscaler.store import cache
 # The rows of the microbatches that are measured. Where kernels, not their starts, take the time of these, costs of
 # others are on the line through those of few and many, and what saves memory changes them in the same ratio.
 _FEW, _MANY, _MOST = 1, 4, 16
-# Kernels take the time where many rows take so many times the seconds of few, or more.
-_BUSY = 3.2
 # The seconds of more rows in those on the line, at least: large products are a little faster.
 _LARGER = 0.96
 # Devices of a cluster whose slowest one is the slowest of its kind.
 _ALL = 10**9
-# The first fields of a cost: seconds.
-_TIMES = 6
 # A link that takes no time.
 _FREE = Link(0.0, 1e30)
-
-
-class Cost(NamedTuple):
-    """Of a block, or of what is outside of the blocks, on a device: the seconds of a microbatch, `work`: those without
-    communication; `once`: of the communication of gradients after the last one; of gradients that are `copied` to sums,
-    and `added` to them; `update`: of a step's update; bytes of `weights`, of their `gradients`, of the `optimizer`'s
-    state, and `kept` of a microbatch until its backward.
-    """
-
-    seconds: float
-    work: float
-    once: float
-    copied: float
-    added: float
-    update: float
-    weights: float
-    gradients: float
-    optimizer: float
-    kept: float
-
-    def __sub__(self, other: Cost) -> Cost:
-        """Return the difference to a smaller model, never below 0."""
-        return Cost(*(max(a - b, 0.0) for a, b in zip(self, other, strict=True)))
-
-    def plus(self, other: Cost, times: float) -> Cost:
-        """Return the cost with so many others."""
-        return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
-
-    def faster(self, pace: float) -> Cost:
-        """Return the cost with all work in so many of its seconds."""
-        sums = (pace * x for x in self[3:_TIMES])
-        return Cost(self.seconds - (1 - pace) * self.work, pace * self.work, self.once, *sums, *self[_TIMES:])
-
-    def towards(self, other: Cost, share: float) -> Cost:
-        """Return the cost at a share of the way to another one."""
-        return Cost(*(max(a + share * (b - a), 0.0) for a, b in zip(self, other, strict=True)))
-
-
-class Costs(NamedTuple):
-    """The costs of a use: of a block of each run, of the rest, and the bytes beside them at the peak."""
-
-    runs: tuple[Cost, ...]
-    rest: Cost
-    beside: float
-
-    def faster(self, pace: float) -> Costs:
-        """Return the costs with all work in so many of its seconds."""
-        return Costs(tuple(run.faster(pace) for run in self.runs), self.rest.faster(pace), self.beside)
-
-    def changed(self, before: Costs, after: Costs, is_added: bool) -> Costs:
-        """Return the costs, changed in the ratio of others, or with the difference of the work of these `is_added`."""
-        triples = zip((*self.runs, self.rest), (*before.runs, before.rest), (*after.runs, after.rest), strict=True)
-        if is_added:
-            *blocks, rest = (
-                own._replace(work=own.work + b.work - a.work, seconds=own.seconds + b.work - a.work)
-                for own, a, b in triples
-            )
-            return Costs(tuple(blocks), rest, self.beside)
-        *blocks, rest = (
-            Cost(*(y * x / a if a else y for x, a, y in zip(own, first, last, strict=True)))
-            for own, first, last in triples
-        )
-        return Costs(tuple(blocks), rest, after.beside * self.beside / max(before.beside, 1.0))
-
-    def towards(self, other: Costs, share: float) -> Costs:
-        """Return the costs at a share of the way to other ones."""
-        blocks = tuple(a.towards(b, share) for a, b in zip(self.runs, other.runs, strict=True))
-        return Costs(blocks, self.rest.towards(other.rest, share), self.beside + share * (other.beside - self.beside))
 
 
 class Menu:
@@ -152,7 +81,7 @@ class Menu:
         few, many = (self._own(use._replace(rows=rows)) for rows in (_FEW, _MANY))
         if few is None or many is None:
             return None
-        if use.rows in (_FEW, _MANY) or not _is_busy(few, many):
+        if use.rows in (_FEW, _MANY) or not is_busy(few, many):
             return self._between(use)
         found = few.towards(many, (use.rows - _FEW) / (_MANY - _FEW))
         return found if use.rows < _MANY else found.faster(_LARGER)
@@ -165,7 +94,7 @@ class Menu:
         plain, few, many = (self.costs(plainer._replace(rows=rows)) for rows in (use.rows, _FEW, _MANY))
         if plain is None or few is None or many is None:
             return None
-        if _is_busy(few, many):
+        if is_busy(few, many):
             own = self._own(use._replace(rows=_MANY))
             return None if own is None else plain.changed(many, own, use.is_gathered)
         own = self._between(use)
@@ -188,7 +117,7 @@ class Menu:
         if use not in self._measured:
             self._measured[use] = self._pair(use)
         found = self._measured[use]
-        return None if found is None else _at(*found, share_of(self.cluster))
+        return None if found is None else between(*found, share_of(self.cluster))
 
     def _pair(self, use: Use) -> tuple[Costs, Costs] | None:
         """Return the costs of a use on the slowest devices of the kind, and on the fastest."""
@@ -203,8 +132,8 @@ class Menu:
             return None
         (slow, fast, beside), others = base, larger
         return (
-            _differences(slow, [found[0] for found in others], beside),
-            _differences(fast, [found[1] for found in others], beside),
+            differences(slow, [found[0] for found in others], beside),
+            differences(fast, [found[1] for found in others], beside),
         )
 
     def _simulated(self, use: Use, counts: Sequence[int]) -> tuple[Cost, Cost, float]:
@@ -221,7 +150,7 @@ class Menu:
         cluster = replace(self.cluster, devices=devices, devices_per_server=per_server, links=links)
         zero = 3 if use.is_gathered else 0
         spec = Choice(dp, use.tp, 1, use.rows, 1, use.layout, use.recompute, zero, loss=use.loss).spec
-        program = compile_graph(graph, resolve(spec), cluster).program
+        program = compile_graph(graph, resolve(spec), cluster, certified=False).program
         found = simulate(program, cluster, None, self.torch_compile, among=_ALL)
         p, kept = found.prediction, kept_bytes(program, self.torch_compile)
         update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
@@ -267,12 +196,6 @@ class Menu:
             self._count = len(self._measured)
 
 
-def _is_busy(few: Costs, many: Costs) -> bool:
-    """Return whether kernels take the time of the blocks, not their starts."""
-    less, more = (sum(run.seconds for run in costs.runs) for costs in (few, many))
-    return more >= _BUSY * less
-
-
 def _last(found: Simulation) -> float:
     """Return the end of the last backward of the first device."""
     lane = found.table.lanes[0]
@@ -285,24 +208,6 @@ def _read(pair: Any) -> tuple[Costs, Costs] | None:
         return None
     slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), beside) for runs, rest, beside in pair)
     return slow, fast
-
-
-def _differences(base: Cost, larger: Sequence[Cost], beside: float) -> Costs:
-    """Return the costs of a block of each run, and of what is left of a model with one of each."""
-    blocks, rest = tuple(cost - base for cost in larger), base
-    for cost in blocks:
-        rest -= cost
-    return Costs(blocks, rest, beside)
-
-
-def _at(slow: Costs, fast: Costs, share: float) -> Costs:
-    """Return the costs on devices between slow and fast ones: their rates are on a line."""
-
-    def between(a: Cost, b: Cost) -> Cost:
-        pairs = zip(a[:_TIMES], b[:_TIMES], strict=True)
-        return Cost(*(1 / ((1 - share) / x + share / y) if x and y else x for x, y in pairs), *a[_TIMES:])
-
-    return Costs(tuple(map(between, slow.runs, fast.runs)), between(slow.rest, fast.rest), slow.beside)
 
 
 def _wide(model: Model) -> float:

@@ -9,17 +9,15 @@ from functools import partial
 from math import inf
 
 from superscaler.cluster import Cluster
-from superscaler.compiler import compile_graph
-from superscaler.errors import InputError, PlanError
+from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.planner.candidates import NEAR, Candidates
 from superscaler.planner.constraints import left, read
 from superscaler.planner.estimate import Estimate, Estimator
-from superscaler.planner.kinds import of_batch
 from superscaler.planner.menu import Menu
+from superscaler.planner.programs import Found, Programs
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use, choices, nearest
-from superscaler.plans import resolve
-from superscaler.simulate.predict import check_speeds, predict
+from superscaler.simulate.predict import check_speeds
 from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.specs.sizes import duration, size
@@ -30,20 +28,6 @@ MOST, _LEAST = 25, 3
 _ALMOST = 1.1
 # The weight of the whole plans of the same kind beside that of the estimate itself.
 _TRUST = 0.25
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plan that was compiled whole: its text, what it decides, and its prediction."""
-
-    spec: str
-    choice: Choice
-    prediction: Prediction
-
-    @property
-    def a_row(self) -> float:
-        """Return the seconds of a step for each row of its batch."""
-        return self.prediction.step_seconds / self.choice.batch
 
 
 @dataclass(frozen=True)
@@ -101,25 +85,23 @@ def search(
         raise InputError(_undivided(devices, batches or [menu.batch], count))
     space = left(every, constraints)
     note(f"{len(space)} plans in the space; measuring blocks")
-    found, waiting, errors = list[Found](), dict[Choice, Estimate](), _Errors()
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
-    compiled = partial(_whole, graph, devices, memory, torch_compile)
+    programs, errors = Programs(graph, devices, memory, torch_compile), _Errors()
+    found, waiting = programs.found, dict[Choice, Estimate]()
+    is_late = partial(_is_late, start + seconds)
 
     def fits(e: Estimate) -> bool:
-        whole = next((f.prediction for f in found if f.choice == e.choice), None)
+        whole = programs.prediction(e.choice)
         return errors.corrected(e).peak <= room if whole is None else whole.fits
 
     try:
-        while new := candidates.more(_best(found), fits):
+        while (new := candidates.more(_best(found), fits)) and not (found and is_late()):
             waiting |= {e.choice: e for e in new}
             note(f"{len(new)} plans estimated; compiling the best")
-            for whole in _whole_plans(waiting, room, errors, compiled, _best(found), len(found)):
-                found.append(whole)
+            for whole in _whole_plans(waiting, room, errors, programs.compiled, _best(found), len(found)):
                 note(_line(whole))
-                if time.monotonic() - start > seconds:
+                if is_late():
                     break
-            if time.monotonic() - start > seconds:
-                break
     except KeyboardInterrupt:
         if not found:
             raise
@@ -128,14 +110,17 @@ def search(
         menu.keep()
     if not found:
         raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
-    found.sort(key=lambda f: (not f.prediction.fits, f.a_row if f.prediction.fits else f.prediction.fullest.peak_bytes))
-    whole_plans = {f.choice: f.prediction for f in found}
+    programs.certify()
     list(candidates.beside(found[0].choice))
     estimates = [e for e in candidates.found.values() if e]
-    least = [_least(e, whole_plans.get(e.choice), room) for e in estimates]
+    least = [_least(e, programs.prediction(e.choice), room) for e in estimates]
     bound = min(found[0].a_row, candidates.least(fits), *least)
-    corrected = [errors.corrected(e, whole_plans.get(e.choice)) for e in estimates]
+    corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in estimates]
     return Answer(found, bound * found[0].choice.batch, corrected)
+
+
+def _is_late(end: float) -> bool:
+    return time.monotonic() > end
 
 
 def _least(e: Estimate, whole: Prediction | None, room: float) -> float:
@@ -251,12 +236,3 @@ def _line(found: Found) -> str:
     p = found.prediction
     fits = "" if p.fits else f"; it does not fit: {size(p.fullest.peak_bytes)}"
     return f"{found.spec}: step {duration(p.step_seconds)}{fits}"
-
-
-def _whole(graph: Graph, cluster: Cluster, memory: int | None, torch_compile: bool, choice: Choice) -> Found | None:
-    """Return a plan that is compiled whole; None if the model does not allow it."""
-    try:
-        program = compile_graph(of_batch(graph, choice.batch), resolve(choice.spec), cluster).program
-        return Found(choice.spec, choice, predict(program, cluster, memory, torch_compile))
-    except PlanError:
-        return None

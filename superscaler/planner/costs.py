@@ -1,0 +1,103 @@
+"""Costs of blocks: seconds and bytes, which are added, and compared with those of other uses of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# The first fields of a cost: seconds.
+_TIMES = 6
+# Kernels take the time where many rows take so many times the seconds of few, or more.
+_BUSY = 3.2
+
+
+class Cost(NamedTuple):
+    """Of a block, or of what is outside of the blocks, on a device: the seconds of a microbatch, `work`: those without
+    communication; `once`: of the communication of gradients after the last one; of gradients that are `copied` to sums,
+    and `added` to them; `update`: of a step's update; bytes of `weights`, of their `gradients`, of the `optimizer`'s
+    state, and `kept` of a microbatch until its backward.
+    """
+
+    seconds: float
+    work: float
+    once: float
+    copied: float
+    added: float
+    update: float
+    weights: float
+    gradients: float
+    optimizer: float
+    kept: float
+
+    def __sub__(self, other: Cost) -> Cost:
+        """Return the difference to a smaller model, never below 0."""
+        return Cost(*(max(a - b, 0.0) for a, b in zip(self, other, strict=True)))
+
+    def plus(self, other: Cost, times: float) -> Cost:
+        """Return the cost with so many others."""
+        return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def faster(self, pace: float) -> Cost:
+        """Return the cost with all work in so many of its seconds."""
+        sums = (pace * x for x in self[3:_TIMES])
+        return Cost(self.seconds - (1 - pace) * self.work, pace * self.work, self.once, *sums, *self[_TIMES:])
+
+    def towards(self, other: Cost, share: float) -> Cost:
+        """Return the cost at a share of the way to another one."""
+        return Cost(*(max(a + share * (b - a), 0.0) for a, b in zip(self, other, strict=True)))
+
+
+class Costs(NamedTuple):
+    """The costs of a use: of a block of each run, of the rest, and the bytes beside them at the peak."""
+
+    runs: tuple[Cost, ...]
+    rest: Cost
+    beside: float
+
+    def faster(self, pace: float) -> Costs:
+        """Return the costs with all work in so many of its seconds."""
+        return Costs(tuple(run.faster(pace) for run in self.runs), self.rest.faster(pace), self.beside)
+
+    def changed(self, before: Costs, after: Costs, is_added: bool) -> Costs:
+        """Return the costs, changed in the ratio of others, or with the difference of the work of these `is_added`."""
+        triples = zip((*self.runs, self.rest), (*before.runs, before.rest), (*after.runs, after.rest), strict=True)
+        if is_added:
+            *blocks, rest = (
+                own._replace(work=own.work + b.work - a.work, seconds=own.seconds + b.work - a.work)
+                for own, a, b in triples
+            )
+            return Costs(tuple(blocks), rest, self.beside)
+        *blocks, rest = (
+            Cost(*(y * x / a if a else y for x, a, y in zip(own, first, last, strict=True)))
+            for own, first, last in triples
+        )
+        return Costs(tuple(blocks), rest, after.beside * self.beside / max(before.beside, 1.0))
+
+    def towards(self, other: Costs, share: float) -> Costs:
+        """Return the costs at a share of the way to other ones."""
+        blocks = tuple(a.towards(b, share) for a, b in zip(self.runs, other.runs, strict=True))
+        return Costs(blocks, self.rest.towards(other.rest, share), self.beside + share * (other.beside - self.beside))
+
+
+def differences(base: Cost, larger: Sequence[Cost], beside: float) -> Costs:
+    """Return the costs of a block of each run, and of what is left of a model with one of each."""
+    blocks, rest = tuple(cost - base for cost in larger), base
+    for cost in blocks:
+        rest -= cost
+    return Costs(blocks, rest, beside)
+
+
+def between(slow: Costs, fast: Costs, share: float) -> Costs:
+    """Return the costs on devices between slow and fast ones: their rates are on a line."""
+
+    def of(a: Cost, b: Cost) -> Cost:
+        pairs = zip(a[:_TIMES], b[:_TIMES], strict=True)
+        return Cost(*(1 / ((1 - share) / x + share / y) if x and y else x for x, y in pairs), *a[_TIMES:])
+
+    return Costs(tuple(map(of, slow.runs, fast.runs)), of(slow.rest, fast.rest), slow.beside)
+
+
+def is_busy(few: Costs, many: Costs) -> bool:
+    """Return whether kernels take the time of the blocks, not their starts."""
+    less, more = (sum(run.seconds for run in costs.runs) for costs in (few, many))
+    return more >= _BUSY * less
