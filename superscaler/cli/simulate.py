@@ -23,8 +23,8 @@ from superscaler.specs.sizes import duration, read_bytes, read_lengths
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
-    from superscaler.planner.resumed import Run
     from superscaler.planner.programs import Found
+    from superscaler.planner.resumed import Run
     from superscaler.planner.search import Answer
     from superscaler.simulate.prediction import Prediction
     from superscaler.verbs import Graph

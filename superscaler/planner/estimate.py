@@ -89,10 +89,12 @@ class Estimator:
 
     def least_bytes(self, c: Choice) -> float:
         """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:
-        no activations are kept where some are recomputed, and none of the loss where that is in parts.
+        no activations are kept where some are recomputed, and none of the loss where that is in parts. Those of a use
+        that was not measured are 0.
         """
         plain = replace(c, recompute="none", loss="whole", zero=min(c.zero, 1))
-        costs, bounds = self.menu.costs(plain.use), self._stages(plain)
+        costs = self.menu.known(plain.use)
+        bounds = None if costs is None else self._stages(plain)
         if costs is None or bounds is None:
             return 0.0
         runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)

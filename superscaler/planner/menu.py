@@ -77,6 +77,10 @@ class Menu:
             self._known[use] = self._plain(use) if use == use.plain else self._variant(use)
         return self._known[use]
 
+    def known(self, use: Use) -> Costs | None:
+        """Return the costs of a use if they were asked for before."""
+        return self._known.get(use)
+
     def _plain(self, use: Use) -> Costs | None:
         few, many = (self._own(use._replace(rows=rows)) for rows in (_FEW, _MANY))
         if few is None or many is None:
