@@ -150,6 +150,7 @@ def test_what_saves_memory_is_measured_only_where_no_plainer_plan_fits() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_plans_satisfy_random_constraints() -> None:
     """200 pairs of constraints: each has a plan that satisfies both and fits, or is refused in words."""
     drawn, python, refused = random.Random(1), {"=": "=="}, 0
