@@ -13,11 +13,15 @@ from superscaler.plans.lib.shared import batch_of, inner_blocks
 
 # What a tensor is to a block: made inside by an op, its weight, or given from outside; with its shape.
 Form = tuple[object, ...]
+# The most blocks that take turns.
+_PERIOD = 8
 
 
 def runs(graph: Graph) -> list[list[Block]]:
     """Return the blocks in runs: each block of a run does the same, with other weights, on the result of the one
     before it. Of the blocks and those inside of them, it takes those that repeat most.
+
+    Blocks that take turns, as those of Swin with windows and with shifted ones, are one block of a run together.
     """
     return min((_runs(graph, blocks) for blocks in (graph.blocks, inner_blocks(graph))), key=_distinct)
 
@@ -29,16 +33,32 @@ def _distinct(found: Sequence[Sequence[Block]]) -> float:
 
 
 def _runs(graph: Graph, blocks: Sequence[Block]) -> list[list[Block]]:
-    found: list[list[Block]] = []
-    before: Form | None = None
-    for block in blocks:
-        form = form_of(graph.model, block.ops)
-        if form == before and _is_next(graph.model, found[-1][-1], block):
-            found[-1].append(block)
-        else:
-            found.append([block])
-        before = form
+    numbers, found, first = dict[Form, int](), list[list[Block]](), 0
+    same = [numbers.setdefault(form_of(graph.model, block.ops), len(numbers)) for block in blocks]
+    while first < len(blocks):
+        ways = {n: _repeated(graph.model, blocks[first:], same[first:], n) for n in range(1, _PERIOD + 1)}
+        period = max(ways, key=lambda n: n * (len(ways[n]) - 1))
+        found.append(ways[period])
+        first += period * len(ways[period])
     return found
+
+
+def _repeated(model: Model, blocks: Sequence[Block], same: Sequence[int], period: int) -> list[Block]:
+    """Return the run with which a row of blocks begins, each of its blocks made of so many. `same`: equal for equal
+    blocks.
+    """
+    run, end = [_joined(blocks[:period])], period
+    while len(blocks) >= end + period and same[:period] == same[end : end + period]:
+        after = _joined(blocks[end : end + period])
+        if form_of(model, after.ops) != form_of(model, run[0].ops) or not _is_next(model, run[-1], after):
+            break
+        run.append(after)
+        end += period
+    return run
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    return Block(blocks[0].path, tuple(op for block in blocks for op in block.ops))
 
 
 def form_of(model: Model, ops: Sequence[Op]) -> Form:
@@ -54,8 +74,18 @@ def form_of(model: Model, ops: Sequence[Op]) -> Form:
         shapes = tuple(
             (model.tensors[o.tensor].shape, model.tensors[o.tensor].dtype) for o in (*op.inputs, *op.outputs)
         )
-        found.append((op.target, op.args, op.kwargs, inputs, shapes, op.has_mirror, bool(op.checkpoint)))
+        given = _alike(op.args), _alike(op.kwargs)
+        found.append((op.target, *given, inputs, shapes, op.has_mirror, bool(op.checkpoint)))
     return tuple(found)
+
+
+def _alike(value: object) -> object:
+    """Return arguments with one number in the place of all fractions but 0: the rate at which paths are dropped grows
+    with depth, and takes as long.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_alike, value))
+    return 0.5 if isinstance(value, float) and value else value
 
 
 def _is_next(model: Model, first: Block, second: Block) -> bool:

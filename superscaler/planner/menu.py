@@ -67,9 +67,9 @@ class Menu:
 
     def sizes(self) -> list[int]:
         """Return the number of blocks, as `blocks=` of a pipeline counts them, in each block of the runs."""
-        paths = [block.path for block in inner_blocks(self.graph)]
-        blocks = chain.from_iterable(self.runs)
-        return [sum(path == b.path or path.startswith(f"{b.path}.") for path in paths) for b in blocks]
+        counted = [block.ops[0].name for block in inner_blocks(self.graph)]
+        names = ({op.name for op in block.ops} for block in chain.from_iterable(self.runs))
+        return [sum(name in own for name in counted) for own in names]
 
     def costs(self, use: Use) -> Costs | None:
         """Return the costs of a use; None if the model does not allow it."""
@@ -225,13 +225,16 @@ def kept_bytes(program: Program, torch_compile: bool = False) -> int:
     """Return the bytes that the first device keeps of its first microbatch from its forward to its backward."""
     segments, device = Segments(program, True, torch_compile), program.devices[0]
     tasks, weights = segments.tasks(device), {weight.name for weight in device.weights}
+    code = [i for _, i in calls(device.instructions[:]) if i.task.microbatch <= 0]
+    again = {i.function for i in code if any(op.origin for op in program.functions[i.function].ops)}
+    # What is recomputed is kept for a moment only, but for what the forward made or read, too.
+    known = {name for i in code if i.function not in again for name in (*i.inputs, *i.outputs)}
     named, others = dict[Value, int](), 0
-    for i in (i for _, i in calls(device.instructions[:]) if i.task.microbatch <= 0):
-        is_again = any(op.origin for op in program.functions[i.function].ops)
+    for i in code:
         segment = tasks[i.task]
         ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))
-        # What is recomputed is kept for a moment only, but for its inputs.
-        held = {n for n, _ in enumerate(i.inputs)} if is_again else segment.tapes[0].held
+        is_again = i.function in again
+        held = {n for n, name in enumerate(i.inputs) if name in known} if is_again else segment.tapes[0].held
         named |= {name: segment.sizes[n] for n, name in ends if n in held and name not in weights}
         others += 0 if is_again else segment.tapes[0].bytes
     return others + sum(named.values())

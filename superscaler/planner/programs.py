@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from superscaler.certify.certificate import certify
 from superscaler.cluster import Cluster
-from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
 from superscaler.ir.program import Program
-from superscaler.planner.kinds import of_batch
 from superscaler.planner.space import Choice
-from superscaler.plans import resolve
-from superscaler.simulate.predict import predict
+from superscaler.planner.whole import predicted
 from superscaler.simulate.prediction import Prediction
 
 
@@ -33,7 +31,9 @@ class Found:
 
 @dataclass
 class Programs:
-    """The plans that are compiled whole, the best first, and the program of the best: it alone gets a certificate."""
+    """The plans that are compiled whole, the best first, and the program of the best, which alone gets a certificate;
+    None if it was not compiled with all microbatches.
+    """
 
     graph: Graph
     cluster: Cluster
@@ -44,13 +44,12 @@ class Programs:
 
     def compiled(self, choice: Choice, certified: bool = False) -> Found | None:
         """Return a plan that is compiled whole; None if the model does not allow it."""
+        way = self.memory, self.torch_compile, choice, certified
         try:
-            graph, plan = of_batch(self.graph, choice.batch), resolve(choice.spec)
-            program = compile_graph(graph, plan, self.cluster, certified).program
-            found = Found(choice.spec, choice, predict(program, self.cluster, self.memory, self.torch_compile))
+            prediction, program = predicted(self.graph, self.cluster, *way)
         except PlanError:
             return None
-        self.found.append(found)
+        self.found.append(found := Found(choice.spec, choice, prediction))
         self.found.sort(key=_order)
         self.best = program if self.found[0] is found else self.best
         return found
@@ -60,14 +59,19 @@ class Programs:
         return next((f.prediction for f in self.found if f.choice == choice), None)
 
     def certify(self) -> None:
-        """Certify the best plan. One whose microbatches do not repeat as they seemed to is compiled anew, with all of
-        them, and has its place by that.
+        """Certify the best plan. One that was not compiled with all microbatches, or whose microbatches do not repeat
+        as they seemed to, is compiled anew with all of them, and has its place by that.
         """
-        assert self.best is not None
-        try:
-            certify(self.best)
-        except PlanError:
-            self.compiled(self.found.pop(0).choice, certified=True)
+        certain = set[Choice]()
+        while self.found and (choice := self.found[0].choice) not in certain:
+            certain.add(choice)
+            with suppress(PlanError):
+                if self.best is not None:
+                    certify(self.best)
+                    return
+            self.best = None
+            self.found.pop(0)
+            self.compiled(choice, certified=True)
 
 
 def _order(f: Found) -> tuple[bool, float]:

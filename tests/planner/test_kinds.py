@@ -40,3 +40,11 @@ def test_blocks_that_differ_are_runs_of_their_own() -> None:
         ["decoder.block.0"],
         ["decoder.block.1", "decoder.block.2"],
     ]
+
+
+def test_blocks_that_take_turns_are_one_block_of_a_run() -> None:
+    """Layers of Swin have windows, and shifted windows, in turns; paths are dropped at a rate that grows with depth."""
+    found = runs(graph_of("swin:size=tiny,depths=2-6"))
+    assert [[block.path for block in run] for run in found][-1] == [
+        f"swinv2.encoder.layers.1.blocks.{n}" for n in (0, 2, 4)
+    ]

@@ -51,3 +51,13 @@ def test_costs_add_up_to_the_step_of_the_model() -> None:
     plan = ss.compile(of_batch(graph_of(GPT), 1), "hybrid:dp=1,tp=2,pp=1,microbatches=1,sequence=true", "a100:1x2")
     total = costs.rest.plus(costs.runs[0], 4)
     assert total.seconds + total.once + total.update == pytest.approx(plan.simulate().step_seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["full", "co_shard"])
+@pytest.mark.parametrize("layout", ["sequence", "tensor"])
+def test_a_recomputed_block_keeps_its_input_alone(recompute: str, layout: str) -> None:
+    """What is gathered again inside of it, and what its parts read, exists for a moment."""
+    menu = menu_of("gpt2:layers=3,hidden=64,heads=8,seq=128,vocab=256,batch=4,device=meta", "a100:1x2")
+    costs = menu.costs(Use(2, layout, recompute, "whole", 1))
+    assert costs is not None
+    assert costs.runs[0].kept == 128 * 64 * 4 / (2 if layout == "sequence" else 1)
