@@ -2,6 +2,8 @@
 
     python benchmarks/search.py [--cases 20] [--seed 0] [--part 60] [--keep FILE]
     python benchmarks/search.py --time    # 48 blocks on 32 and on 1,024 devices
+    python benchmarks/search.py --paper [--models mbart] [--devices 8,32]      # search_paper.py
+    python benchmarks/search.py --measured [--models gpt2] [--devices 2,4]     # search_measured.py
 
 Cases are drawn: a GPT-2 or llama of 2 to 6 blocks, 2 to 8 devices of a preset, a batch, a memory. Each plan of the
 space is compiled whole and simulated; `bound` is the search's, in the best step of all. A whole space takes minutes.
@@ -20,6 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+
+from search_measured import MODELS
+from search_measured import run as run_measured
+from search_paper import FAMILIES
+from search_paper import run as run_paper
 
 import superscaler as ss
 from superscaler.errors import InputError
@@ -137,7 +144,18 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=10**6)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--paper", action="store_true")
+    parser.add_argument("--measured", action="store_true")
+    parser.add_argument("--models", default="")
+    parser.add_argument("--devices", default="")
     options = parser.parse_args()
+    if options.paper or options.measured:
+        chosen = [int(text) for text in options.devices.split(",") if text]
+        if options.paper:
+            run_paper([f for f in FAMILIES if options.models in f], chosen or [8, 32])
+        else:
+            run_measured([m for m in MODELS if options.models in m], chosen or [2, 4])
+        return
     if options.time:
         measure("a100:4x8", 256)
         measure("a100:128x8", 2048)

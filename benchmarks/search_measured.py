@@ -1,0 +1,94 @@
+"""The found plan beside all plans of the library, trained on this machine: `python benchmarks/search.py --measured`.
+
+For each number of processes the machine is measured (`doctor --measure`), and a plan is searched as by `search
+--measure 4`. Then it takes turns with each plan of the library that the model allows on so many processes: alone, with
+microbatches, and in products of two. PipeDream trains on old weights, which is another step; it is left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+import superscaler as ss
+from superscaler.models import build
+from superscaler.planner.measured import measured
+from superscaler.planner.search import search
+from superscaler.plans import keys_of, names
+
+SIZES = "layers=4,hidden=256,heads=8,seq=128,vocab=2048,batch=16"
+MODELS = f"gpt2:{SIZES}", f"llama:{SIZES}"
+# Plans that train on old weights.
+_OTHER = "pipedream", "pipedream_2bw"
+_FINALISTS = 4
+
+
+def machine(processes: int, folder: str) -> ss.Cluster:
+    """Return this machine with so many processes, measured."""
+    file = f"{folder}/machine{processes}.yaml"
+    command = (sys.executable, "-m", "superscaler", "doctor", "--measure", "--cluster", f"local:{processes}")
+    subprocess.run([*command, "--out", file], check=True, stdout=subprocess.DEVNULL)
+    return ss.Cluster.parse(file)
+
+
+def specs(processes: int) -> Iterator[str]:
+    """Yield texts of plans of the library for so many processes; a model may not allow some."""
+    own = [name for name in names() if name not in _OTHER]
+    cut = [name for name in own if "microbatches" in keys_of(name)]
+    yield from own
+    yield from (f"{name}:microbatches={count}" for name in cut for count in (2, 4))
+    if processes == 4:
+        outer = "data_parallel:2", "zero:2,stage=1", "fsdp:2", "pipeline_1f1b:2,microbatches=4"
+        inner = "data_parallel:2", "tensor_parallel:2", "sequence_parallel:2", "ulysses:2", "zero:2,stage=1"
+        yield from (f"{a} x {b}" for a, b in product(outer, inner))
+
+
+def plans(graph: ss.Graph, cluster: ss.Cluster) -> Iterator[str]:
+    """Yield those plans of the library that compile."""
+    for spec in specs(len(cluster.devices)):
+        try:
+            ss.compile(graph, spec, cluster)
+        except ss.PlanError:
+            continue
+        yield spec
+
+
+def compare(model: str, cluster: ss.Cluster) -> float:
+    """Print the plans, the shortest step first; return the step of the found plan in the shortest of the library's."""
+    built = build(model)
+    optimizer = torch.optim.AdamW(built.module.parameters())
+    graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
+
+    def save(spec: str, folder: Path) -> None:
+        ss.compile(graph, spec, cluster).save(folder)
+
+    def steps(some: Sequence[str]) -> dict[str, float]:
+        return measured(some, save, len(cluster.devices), False)
+
+    answer = search(graph, cluster)
+    finalists = [found.spec for found in answer.plans if found.prediction.fits][:_FINALISTS]
+    first = steps(finalists)
+    best = min(first, key=lambda spec: first[spec])
+    others = [spec for spec in dict.fromkeys(plans(graph, cluster)) if spec != best]
+    found = steps([best, *others])
+    ratio = found[best] / min(found[spec] for spec in others)
+    print(f"{model}, {len(cluster.devices)} processes: {best}, of {', '.join(finalists)}")
+    print(f"  {ratio:.3f} of the shortest step of {len(others)} plans of the library")
+    for spec in sorted(found, key=lambda spec: found[spec]):
+        print(f"  {found[spec] * 1e3:8.1f} ms  {found[spec] / found[best]:6.3f}  {spec}", flush=True)
+    return ratio
+
+
+def run(models: Sequence[str], processes: Sequence[int]) -> None:
+    """Compare on so many processes."""
+    with TemporaryDirectory() as folder:
+        for count in processes:
+            cluster = machine(count, folder)
+            for model in models:
+                compare(model, cluster)
