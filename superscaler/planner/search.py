@@ -214,16 +214,20 @@ def _kind(c: Choice) -> Choice:
     recompute = c.recompute if c.recompute == "co_shard" else "none"
     return replace(
         c, dp=1, tp=1, pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute, blocks=(),
-        layout=c.layout if c.layout in (*BY_SEQUENCE, "experts") else "tensor",
+        layout=c.layout if c.layout in (*BY_SEQUENCE, "experts", "dap") else "tensor",
     )  # fmt: skip
 
 
 def _layouts(menu: Menu, cluster: Cluster) -> list[str]:
-    """Return the layouts that the model has: tensor, or sequence if it can be cut along that; and of its experts."""
+    """Return the layouts that the model has: tensor, or sequence if it can be cut along that; of its experts, and of
+    its two axes.
+    """
     tp = next((n for n in (2, 4, 8) if cluster.devices_per_server % n == 0), 1)
-    is_cut = tp > 1 and menu.costs(Use(tp, "sequence", "none", "whole", 1)) is not None
+    is_cut, has_axes = (
+        tp > 1 and menu.costs(Use(tp, name, "none", "whole", 1)) is not None for name in ("sequence", "dap")
+    )
     has_experts = any(op.target == "ss.experts" for op in menu.graph.model.ops)
-    return ["sequence" if is_cut else "tensor", *(["experts"] if has_experts else [])]
+    return ["sequence" if is_cut else "tensor", *["experts"] * has_experts, *["dap"] * has_axes]
 
 
 def _best(found: Sequence[Found]) -> float:

@@ -16,7 +16,7 @@ RECOMPUTE = {
 }  # fmt: skip
 LAYOUTS = {
     "tensor": "tensor_parallel", "sequence": "sequence_parallel", "ulysses": "ulysses", "ring": "ring_attention",
-    "experts": "expert_parallel",
+    "experts": "expert_parallel", "dap": "dap",
 }  # fmt: skip
 LOSS = {"whole": "", "chunked": "chunked_loss:1,parts=8"}
 SWAP = {"none": "", "optimizer": "swap:1,what=optimizer"}
@@ -65,7 +65,8 @@ class Choice:
     """A plan of the space: `dp` groups of `tp` devices in each of `pp` stages; a group has `microbatches` of `rows`.
 
     layout     the way of a group to share a microbatch: tensor; sequence: tensor parallelism, with the rest cut along
-               the sequence; ulysses, ring: the sequence is cut; experts: rows and experts are
+               the sequence; ulysses, ring: the sequence is cut; experts: rows and experts are; dap: the axis along
+               which a model of two does not attend
     recompute  none, selective (attention), full (each block), co_shard (each block, a part of its heads at a time)
     zero       0: all data-parallel devices have all weights; 1, 3: as the stages of ZeRO
     schedule   1f1b, interleaved, zb_h1, zbv, interlaced (embedding and head on all devices), 3f1b (of models with
@@ -164,7 +165,8 @@ class Choice:
 def choices(cluster: Cluster, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR) -> Iterator[Choice]:
     """Yield the plans for a batch of so many rows and a model of so many blocks; some may not hold for a model.
 
-    `layouts`: tensor, or sequence for models that can be cut along it; and experts for those that have them.
+    `layouts`: tensor, or sequence for models that can be cut along it; experts and dap for those that have experts, or
+    two axes.
     """
     return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, layouts)
 
@@ -220,7 +222,7 @@ def _schedules(c: Choice, blocks: int) -> Iterator[Choice]:
     if not c.zero and c.recompute != "selective":
         # With the sequence cut too, the step of mBART in the evaluation takes 199 s in place of 116.
         yield replace(c, schedule="interlaced", layout="tensor" if c.layout == "sequence" else c.layout)
-    if not c.zero and c.recompute == "none":
+    if not c.zero and c.recompute != "selective":
         yield replace(c, schedule="3f1b")
 
 

@@ -12,7 +12,8 @@ import pytest
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
-from superscaler.planner.search import Answer, search
+from superscaler.planner.menu import Menu
+from superscaler.planner.search import Answer, _layouts, search
 from superscaler.planner.space import Choice, choices
 from superscaler.plans import resolve
 from tests.helpers.commands import run
@@ -22,6 +23,8 @@ from tests.helpers.sweeps import slow
 GPT = "gpt2:size=tiny,layers=4,batch=8"
 # Few plans, of few uses of devices.
 FEW = "rows = 4, no recompute"
+# A model of two axes and of several passes.
+FOLDED = "alphafold2:size=tiny,layers=2,passes=2,batch=8"
 # A model whose products take longer than the launches of kernels.
 LARGE = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=16,device=meta"
 
@@ -112,6 +115,20 @@ def test_a_choice_is_the_plan_that_its_text_names(choice: Choice) -> None:
     """It is compiled for its devices and its batch, and equals the model."""
     count = choice.dp * choice.tp * choice.pp
     assert ss.compile(graph_of(GPT), choice.spec, f"local:{count}").verify()["equal"]
+
+
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("dap", marks=pytest.mark.slow)])
+def test_plans_of_models_with_several_passes_recompute_and_cut_two_axes(layout: str) -> None:
+    choice = Choice(1, 2 if layout == "dap" else 1, 2, 2, 4, layout=layout, recompute="full", schedule="3f1b")
+    cluster = ss.Cluster.parse(f"a100:1x{choice.pp * choice.tp}")
+    assert choice in set(choices(cluster, 8, 2, layouts=["tensor", "dap"]))
+    assert ss.compile(graph_of(FOLDED), choice.spec, f"local:{choice.pp * choice.tp}").verify()["equal"]
+
+
+@pytest.mark.parametrize(("model", "has_axes"), [(GPT, False), (FOLDED, True)])
+def test_only_models_of_two_axes_are_cut_along_them(model: str, has_axes: bool) -> None:
+    cluster = ss.Cluster.parse("a100:1x2")
+    assert ("dap" in _layouts(Menu(graph_of(model), cluster), cluster)) == has_axes
 
 
 def test_random_constraints_leave_plans_that_satisfy_them_or_are_refused() -> None:
