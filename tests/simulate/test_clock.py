@@ -114,6 +114,15 @@ def test_communication_starts_after_what_the_host_started_before() -> None:
     assert found.launch.tolist() == [6, 6]
 
 
+def test_a_host_goes_on_after_it_started_communication() -> None:
+    code = [run(10.0), reduced("g", [0, 1], 8), run(1.0), wait("g")]
+    starts = {0: (10.0, 1.0), 2: (6.0, 6.0)}
+    found = timed(TWO, code, code, launch=2.0, starts=lambda cohort, at: starts.get(at, (0.0, 0.0)))
+    # It is at 3 when the device is at 12, so that the work after it is not late.
+    assert found.host.tolist() == [0, 0]
+    assert found.seconds == 10 + 2 + 8
+
+
 def test_a_message_beside_a_large_collective_takes_twice_its_time() -> None:
     servers = cluster(2, 2)
     large = [reduced("g", [0, 2], 100), wait("g")]
