@@ -17,8 +17,9 @@ from superscaler.schedule.dependencies import Node, Schedule
 from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, UPDATE
 
-# The most reduce-scatters of gradients in flight per group: one is sent while the next one is made. Those that another
-# round follows are in flight until the next backward has ended, since a wait between two of them would hold up that.
+# Reduce-scatters of gradients are in flight until the next backward has ended, as those of a block under torch's FSDP2
+# (_fsdp_param_group.py, post_backward): a wait between two of one backward would hold up what comes after it. Of short
+# backwards so many may be in flight per group, unless another round follows them.
 FLYING = 2
 
 
@@ -193,7 +194,7 @@ class _Order:
     def _is_over(self, flying: Sequence[tuple[Sequence[Entry], int]]) -> bool:
         """Return whether the first bucket in flight has to arrive."""
         bucket, begun = flying[0]
-        return begun < self._works_so_far if bucket[0].number in self._left else len(flying) > FLYING
+        return begun < self._works_so_far and (bucket[0].number in self._left or len(flying) > FLYING)
 
     def _turn(self, devices: Set[int], microbatch: int) -> None:
         """Release the gradients of other microbatches when devices turn to this one, and wait for the reduce-scatters

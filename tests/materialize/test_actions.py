@@ -9,6 +9,7 @@ from superscaler.collectives import KINDS, PART, TILE
 from superscaler.materialize import actions, buckets, build
 from superscaler.materialize.actions import Action, Arrive, Bucket
 from superscaler.schedule import segments
+from superscaler.schedule.dependencies import Node
 from tests.helpers.graphs import graph_of
 
 
@@ -25,6 +26,25 @@ def in_flight(order: list[Action]) -> list[int]:
             continue
         found.append(len(flying))
     return found
+
+
+def test_sums_of_a_backward_arrive_after_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block with many buckets, as of 13B, no sum is waited for before the backward of the block before it."""
+    made: list[list[Action]] = []
+    real = build.actions
+    monkeypatch.setattr(build, "actions", lambda *given: made.append(list(real(*given))) or made[-1])
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    ss.compile(graph_of("gpt2:size=tiny,layers=3"), "fsdp", "local:2")
+    works, started = 0, dict[int, int]()
+    most = 0
+    for action in made[-1]:
+        works += isinstance(action, Node)
+        if isinstance(action, Bucket) and KINDS[action.entries[0].step.how.kind].ends == (PART, TILE):
+            started |= {entry.number: works for entry in action.entries}
+        elif isinstance(action, Arrive) and action.number in started:
+            assert works > started[action.number]
+        most = max(most, len([number for number, at in started.items() if at == works]))
+    assert most > 3 * actions.FLYING
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])
