@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from superscaler.ir.graph import Graph
 from superscaler.planner.search import search
@@ -35,28 +37,38 @@ def shallow(model: str) -> str:
     return f"{model.replace('3.2b', '2.4b')},layers={_DEPTH}"
 
 
-def systems(family: str, devices: int) -> Iterator[tuple[str, Row]]:
-    """Yield each system of the evaluation whose best plan fits, with the row of that plan."""
+def systems(family: str, devices: int) -> Iterator[tuple[str, Point, Row]]:
+    """Yield each system of the evaluation whose best plan fits, with that plan and its row."""
     rows = Rows(keep=True)
     for system, ladders in spaces(family, devices).items():
         own: list[list[Point]] = [[replace(p, model=shallow(p.model)) for p in ladder] for ladder in ladders]
         row = rows.best(own)
         if row is not None and row.get("fits"):
-            yield system, row
+            yield system, next(p for ladder in own for p in ladder if p.plan == row["plan"]), row
+
+
+def simulated(point: Point, model: Any) -> Row:
+    """Return the row of a plan by the simulator of today: that of the file may be older."""
+    rows = Rows(clusters=[point.cluster], file=None)
+    rows.models = {f"{point.model},batch={SAMPLES},device=meta": model}
+    with redirect_stdout(sys.stderr):
+        found = rows.get(point)
+    assert found is not None
+    return found
 
 
 def compare(family: str, devices: int) -> None:
     """Print the found plan beside that of the best system."""
     model = captured(f"{shallow(MODELS[family][devices])},batch={SAMPLES},device=meta")
-    system, best = min(systems(family, devices), key=lambda pair: float(pair[1]["seconds"]))
+    system, point, row = min(systems(family, devices), key=lambda found: float(found[2]["seconds"]))
     start = time.process_time()
-    answer = search(Graph(of_batch(model, best["batch"])), CLUSTERS[devices], round(CAPACITY))
+    answer = search(Graph(of_batch(model, point.batch)), CLUSTERS[devices], round(CAPACITY))
     found, spent = answer.best.prediction, time.process_time() - start
-    step, peak = found.step_seconds, found.fullest.peak_bytes / 1e9
+    step, peak, best = found.step_seconds, found.fullest.peak_bytes / 1e9, simulated(point, model)
     print(ROW.format(family, devices, step, best["seconds"], step / best["seconds"], spent, answer.best.spec))
     fits = "fits" if found.fits else "DOES NOT FIT"
-    plan = best["plan"].replace("{m}", str(best["microbatches"]))
-    print(f"  {peak:.1f} GB, {fits}; {system}, {best['peak'] / 1e9:.1f} GB: {plan}", flush=True)
+    words = f"{best['peak'] / 1e9:.1f} GB, {row['seconds']:.1f} s in the evaluation"
+    print(f"  {peak:.1f} GB, {fits}; {system}, {words}: {point.spec_of(point.whole)}", flush=True)
 
 
 def run(families: Sequence[str], devices: Sequence[int]) -> None:

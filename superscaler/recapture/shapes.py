@@ -38,10 +38,9 @@ def listed(captured: Captured, shapes: Iterable[Shape]) -> list[Listed]:
     """
     if isinstance(shapes, Mapping | str) or not isinstance(shapes, Iterable):
         raise InputError(f"shapes is a list, not {named(shapes)}; each of it is {_FORMS}.")
-    own = sizes_of(captured.model)
     found: list[Listed] = []
     for one in (_listed(captured.model, shape) for shape in shapes):
-        if one.sizes not in (own, *(other.sizes for other in found)):
+        if one.sizes not in (sizes_of(captured.model), *(other.sizes for other in found)):
             found.append(one)
     return found
 

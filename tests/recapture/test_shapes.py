@@ -288,3 +288,9 @@ def test_steps_of_several_shapes_are_replayed() -> None:
         assert losses == pytest.approx(theirs, rel=1e-12)
         torch.testing.assert_close(weights, others, rtol=1e-12, atol=1e-14)
         assert (len(recorder.recordings), recorder.replays > 0) == (2, True)
+
+
+def test_a_graph_without_its_capture_is_compiled() -> None:
+    """Models of another batch have no values, and no list of shapes."""
+    small = ss.Graph(graph_of(Small()).model)
+    assert ss.compile(small, "zero:stage=3", "local:2").compiled.program.world == 2
