@@ -125,7 +125,7 @@ _DLPERF = (
 
 # foundation-model-stack/fms-fsdp, README.md (commit 0d31998): Llama 2 on 128 A100 (80 GB), sequence 4096, bfloat16,
 # FlashAttention 2, 400 Gbit/s a server (PyTorch's blog of March 2024). 7b and 13b are in hybrid shards without
-# recomputation, with gradients in bfloat16 (ours: float32). A row: layers, hidden, heads, heads of keys, feed-forward,
+# recomputation, with gradients in bfloat16. A row: layers, hidden, heads, heads of keys, feed-forward,
 # hybrid, sequences a GPU, tokens per second of a GPU.
 _IBM = (
     (32, 4096, 32, 32, 11008, True, 2, 3760), (40, 5120, 40, 40, 13824, True, 1, 1700),
@@ -339,7 +339,7 @@ def rows() -> Iterator[Row]:
     for layers, hidden, heads, kv, mlp, hybrid, each, speed in _IBM:
         sizes = f"layers={layers},hidden={hidden},heads={heads},kv_heads={kv},mlp={mlp},tied=false"
         model = f"llama:{sizes},seq=4096,vocabulary=32000,batch={128 * each}"
-        plan = "fsdp:shard=8" if hybrid else "fsdp:recompute=true"
+        plan = "fsdp:shard=8,halves=true" if hybrid else "fsdp:recompute=true"
         cluster = "{name: ibm, preset: a100, servers: 16, devices_per_server: 8, links: {nics: 2}}"
         yield Row("ibm", f"llama {plan}", model, plan, cluster, each * 4096 / speed, unseen=not hybrid)
     for dp, tp, pp, micro, batch, layers, hidden, heads, milliseconds in _DLPERF:
