@@ -16,6 +16,7 @@ from superscaler.integrations.alike import check_alike
 from superscaler.integrations.loss import Compute, Layout, LossOfLoop
 from superscaler.integrations.reads import reads, settings
 from superscaler.plan import Plan, capture, compile
+from superscaler.planner.auto import plan_of
 
 
 class UndividedError(InputError):
@@ -100,6 +101,7 @@ class Source:
                     self._costs = {op.name: op.flops for op in graph.model.ops}
                 graph.costs = self._costs
                 try:
+                    self._plan = plan_of(self._plan) if isinstance(self._plan, str) else self._plan
                     return compile(graph, self._plan, self._cluster or f"local:{world}")
                 except PlanError as error:
                     raise UndividedError(str(error)) from error

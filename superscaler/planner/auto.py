@@ -15,14 +15,25 @@ if TYPE_CHECKING:
 
 def plan_of(spec: str) -> Callable[..., Any]:
     """Return the sProgram of a text: `auto`, or one that `superscaler.plans.resolve` knows."""
-    return auto if spec.strip() == AUTO else resolve(spec)
+    return _Auto() if spec.strip() == AUTO else resolve(spec)
 
 
-def auto(graph: Graph, cluster: Cluster) -> None:
-    """Apply the best plan of a search, and log its text."""
-    # It loads torch: texts of plans are read before that.
-    from superscaler.planner.search import search
+class _Auto:
+    """The best plan of a search for the first graph, whose text is logged. Later graphs, of the same step at other
+    shapes, get the same plan, so that weights rest in the same pieces.
+    """
 
-    best = search(graph.copy(), cluster).best
-    logging.getLogger(__name__).warning("auto: the plan is %s; give this text to have it again.", best.spec)
-    resolve(best.spec)(graph, cluster)
+    __name__ = AUTO
+
+    def __init__(self) -> None:
+        self._found = ""
+
+    def __call__(self, graph: Graph, cluster: Cluster) -> None:
+        # It loads torch: texts of plans are read before that.
+        from superscaler.planner.search import search
+
+        if not self._found:
+            self._found = search(graph.copy(), cluster).best.spec
+            log = logging.getLogger(__name__)
+            log.warning("auto: the plan is %s; give this text to have it again.", self._found)
+        resolve(self._found)(graph, cluster)

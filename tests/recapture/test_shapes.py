@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -294,3 +296,16 @@ def test_a_graph_without_its_capture_is_compiled() -> None:
     """Models of another batch have no values, and no list of shapes."""
     small = ss.Graph(graph_of(Small()).model)
     assert ss.compile(small, "zero:stage=3", "local:2").compiled.program.world == 2
+
+
+def test_the_plan_of_a_search_is_that_of_all_shapes() -> None:
+    """A search at another shape may find another plan, whose weights rest elsewhere."""
+    found = iter(["zero:2,stage=3", "data_parallel"])
+    searched = "superscaler.planner.search.search"
+    with patch(searched, lambda *_: SimpleNamespace(best=SimpleNamespace(spec=next(found)))):
+        plan = ss.compile(graph_of(Small()), "auto", "local:2", shapes=[6])
+        (other,) = plan.others
+    boxes = [sorted((w.tensor, w.box) for w in one.compiled.program.devices[0].weights) for one in (plan, other)]
+    weights = [[pair for pair in some if pair[0] in ("table.weight", "last.weight")] for some in boxes]
+    assert weights[0] == weights[1]
+    assert next(found) == "data_parallel"
