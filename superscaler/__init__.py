@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Action as Action
     from superscaler.verbs import Algorithm as Algorithm
     from superscaler.verbs import AttentionBlocks as AttentionBlocks
+    from superscaler.verbs import Axis as Axis
     from superscaler.verbs import Block as Block
     from superscaler.verbs import Decompose as Decompose
     from superscaler.verbs import Device as Device
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Algorithm", "AttentionBlocks", "Block", "Decompose", "Device", "Dispatch", "Graph", "Group", "InputError",
+    "Algorithm", "AttentionBlocks", "Axis", "Block", "Decompose", "Device", "Dispatch", "Graph", "Group", "InputError",
     "Insert", "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard",
     "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Action", "op_assign", "op_order", "op_trans", "order",
     "place", "sprogram",

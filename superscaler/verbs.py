@@ -13,7 +13,7 @@ import numpy as np
 from superscaler.cluster import Cluster, Device, Mesh
 from superscaler.errors import InputError, TransformError, brief, named, unknown
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import HOSTS, Ints
+from superscaler.ir.grid import HOSTS, Axis, Ints
 from superscaler.ir.journal import Entry, caller
 from superscaler.ir.model import Op, PTensor
 from superscaler.ir.orders import Action, Group, Row, parse_schedule, timetable
@@ -30,7 +30,7 @@ from superscaler.transform.recompute import Recompute, Save
 from superscaler.transform.rewrite import Insert, Regather, Rewrite, SplitBackward, Stale, rewrite
 
 __all__ = [
-    "Action", "Algorithm", "AttentionBlocks", "Block", "Cluster", "Decompose", "Device", "Dispatch", "Graph",
+    "Action", "Algorithm", "AttentionBlocks", "Axis", "Block", "Cluster", "Decompose", "Device", "Dispatch", "Graph",
     "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate",
     "Rewrite", "Row", "Save", "Shard", "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "op_assign",
     "op_order", "op_trans", "order", "parse_schedule", "place", "sprogram", "timetable", "unknown",

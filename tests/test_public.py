@@ -123,6 +123,11 @@ CALLS: dict[str, Call] = {
         }.items()
     },
     "Algorithm": (lambda made: cut(Own(made)), {"made": None}),
+    "Axis": (
+        lambda **k: cut(Own(ss.Axis(**k))),
+        {"index": 0, "sizes": (4, 4), "mirror": "copy", "is_microbatch": False, "partial_inputs": (), "name": ""}
+        | {"at": ()},
+    ),
     "Rewrite": (lambda made: cut(Other(made)), {"made": None}),
     "Mesh": (ss.Mesh, {"sizes": {"dp": 2}, "devices": [0, 1]}),
     "Cluster.mesh": (CLUSTER.mesh, {"dp": 2}),
