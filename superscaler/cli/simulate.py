@@ -165,10 +165,13 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     """
     from superscaler.cluster import Cluster
     from superscaler.planner import constraints
+    from superscaler.plans import resolve
 
     cluster = Cluster.parse(request.cluster)
     options.check(cluster, request.cluster)
     constraints.read(options.where)
+    for spec in options.why_not or ():
+        resolve(spec)
     batches = constraints.read_batches(options.batch)
     capacity = read_bytes("--memory", options.memory) if options.memory else None
     from superscaler.simulate.predict import check_speeds

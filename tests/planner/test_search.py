@@ -229,6 +229,7 @@ def test_the_command_prints_a_plan_to_own(capfd: pytest.CaptureFixture[str]) -> 
     [
         (["--cluster", "local:2"], "nothing is known about the speed of local:2"),
         (["--cluster", "a100:1x2", "--top", "0"], "--top 0"),
+        (["--cluster", "a100:1x2", "--why-not", "nosuch"], "unknown plan 'nosuch'"),
         (["--cluster", "a100:1x2", "--seconds", "-1"], "--seconds -1.0"),
         (["--cluster", "a100:1x2", "--where", "tp ~ 3"], "'tp ~ 3' is no constraint"),
     ],
