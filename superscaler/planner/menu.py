@@ -84,7 +84,8 @@ class Menu:
     def _plain(self, use: Use) -> Costs | None:
         few, many = (self._own(use._replace(rows=rows)) for rows in (_FEW, _MANY))
         if few is None or many is None:
-            return None
+            # One row cannot be divided among experts.
+            return None if use.rows == _FEW else self._own(use)
         if use.rows in (_FEW, _MANY) or not is_busy(few, many):
             return self._between(use)
         found = few.towards(many, (use.rows - _FEW) / (_MANY - _FEW))
@@ -96,9 +97,9 @@ class Menu:
         """
         plainer = use._replace(is_gathered=False) if use.is_gathered else use.plain
         plain, few, many = (self.costs(plainer._replace(rows=rows)) for rows in (use.rows, _FEW, _MANY))
-        if plain is None or few is None or many is None:
+        if plain is None or many is None:
             return None
-        if is_busy(few, many):
+        if few is not None and is_busy(few, many):
             own = self._own(use._replace(rows=_MANY))
             return None if own is None else plain.changed(many, own, use.is_gathered)
         own = self._between(use)
