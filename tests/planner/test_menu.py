@@ -31,7 +31,7 @@ def test_costs_are_measured_once_for_all_sizes_of_a_cluster(monkeypatch: pytest.
         many = menu_of(GPT, "a100:4x2").costs(USE)
         assert many is not None
 
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise InputError("nothing is compiled here")
 
     with monkeypatch.context() as patched:
