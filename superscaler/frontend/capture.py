@@ -270,7 +270,7 @@ def _warn_of_repeated(model: Model) -> None:
             f"{source} changes {name} inside torch.utils.checkpoint ({len(found)} buffers in all). torch runs that "
             "line again in the backward, and so changes it twice a step; a plan changes it once, as without "
             "checkpoint.",
-            stacklevel=7,
+            stacklevel=8,
         )
 
 
@@ -280,5 +280,5 @@ def _warn_of_underflow(model: Model) -> None:
         warnings.warn(
             f"{len(found)} tensors of this model, {found[0]} first, have float16 gradients, which are 0 where "
             "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
-            stacklevel=7,
+            stacklevel=8,
         )

@@ -31,6 +31,7 @@ RUN = """
 import os, signal, sys, time
 from multiprocessing import parent_process
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from superscaler.errors import RuntimeFailure
 from superscaler.comm.distributed import connect
@@ -40,7 +41,8 @@ from superscaler.train.loop import main
 class Step:
     inputs = {{"input_ids": ((2, 8), "int64"), "labels": ((2, 8), "int64")}}
     bounds = {{}}
-    watch = None
+    choice = SimpleNamespace(inputs=[inputs], listed=[None])
+    watch = form = None
     trains = True
     iterations = 1
     lr = 0.5

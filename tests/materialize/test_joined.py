@@ -143,7 +143,7 @@ def test_a_plan_directory_has_the_code_of_compiled_steps(tmp_path: Path) -> None
     plan.save(folder)
     found = validate_directory(folder)
     assert (found["works"], found["compiled_works"]) == (5, 2)
-    files = {ss.load(folder, torch_compile=k)._function.__code__.co_filename for k in (False, True)}
+    files = {ss.load(folder, torch_compile=k).form.function.__code__.co_filename for k in (False, True)}
     assert files == {f"{folder}/program_0.py", f"{folder}/compiled_program_0.py"}
     code = folder / "compiled_program_0.py"
     code.write_text(code.read_text().replace("d_transformer", "d_all"))

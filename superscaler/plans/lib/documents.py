@@ -98,7 +98,7 @@ def balanced(found: Sequence[int], n: int) -> tuple[int, ...]:
     are exchanged while that makes the device with the most smaller.
 
     >>> balanced([3, 7, 1, 1], 2)
-    (0, 1, 0, 1)
+    (1, 0, 1, 0)
     """
     places, room = [0] * len(found), [len(found) // n] * n
     sums = [0] * n
