@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.dist
+# Their code runs in one process as a page (`tests/docs/test_pages.py`).
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
 
@@ -28,7 +29,6 @@ def superscaler(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_verify_on_processes(model: str) -> None:
     assert superscaler("verify", model, "--plan", "tensor_parallel", "--cluster", "local:2", "--processes")["equal"]
 

@@ -12,6 +12,7 @@ from superscaler.planner.menu import Menu
 from superscaler.planner.space import Use
 from superscaler.store import cache
 from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
 USE = Use(2, "sequence", "none", "whole", 1)
@@ -54,7 +55,7 @@ def test_costs_add_up_to_the_step_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "co_shard"])
-@pytest.mark.parametrize("layout", ["sequence", "tensor"])
+@pytest.mark.parametrize("layout", ["tensor", *slow("sequence")])
 def test_a_recomputed_block_keeps_its_input_alone(recompute: str, layout: str) -> None:
     """What is gathered again inside of it, and what its parts read, exists for a moment."""
     menu = menu_of("gpt2:layers=3,hidden=64,heads=8,seq=128,vocab=256,batch=4,device=meta", "a100:1x2")

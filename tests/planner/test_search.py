@@ -117,7 +117,8 @@ def test_a_choice_is_the_plan_that_its_text_names(choice: Choice) -> None:
     assert ss.compile(graph_of(GPT), choice.spec, f"local:{count}").verify()["equal"]
 
 
-@pytest.mark.parametrize("layout", ["tensor", pytest.param("dap", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "dap"])
 def test_plans_of_models_with_several_passes_recompute_and_cut_two_axes(layout: str) -> None:
     choice = Choice(1, 2 if layout == "dap" else 1, 2, 2, 4, layout=layout, recompute="full", schedule="3f1b")
     cluster = ss.Cluster.parse(f"a100:1x{choice.pp * choice.tp}")
@@ -125,7 +126,7 @@ def test_plans_of_models_with_several_passes_recompute_and_cut_two_axes(layout: 
     assert ss.compile(graph_of(FOLDED), choice.spec, f"local:{choice.pp * choice.tp}").verify()["equal"]
 
 
-@pytest.mark.parametrize(("model", "has_axes"), [(GPT, False), (FOLDED, True)])
+@pytest.mark.parametrize(("model", "has_axes"), [(GPT, False), *slow((FOLDED, True))])
 def test_only_models_of_two_axes_are_cut_along_them(model: str, has_axes: bool) -> None:
     cluster = ss.Cluster.parse("a100:1x2")
     assert ("dap" in _layouts(Menu(graph_of(model), cluster), cluster)) == has_axes
