@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,13 +51,11 @@ def specs(processes: int) -> Iterator[str]:
 
 
 def plans(graph: ss.Graph, cluster: ss.Cluster) -> Iterator[str]:
-    """Yield those plans of the library that compile."""
+    """Yield those plans of the library that compile, and whose step is of one batch."""
     for spec in specs(len(cluster.devices)):
-        try:
-            ss.compile(graph, spec, cluster)
-        except ss.PlanError:
-            continue
-        yield spec
+        with suppress(ss.PlanError):
+            if ss.compile(graph, spec, cluster).compiled.graph.model.iterations == 1:
+                yield spec
 
 
 def compare(model: str, cluster: ss.Cluster) -> float:
@@ -66,7 +65,7 @@ def compare(model: str, cluster: ss.Cluster) -> float:
     graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
 
     def save(spec: str, folder: Path) -> None:
-        ss.compile(graph, spec, cluster).save(folder)
+        ss.compile(graph, spec, cluster).save(folder, evaluation=False)
 
     def steps(some: Sequence[str]) -> dict[str, float]:
         return measured(some, save, len(cluster.devices), False)

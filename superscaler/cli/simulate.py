@@ -242,9 +242,11 @@ def _measured(
 
     graph = request.capture()[0]
     specs = [found.spec for found in answer.plans if found.prediction.fits][:count]
-    return measured(
-        specs, lambda spec, out: compile_graph(graph, spec, cluster).save(out), len(cluster.devices), torch_compile
-    )
+
+    def save(spec: str, out: Path) -> None:
+        compile_graph(graph, spec, cluster).save(out, evaluation=False)
+
+    return measured(specs, save, len(cluster.devices), torch_compile)
 
 
 def _with_batch(found: Found, batches: Sequence[int]) -> str:
