@@ -89,7 +89,7 @@ class System:
             raise InputError(f"--balance {self.balance:g}: the model has no mixture of experts; leave it out.")
 
     def words(self, torch_compile: bool, cuda_graph: bool, is_gpu: bool, targets: Set[str]) -> Iterator[str]:
-        """Yield what is assumed of kernels, in a model with operators of these targets."""
+        """Yield the assumptions about kernels, for a model with operators of these `targets`."""
         compiled = "operators fused by Inductor" if torch_compile else "operators run one by one"
         yield "norms, activations, loss and sums of gradients fused" if self.fused else compiled
         if overlap := self._overlap(is_gpu):

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch.optim.lr_scheduler import LRScheduler
 
 from superscaler.errors import InputError, a
-from superscaler.ir.text.model import parse_model
 from superscaler.launch.process import run_rank
 from superscaler.replaced import own_numbers
 from superscaler.runtime.load import load
@@ -19,7 +18,6 @@ from superscaler.runtime.metrics import Known
 from superscaler.runtime.profile import Profile
 from superscaler.runtime.shapes.forms import Form
 from superscaler.runtime.step import Step
-from superscaler.simulate.segments import model_flops
 from superscaler.specs.user_file import from_file, is_function
 from superscaler.store.plan_head import MODEL_FILE
 from superscaler.train import resume
@@ -107,6 +105,10 @@ def _loaded(directory: Path, options: RankOptions, load: Callable[..., Step]) ->
 
 def _at_a_shape(known: Known, form: Form) -> Known:
     """Return the facts about a step of another shape, whose memory is that of the largest."""
+    # Most steps have one shape: ranks start without the simulator.
+    from superscaler.ir.text.model import parse_model
+    from superscaler.simulate.segments import model_flops
+
     assert form.directory is not None
     flops = model_flops(parse_model((form.directory / MODEL_FILE).read_text()))
     return replace(known, flops=sum(flops.values()) / form.plan["world"])
