@@ -207,9 +207,9 @@ class Plan:
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
-        program, system = self.compiled.program, System(attention, fused, overlap, tuple(documents), balance)
+        system = System(torch_compile, cuda_graph, attention, fused, overlap, tuple(documents), balance)
         with phase("simulate"):
-            return predict(program, self.compiled.cluster, capacity, torch_compile, cuda_graph, system)
+            return predict(self.compiled.program, self.compiled.cluster, capacity, system)
 
     @property
     def precision(self) -> str:

@@ -154,7 +154,8 @@ CALLS: dict[str, Call] = {
     "search": (
         ss.search,
         {"graph": captured(), "cluster": "a100:1x2", "where": "rows = 8, tp = 1"}
-        | {"memory": 10**9, "torch_compile": False, "seconds": 1.0, "batches": [8]},
+        | {"memory": 10**9, "torch_compile": False, "seconds": 1.0, "batches": [8]}
+        | {"cuda_graph": False, "attention": "", "fused": False, "overlap": "", "documents": (), "balance": 1.0},
     ),
     "load": (ss.load, {"directory": "none", "manifest": True, "torch_compile": False, "cuda_graph": False}),
     "load_weights": (ss.load_weights, {"module": Net(), "path": "none", "ema": False}),

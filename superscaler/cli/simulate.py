@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,13 +16,16 @@ from superscaler.cli.options.command import command
 from superscaler.cli.options.declare import option, path
 from superscaler.cli.options.lengths import read_mixture, show_mixture
 from superscaler.cli.options.search import SearchOptions
+from superscaler.cli.options.system import SystemOptions
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.errors import InputError
-from superscaler.specs.sizes import duration, read_bytes, read_lengths
+from superscaler.specs.sizes import duration
+from superscaler.timing import phase
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
+    from superscaler.plan import Plan
     from superscaler.planner.programs import Found
     from superscaler.planner.resumed import Run
     from superscaler.planner.search import Answer
@@ -34,65 +37,28 @@ if TYPE_CHECKING:
 def simulate(
     printer: Printer,
     request: Request,
-    memory: Annotated[
-        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
-    ] = "",
+    options: SystemOptions,
     compare: Annotated[
         list[str] | None, typer.Option("--compare", metavar="PLAN", help="Another plan; may be repeated.")
     ] = None,
-    torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Of a step whose segments Inductor compiles, as of train.")
-    ] = False,
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Of a step that is replayed as a CUDA graph, as of train.")
-    ] = False,
-    attention: Annotated[
-        str,
-        option("--attention", "Its kernel: flash1, triton (of 2023), flash2, flash3; default: torch's here.", "KERNEL"),
-    ] = "",
-    fused: Annotated[
-        bool,
-        typer.Option("--fused", help="Of a system with fused norms, activations, loss and sums, as Megatron-LM."),
-    ] = False,
-    overlap: Annotated[
-        str,
-        option("--overlap", "Of tensor parallelism with products: bulk, pipelined; default: bulk if --fused.", "WAY"),
-    ] = "",
-    documents: Annotated[
-        str, option("--documents", "Of packed rows: the tokens of each document, as 1024,512,512.", "LENGTHS")
-    ] = "",
-    balance: Annotated[
-        float, option("--balance", "How many times the mean tokens the experts of the busiest device have.", "TIMES")
-    ] = 1.0,
 ) -> bool:
     """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
 
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    lengths = read_lengths("--documents", documents) if documents else ()
-    # Of a prediction: the memory of a device, how steps run, and what is in rows.
-    way: dict[str, Any] = {
-        "capacity": read_bytes("--memory", memory) if memory else None,
-        "torch_compile": torch_compile,
-        "cuda_graph": cuda_graph,
-        "attention": attention,
-        "fused": fused,
-        "overlap": overlap,
-        "documents": lengths,
-        "balance": balance,
-    }
+    capacity = options.check()
     if os.path.isdir(request.model) and not request.plan:
         if compare or request.directory:
             raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
         from superscaler.verify.plan_dir import simulate_directory
 
         request.check_directory(but="cluster")
-        only = simulate_directory(Path(request.model), request.cluster, **way)
+        only = simulate_directory(Path(request.model), request.cluster, capacity, options.system)
         _show(printer, {request.model: only})
         return only.fits
     request.check_plan()
-    request = replace(request, model=_packed(request.model, lengths))
+    request = replace(request, model=options.packed(request.model))
     _, cluster = request.read()
     from superscaler.simulate.predict import check_speeds
 
@@ -106,14 +72,14 @@ def simulate(
     from superscaler.planner.auto import plan_of
 
     if request.lengths:
-        return _mixture(printer, graph, request, cluster, way, compare or ())
+        return _mixture(printer, graph, request, cluster, options, compare or ())
     # Nothing runs: a plan that is saved or trained is certified then.
     plans = (Plan(compile_graph(graph, plan_of(spec), cluster, certified=False)) for spec in specs)
     plan = next(plans)
-    found = {request.plan: plan.simulate(**way)}
-    found |= {spec: own.simulate(**way) for spec, own in zip(specs[1:], plans, strict=True)}
-    if cuda_graph:
-        found[f"{request.plan}, not replayed"] = plan.simulate(**{**way, "cuda_graph": False})
+    found = {request.plan: _predicted(plan, options)}
+    found |= {spec: _predicted(own, options) for spec, own in zip(specs[1:], plans, strict=True)}
+    if options.cuda_graph:
+        found[f"{request.plan}, not replayed"] = _predicted(plan, replace(options, cuda_graph=False))
     _show(printer, found)
     if not any(p.fits for p in found.values()):
         printer.show(f"plans that fit: superscaler search {request.model} --cluster {request.cluster}")
@@ -122,13 +88,13 @@ def simulate(
 
 
 def _mixture(
-    printer: Printer, graph: Graph, request: Request, cluster: Cluster, way: Mapping[str, Any], compare: Sequence[str]
+    printer: Printer, graph: Graph, request: Request, cluster: Cluster, options: SystemOptions, compare: Sequence[str]
 ) -> bool:
     """Print the predictions of the steps of a mixture of lengths, and its means. Return whether all fit."""
     from superscaler.plan import compile as compile_graph
     from superscaler.recapture.shapes import sizes_at
 
-    if compare or way["documents"]:
+    if compare or options.documents:
         what = "--compare shows steps of one length" if compare else "--documents fill rows of one length"
         raise InputError(f"{what}, and --lengths is a mixture of several; leave one of them out.")
 
@@ -137,8 +103,15 @@ def _mixture(
     found: dict[int, Prediction] = {}
     for length in shares:
         sizes = sizes_at(graph.model, length)
-        found[length] = next(one for one in (plan, *plan.others) if one.sizes == sizes).simulate(**way)
+        found[length] = _predicted(next(one for one in (plan, *plan.others) if one.sizes == sizes), options)
     return show_mixture(printer, shares, found)
+
+
+def _predicted(plan: Plan, options: SystemOptions) -> Prediction:
+    from superscaler.simulate.predict import predict
+
+    with phase("simulate"):
+        return predict(plan.compiled.program, plan.compiled.cluster, options.capacity, options.system)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,29 +141,30 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     from superscaler.plans import resolve
 
     cluster = Cluster.parse(request.cluster)
-    options.check(cluster, request.cluster)
+    capacity = options.check()
+    options.check_cluster(cluster, request.cluster)
     constraints.read(options.where)
     for spec in options.why_not or ():
         resolve(spec)
     batches = constraints.read_batches(options.batch)
-    capacity = read_bytes("--memory", options.memory) if options.memory else None
     from superscaler.simulate.predict import check_speeds
 
     check_speeds(cluster)
     request, run = _like(request)
+    request = replace(request, model=options.packed(request.model))
     request.check()
     graph = _shapes(request, cluster)
     from superscaler.planner.reasons import reasons, why
-    from superscaler.planner.search import search as find
+    from superscaler.planner.search import find
 
     if run is not None:
         run.check(graph)
     limit = float("inf") if options.seconds is None else options.seconds
-    say, compiled = printer.progress.say, options.torch_compile
-    answer = find(graph, cluster, capacity, options.where, compiled, limit, say, batches)
+    say, system = printer.progress.say, options.system
+    answer = find(graph, cluster, capacity, options.where, system, limit, say, batches)
     seconds = dict[str, float]()
     if options.measure and answer.best.prediction.fits:
-        seconds = _measured(request, cluster, answer, options.measure, compiled)
+        seconds = _measured(request, cluster, answer, options)
         answer = answer.ranked(seconds)
     best, row = answer.best, answer.best.prediction
     within = 1 - answer.bound / row.step_seconds
@@ -207,7 +181,7 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
         "\n".join(lines), *([run.goes_on(best.choice, request.cluster, cluster.is_local)] if run is not None else [])
     )
     _show_plans(printer, {_with_batch(found, batches): found for found in answer.plans[: options.top]}, seconds)
-    against = {spec: why(spec, graph, cluster, answer, capacity, compiled) for spec in options.why_not or ()}
+    against = {spec: why(spec, graph, cluster, answer, capacity, system) for spec in options.why_not or ()}
     for spec, text in against.items():
         printer.show(f"{spec}: {text}")
     printer.result = {
@@ -233,20 +207,18 @@ def _like(request: SearchRequest) -> tuple[SearchRequest, Run | None]:
     return replace(request, **run.options(request.optimizer, request.precision)), run
 
 
-def _measured(
-    request: SearchRequest, cluster: Cluster, answer: Answer, count: int, torch_compile: bool
-) -> dict[str, float]:
+def _measured(request: SearchRequest, cluster: Cluster, answer: Answer, options: SearchOptions) -> dict[str, float]:
     """Return the seconds of a step of the best plans that fit, trained on this machine."""
     from superscaler.plan import compile as compile_graph
     from superscaler.planner.measured import measured
 
     graph = request.capture()[0]
-    specs = [found.spec for found in answer.plans if found.prediction.fits][:count]
+    specs = [found.spec for found in answer.plans if found.prediction.fits][: options.measure]
 
     def save(spec: str, out: Path) -> None:
         compile_graph(graph, spec, cluster).save(out, evaluation=False)
 
-    return measured(specs, save, len(cluster.devices), torch_compile)
+    return measured(specs, save, len(cluster.devices), options.torch_compile, options.cuda_graph)
 
 
 def _with_batch(found: Found, batches: Sequence[int]) -> str:
@@ -277,14 +249,6 @@ def _without_memory(model: str) -> str:
     if name.endswith(".py") or "device=" in keys:
         return model
     return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
-
-
-def _packed(model: str, lengths: Sequence[int]) -> str:
-    """Return the spec of a model of the library with rows of documents of these lengths."""
-    name, _, keys = model.partition(":")
-    if not lengths or name.endswith(".py") or "documents=" in keys:
-        return model
-    return f"{name}:{keys}{',' if keys else ''}documents={'+'.join(map(str, lengths))}"
 
 
 def _rank(p: Prediction) -> tuple[bool, float]:

@@ -9,26 +9,31 @@ from pathlib import Path
 from superscaler.interrupt import TemporaryFolder
 from superscaler.launch.launch import call
 
-# The steps of a turn that are not timed, those that are, and the turns of each plan, the fastest of which counts.
-_WARM, _STEPS, _TURNS = 2, 6, 3
+# The steps of a turn that are not timed (the third captures a CUDA graph), those that are, and the turns of each plan,
+# the fastest of which counts.
+_WARM, _STEPS, _TURNS = 3, 6, 3
 
 
 def measured(
-    plans: Sequence[str], save: Callable[[str, Path], object], world: int, torch_compile: bool
+    plans: Sequence[str],
+    save: Callable[[str, Path], object],
+    world: int,
+    torch_compile: bool = False,
+    cuda_graph: bool = False,
 ) -> dict[str, float]:
     """Return the seconds of a step of each plan, trained by `world` processes of this machine. `save`: writes a plan
-    into a directory.
+    into a directory. `torch_compile`, `cuda_graph`: as of `ss.load`.
 
     Plans take turns, so that what else the machine does slows all of them.
     """
     with TemporaryFolder() as name:
         for number, plan in enumerate(plans):
             save(plan, Path(name) / f"plan{number}")
-        found = call(train_in_turns, world, name, str(len(plans)), str(int(torch_compile)))
+        found = call(train_in_turns, world, name, str(len(plans)), str(int(torch_compile)), str(int(cuda_graph)))
     return dict(zip(plans, map(max, zip(*found, strict=True)), strict=True))
 
 
-def train_in_turns(folder: str, count: str, torch_compile: str) -> list[float]:
+def train_in_turns(folder: str, count: str, torch_compile: str, cuda_graph: str) -> list[float]:
     """Return the seconds of a step of each plan in a folder, on this rank."""
     from superscaler.runtime.load import load
     from superscaler.train.loop import choose_batches
@@ -36,7 +41,9 @@ def train_in_turns(folder: str, count: str, torch_compile: str) -> list[float]:
     found = [float("inf")] * int(count)
     for turn in range(_TURNS):
         for number in range(int(count)):
-            step = load(Path(folder) / f"plan{number}", torch_compile=torch_compile == "1")
+            step = load(
+                Path(folder) / f"plan{number}", torch_compile=torch_compile == "1", cuda_graph=cuda_graph == "1"
+            )
             batches = choose_batches(step, None, turn)
             for n in range(_WARM + _STEPS):
                 if n == _WARM:

@@ -34,6 +34,7 @@ from superscaler.plans.lib.shared import batch_of, inner_blocks
 from superscaler.simulate.predict import Simulation, check_speeds, share_of, simulate
 from superscaler.simulate.rates import seconds as seconds_of
 from superscaler.simulate.segments import Segments
+from superscaler.simulate.system import PLAIN, System
 from superscaler.simulate.works import Kernel
 from superscaler.specs.registered import REGISTERED
 from superscaler.store import cache
@@ -52,8 +53,8 @@ _FREE = Link(0.0, 1e30)
 class Menu:
     """The costs of uses, each measured when it is first asked for."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, torch_compile: bool = False) -> None:
-        self.graph, self.cluster, self.torch_compile = graph, cluster, torch_compile
+    def __init__(self, graph: Graph, cluster: Cluster, system: System = PLAIN) -> None:
+        self.graph, self.cluster, self.system = graph, cluster, system
         self.runs = runs(graph)
         self.key = self._content()
         # Of slow devices, and of fast ones.
@@ -156,8 +157,8 @@ class Menu:
         zero = 3 if use.is_gathered else 0
         spec = Choice(dp, use.tp, 1, use.rows, 1, use.layout, use.recompute, zero, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster, certified=False).program
-        found = simulate(program, cluster, None, self.torch_compile, among=_ALL)
-        p, kept = found.prediction, kept_bytes(program, self.torch_compile)
+        found = simulate(program, cluster, None, self.system, among=_ALL)
+        p, kept = found.prediction, kept_bytes(found.program, self.system)
         update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
         beside = sum(memory[part] for part in ("values", "communication", "temporary", "overhead"))
         # What is recomputed for a backward exists at the peak, too.
@@ -175,10 +176,13 @@ class Menu:
     def _sums(self, found: Simulation) -> Iterator[float]:
         """Yield the seconds in which a device copies the gradients of all weights, and adds them."""
         kind, share = check_speeds(self.cluster), share_of(self.cluster, _ALL)
-        model, weights = found.program.model, [w for w in found.program.devices[0].weights if w.trained]
-        metas = [(extents(w.box), model.tensors[w.tensor].wide_dtype) for w in weights]
-        for name, count in (("copy_", 1), ("add_.Tensor", 2)):
-            yield sum(seconds_of(Kernel(name, (meta,) * count, (meta,)), kind, share) for meta in metas)
+        # Products of fused systems add to the sums; compiled backwards make the first ones, but for their dtype.
+        weights = [w for w in found.program.devices[0].weights if w.trained and not self.system.fused]
+        tensors = [(extents(w.box), found.program.model.tensors[w.tensor]) for w in weights]
+        copied = [(box, t) for box, t in tensors if not self.system.is_compiled or t.dtype != t.wide_dtype]
+        for name, count, metas in (("copy_", 1, copied), ("add_.Tensor", 2, tensors)):
+            pairs = ((box, t.wide_dtype) for box, t in metas)
+            yield sum(seconds_of(Kernel(name, (meta,) * count, (meta,)), kind, share) for meta in pairs)
 
     def _content(self) -> str:
         """Return the hash of all that costs depend on; "" with operators of the user, whose code may change."""
@@ -186,7 +190,7 @@ class Menu:
         if any(op.target in REGISTERED for op in small.ops):
             return ""
         kind, links, per_server = self.cluster.device_kind, self.cluster.links, self.cluster.devices_per_server
-        seen = [print_model(small), kind, links, per_server, self.cluster.kind, self.torch_compile]
+        seen = [print_model(small), kind, links, per_server, self.cluster.kind, self.system]
         return hashlib.sha256(repr([*seen, torch.__version__, cache.sources(), "menu"]).encode()).hexdigest()
 
     def _stored(self) -> dict[Use, tuple[Costs, Costs] | None]:
@@ -222,10 +226,13 @@ def _wide(model: Model) -> float:
     return wide / max(sum(t.nbytes for t in model.parameters()), 1)
 
 
-def kept_bytes(program: Program, torch_compile: bool = False) -> int:
+def kept_bytes(program: Program, system: System = PLAIN) -> int:
     """Return the bytes that the first device keeps of its first microbatch from its forward to its backward."""
-    segments, device = Segments(program, True, torch_compile), program.devices[0]
-    tasks, weights = segments.tasks(device), {weight.name for weight in device.weights}
+    segments = Segments(program, True, system.is_compiled, system.cuda_graph, system.balance)
+    device = program.devices[0]
+    with system.run(program):
+        tasks = segments.tasks(device)
+    weights = {weight.name for weight in device.weights}
     code = [i for _, i in calls(device.instructions[:]) if i.task.microbatch <= 0]
     again = {i.function for i in code if any(op.origin for op in program.functions[i.function].ops)}
     # What is recomputed is kept for a moment only, but for what the forward made or read, too.

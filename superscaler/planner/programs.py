@@ -13,6 +13,7 @@ from superscaler.ir.program import Program
 from superscaler.planner.space import Choice
 from superscaler.planner.whole import predicted
 from superscaler.simulate.prediction import Prediction
+from superscaler.simulate.system import System
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Programs:
     graph: Graph
     cluster: Cluster
     memory: int | None
-    torch_compile: bool
+    system: System
     found: list[Found] = field(default_factory=list)
     best: Program | None = None
 
     def compiled(self, choice: Choice, certified: bool = False) -> Found | None:
         """Return a plan that is compiled whole; None if the model does not allow it."""
-        way = self.memory, self.torch_compile, choice, certified
+        way = self.memory, self.system, choice, certified
         try:
             prediction, program = predicted(self.graph, self.cluster, *way)
         except PlanError:

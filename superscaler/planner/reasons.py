@@ -14,6 +14,7 @@ from superscaler.planner.kinds import of_batch
 from superscaler.planner.search import Answer
 from superscaler.plans import resolve
 from superscaler.simulate.predict import predict
+from superscaler.simulate.system import PLAIN, System
 from superscaler.specs.sizes import duration, size
 
 # The parts of a device's step.
@@ -41,13 +42,11 @@ def _beside(e: Estimate, mine: Estimate, capacity: float) -> str:
     return "does not fit" if e.peak > capacity else f"{e.a_row / mine.a_row - 1:+.0%}"
 
 
-def why(
-    spec: str, graph: Graph, cluster: Cluster, answer: Answer, capacity: int | None, torch_compile: bool = False
-) -> str:
+def why(spec: str, graph: Graph, cluster: Cluster, answer: Answer, capacity: int | None, system: System = PLAIN) -> str:
     """Return the reason against a plan beside the best one, in words."""
     try:
         own = of_batch(graph, answer.best.choice.batch)
-        p = predict(compile_graph(own, resolve(spec), cluster).program, cluster, capacity, torch_compile)
+        p = predict(compile_graph(own, resolve(spec), cluster).program, cluster, capacity, system)
     except PlanError as error:
         return f"it does not hold: {brief(error)}"
     if not p.fits:

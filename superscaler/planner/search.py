@@ -17,8 +17,9 @@ from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
 from superscaler.planner.programs import Found, Programs
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use, choices, nearest
-from superscaler.simulate.predict import check_speeds
+from superscaler.simulate.predict import check_system
 from superscaler.simulate.prediction import Prediction
+from superscaler.simulate.system import PLAIN, System
 from superscaler.specs.arguments import checked
 from superscaler.specs.sizes import duration, size
 
@@ -60,33 +61,55 @@ def search(
     seconds: float = inf,
     note: Callable[[str], None] = lambda line: None,
     batches: Sequence[int] = (),
+    cuda_graph: bool = False,
+    attention: str = "",
+    fused: bool = False,
+    overlap: str = "",
+    documents: Sequence[int] = (),
+    balance: float = 1.0,
 ) -> Answer:
     """Return the best plans of the space for a graph on a cluster, the best first: `ss.search(graph, "a100:1x8").best`.
 
     memory         bytes of a device; default: those of the cluster
     where          constraints, as "tp <= 8, no recompute" (docs/search.md)
-    torch_compile  steps are loaded with it
     seconds        after which no further plan is compiled whole
     note           gets a line for each stage of the search
     batches        rows of a step to choose among; default: those that were captured
-    Raises InputError if the speeds of the devices are unknown, for a constraint that no plan satisfies, and if no plan
-    of the space holds for the model.
+    The others say how steps run, as of `Plan.simulate`. Raises InputError if the speeds of the devices are unknown, for
+    a constraint that no plan satisfies, and if no plan of the space holds for the model.
     """
+    system = System(torch_compile, cuda_graph, attention, fused, overlap, tuple(documents), balance)
+    devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    return find(graph, devices, memory, where, system, seconds, note, batches)
+
+
+def find(
+    graph: Graph,
+    devices: Cluster,
+    memory: int | None = None,
+    where: str = "",
+    system: System = PLAIN,
+    seconds: float = inf,
+    note: Callable[[str], None] = lambda line: None,
+    batches: Sequence[int] = (),
+) -> Answer:
+    """Return the best plans of the space for a graph on a cluster, for steps that run on a system; see `search`."""
     if not seconds > 0 or (memory is not None and memory < 1) or any(rows < 1 for rows in batches):
         given = f"memory={memory}, seconds={seconds} and batches={list(batches)}"
         raise InputError(f"search has {given}; give numbers above 0, or leave them out.")
-    devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    start, constraints, kind = time.monotonic(), read(where), check_speeds(devices)
-    menu, room = Menu(graph, devices, torch_compile), memory or kind.memory or inf
+    start, constraints, kind = time.monotonic(), read(where), check_system(graph.model, devices, system)
+    menu, room = Menu(graph, devices, system), memory or kind.memory or inf
     estimator = Estimator(graph, devices, menu)
     count, layouts = len(estimator.run_of), _layouts(menu, devices)
     every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, layouts)]
+    # A CUDA graph replays no copies to the hosts.
+    every = [c for c in every if c.swap == "none" or not system.cuda_graph]
     if not every:
         raise InputError(_undivided(devices, batches or [menu.batch], count))
     space = left(every, constraints)
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
-    programs, errors = Programs(graph, devices, memory, torch_compile), _Errors()
+    programs, errors = Programs(graph, devices, memory, system), _Errors()
     found, waiting = programs.found, dict[Choice, Estimate]()
     is_late = partial(_is_late, start + seconds)
 

@@ -18,6 +18,7 @@ from superscaler.planner.space import Choice
 from superscaler.plans import resolve
 from superscaler.simulate.predict import predict
 from superscaler.simulate.prediction import DeviceTimes, Prediction
+from superscaler.simulate.system import System
 
 # The microbatches of both steps, for each stage of the pipeline.
 _FEW, _MORE = 3, 4
@@ -29,7 +30,7 @@ Row = TypeVar("Row", Prediction, DeviceTimes)
 
 
 def predicted(
-    graph: Graph, cluster: Cluster, memory: int | None, torch_compile: bool, choice: Choice, certified: bool = False
+    graph: Graph, cluster: Cluster, memory: int | None, system: System, choice: Choice, certified: bool = False
 ) -> tuple[Prediction, Program | None]:
     """Return the prediction of a plan of a graph's model, and its program; None if the step is on a line. Raises
     PlanError if the model does not allow it. `certified`: see `compile_graph`; all microbatches are compiled.
@@ -38,7 +39,7 @@ def predicted(
     def of(microbatches: int) -> tuple[Prediction, Program]:
         own = replace(choice, microbatches=microbatches)
         program = compile_graph(of_batch(graph, own.batch), resolve(own.spec), cluster, certified).program
-        return predict(program, cluster, memory, torch_compile), program
+        return predict(program, cluster, memory, system), program
 
     if certified or choice.microbatches <= _MANY * choice.pp:
         return of(choice.microbatches)

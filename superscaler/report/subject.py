@@ -15,6 +15,7 @@ from superscaler.report.journal import Row
 from superscaler.report.measured import Difference, differences, measured, ran_compiled
 from superscaler.report.timeline import Timeline, predicted
 from superscaler.simulate.predict import Simulation, simulate
+from superscaler.simulate.system import System
 
 # A core of a CPU, for devices about which nothing is known: 50 Gflop/s, 10 GB/s, 2 us for a kernel.
 _CORE = Speeds(units=0, products={"float32": (50e9, 50e9)}, memory=(10e9, 10e9))
@@ -56,7 +57,7 @@ def subject(
     the hash of its code.
     """
     known, notes = _with_speeds(cluster)
-    found = simulate(program, known, torch_compile=run is not None and ran_compiled(run))
+    found = simulate(program, known, system=System(torch_compile=run is not None and ran_compiled(run)))
     # Compiled steps have instructions of their own.
     program = found.program
     details = Details(program, account, journal)

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from superscaler.cluster import Cluster
-from superscaler.cluster.devices import DeviceKind, Speeds
+from superscaler.cluster.devices import DeviceKind
 from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError
 from superscaler.ir.cohorts import Cohort, cohorts
@@ -31,7 +31,7 @@ from superscaler.simulate.rates import (
     seconds,
 )
 from superscaler.simulate.segments import count, products
-from superscaler.simulate.system import PLAIN, System, attention_of
+from superscaler.simulate.system import PLAIN, System, attention_of, reads_documents
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
 from superscaler.simulate.transfers.beside import Beside, Overlap
@@ -57,50 +57,44 @@ def predict(
     program: Program,
     cluster: Cluster,
     capacity: int | None = None,
-    torch_compile: bool = False,
-    cuda_graph: bool = False,
     system: System = PLAIN,
 ) -> Prediction:
-    """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's. `torch_compile`: its
-    segments are compiled, `cuda_graph`: it is replayed, as by `ss.load` with these options. `system`: other kernels.
+    """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's. `system`: how the
+    step is loaded, and other kernels.
 
     Raises InputError if the speeds of the cluster's devices are unknown, and for a step that no CUDA graph replays.
     """
-    return simulate(program, cluster, capacity, torch_compile, cuda_graph, system=system).prediction
+    return simulate(program, cluster, capacity, system).prediction
 
 
 def simulate(
     program: Program,
     cluster: Cluster,
     capacity: int | None = None,
-    torch_compile: bool = False,
-    cuda_graph: bool = False,
-    among: int | None = None,
     system: System = PLAIN,
+    among: int | None = None,
 ) -> Simulation:
     """Return the prediction for a step with its timetable and memories; see `predict`. That of a compiled step is of
     the program with longer segments. `among`: the slowest device of so many sets the pace; default: of the cluster's.
     """
-    with system.run(program, cuda_graph):
-        return _simulated(program, cluster, capacity, torch_compile, cuda_graph, among, system)
+    with system.run(program):
+        return _simulated(program, cluster, capacity, system, among)
 
 
 def _simulated(
-    program: Program, cluster: Cluster, capacity: int | None, torch_compile: bool, cuda_graph: bool, among: int | None,
-    system: System,
-) -> Simulation:  # fmt: skip
+    program: Program, cluster: Cluster, capacity: int | None, system: System, among: int | None
+) -> Simulation:
     kind, targets = check_speeds(cluster), {op.target for op in program.model.ops}
     assert kind.speeds is not None
-    system.check(targets)
-    torch_compile |= system.fused
-    speeds, program = system.speeds(kind.speeds, cluster), joined(program) if torch_compile else program
+    system.check(targets, cluster, kind.speeds.units > 0)
+    speeds, program = system.speeds(kind.speeds, cluster), joined(program) if system.is_compiled else program
     kind = replace(kind, speeds=speeds)
-    if cuda_graph:
-        _check_replayed(program, cluster, speeds)
+    if system.cuda_graph:
+        _check_replayed(program)
         # The host starts kernels and communication of a step at once.
         speeds = replace(speeds, issue=0.0)
         kind = replace(kind, speeds=speeds)
-    works = Works(program, speeds.units > 0, torch_compile, cuda_graph, system.fused, system.balance)
+    works = Works(program, speeds.units > 0, system.is_compiled, system.cuda_graph, system.fused, system.balance)
     work = _Work(works, kind, share_of(cluster, among))
     weights = (weight.name.name for cohort in cohorts(program) for weight in cohort.weights)
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
@@ -130,7 +124,7 @@ def _simulated(
         capacity=has,
         reserved=overheads.context,
         links=table.bytes,
-        assumed=", ".join(system.words(torch_compile, cuda_graph, speeds.units > 0, targets)),
+        assumed=", ".join(system.words(speeds.units > 0, targets)),
         attention=attention_of(table, work.known, work.kernel) if system.documents else None,
     )
     return Simulation(program, cluster, table, found, prediction)
@@ -148,10 +142,20 @@ def check_speeds(cluster: Cluster) -> DeviceKind:
     return kind
 
 
-def _check_replayed(program: Program, cluster: Cluster, speeds: Speeds) -> None:
+def check_system(model: Model, cluster: Cluster, system: System) -> DeviceKind:
+    """Return the kind of a cluster's devices. Raises InputError if their speeds are unknown, and for a system that
+    these or the model cannot have, whatever the plan is.
+    """
+    kind = check_speeds(cluster)
+    assert kind.speeds is not None
+    system.check({op.target for op in model.ops}, cluster, kind.speeds.units > 0)
+    system.speeds(kind.speeds, cluster)
+    system.check_documents(any(map(reads_documents, model.ops)))
+    return kind
+
+
+def _check_replayed(program: Program) -> None:
     """Raise InputError for a step that no CUDA graph replays."""
-    if not speeds.units:
-        raise InputError(f"--cuda-graph replays steps on GPUs, but {cluster} has none; leave it out.")
     is_away = any(weight.host for cohort in cohorts(program) for weight in cohort.samples[0].weights)
     if is_away or any(i.meets is Meets.HOST for cohort in cohorts(program) for i in cohort.code[:]):
         raise InputError(

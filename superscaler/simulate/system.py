@@ -1,4 +1,4 @@
-"""What a system runs that a program does not say: the kernel of its attention, and which operators it has fused."""
+"""What a system runs that a program does not say: how steps are loaded, the kernel of attention, fused operators."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ EXPERTS, ROWS = "ss.experts", "ss.expert_rows"
 class System:
     """The assumptions of a prediction.
 
+    torch_compile, cuda_graph  the step is loaded with it, as by `ss.load`
     attention   the kernel of fused attention, as flash1; nothing: the one that torch takes on this kind of device
     fused       norms, activations, rotary embeddings and the loss are fused, and a product adds its gradient to the sum
                 of a weight, as in Megatron-LM with Transformer Engine
@@ -42,6 +43,8 @@ class System:
     balance     how many times the mean tokens the experts of the busiest device have: the others wait for it
     """
 
+    torch_compile: bool = False
+    cuda_graph: bool = False
     attention: str = ""
     fused: bool = False
     overlap: str = ""
@@ -55,6 +58,11 @@ class System:
             raise InputError(
                 f"documents={list(self.documents)}: a document has one token or more; leave the others out."
             )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether segments are compiled: a system with fused operators has those of compiled ones."""
+        return self.torch_compile or self.fused
 
     def overlaps(
         self, seconds: Callable[[Kernel], float], slowdown: float, weights: Iterable[str], is_gpu: bool
@@ -76,8 +84,12 @@ class System:
             raise InputError(f"--attention on {cluster}: {unknown('attention', self.attention, speeds.attentions)}")
         return replace(speeds, attention={**speeds.attention, **speeds.attentions[self.attention]})
 
-    def check(self, targets: Set[str]) -> None:
-        """Raise InputError for a balance of experts that a model with operators of these targets does not have."""
+    def check(self, targets: Set[str], cluster: Cluster, is_gpu: bool) -> None:
+        """Raise InputError for a balance of experts that a model with operators of these targets does not have, and for
+        a CUDA graph on a cluster without GPUs.
+        """
+        if self.cuda_graph and not is_gpu:
+            raise InputError(f"--cuda-graph replays steps on GPUs, but {cluster} has none; leave it out.")
         if not 1 <= self.balance < inf:
             raise InputError(f"--balance {self.balance:g}: give 1 (as many tokens each) or more.")
         if self.balance > 1 and ROWS in targets:
@@ -88,9 +100,9 @@ class System:
         if self.balance > 1 and EXPERTS not in targets:
             raise InputError(f"--balance {self.balance:g}: the model has no mixture of experts; leave it out.")
 
-    def words(self, torch_compile: bool, cuda_graph: bool, is_gpu: bool, targets: Set[str]) -> Iterator[str]:
+    def words(self, is_gpu: bool, targets: Set[str]) -> Iterator[str]:
         """Yield the assumptions about kernels, for a model with operators of these `targets`."""
-        compiled = "operators fused by Inductor" if torch_compile else "operators run one by one"
+        compiled = "operators fused by Inductor" if self.torch_compile else "operators run one by one"
         yield "norms, activations, loss and sums of gradients fused" if self.fused else compiled
         if overlap := self._overlap(is_gpu):
             yield f"communication of tensor parallelism beside products ({overlap})"
@@ -102,28 +114,32 @@ class System:
             yield "as many tokens for each expert"
         elif ROWS in targets:
             yield "all rows of each expert's capacity in use"
-        if cuda_graph:
+        if self.cuda_graph:
             yield "replayed as a CUDA graph"
         if self.documents:
             yield f"rows of documents of {', '.join(map(str, self.documents))} tokens"
 
     @contextmanager
-    def run(self, program: Program, cuda_graph: bool) -> Iterator[None]:
+    def run(self, program: Program) -> Iterator[None]:
         """Record segments with the documents of this system in the block, and with the fixed shapes of a CUDA graph.
 
         Raises InputError for a program without attention inside documents.
         """
-        targets = {op.target for function in program.functions for op in function.ops if _reads_documents(op)}
-        if self.documents and not targets:
+        has_documents = any(map(reads_documents, (op for function in program.functions for op in function.ops)))
+        self.check_documents(has_documents)
+        with packing(self.documents), static() if self.cuda_graph and has_documents else nullcontext():
+            yield
+
+    def check_documents(self, has_documents: bool) -> None:
+        """Raise InputError for lengths of documents, if a model has no attention inside documents."""
+        if self.documents and not has_documents:
             raise InputError(
                 f"--documents {','.join(map(str, self.documents))}: the model has no attention inside documents; give "
                 "one with position_ids that begin again in each, as llama:documents=1024+512+512, or leave it out."
             )
-        with packing(self.documents), static() if cuda_graph and targets else nullcontext():
-            yield
 
 
-def _reads_documents(op: Op) -> bool:
+def reads_documents(op: Op) -> bool:
     return op.target == "ss.attention_documents" or "documents" in dict(op.kwargs)
 
 

@@ -1,7 +1,7 @@
 """Checks of a plan directory: its program is certified, and its code and data are those of the program."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +22,7 @@ from superscaler.runtime.metrics import Known
 from superscaler.simulate.predict import fullest, predict
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.segments import model_flops
-from superscaler.simulate.system import System
+from superscaler.simulate.system import PLAIN, System
 from superscaler.store.plan import read_plan, shapes_in
 from superscaler.store.plan_head import (
     EXPLAIN_FILE,
@@ -91,16 +91,7 @@ def _validated(directory: Path, manifest: bool, is_shape: bool = False) -> dict[
 
 
 def simulate_directory(
-    directory: Path,
-    cluster: str,
-    capacity: int | None = None,
-    torch_compile: bool = False,
-    cuda_graph: bool = False,
-    attention: str = "",
-    fused: bool = False,
-    overlap: str = "",
-    documents: Sequence[int] = (),
-    balance: float = 1.0,
+    directory: Path, cluster: str, capacity: int | None = None, system: System = PLAIN
 ) -> Prediction:
     """Return the prediction for a step of the plan in a directory, on its own cluster or on another one; see `predict`.
 
@@ -114,8 +105,7 @@ def simulate_directory(
             f"the plan in {directory} is for {program.world} devices, but {found} has {len(found.devices)}; give a "
             "cluster of as many, or compile the model for this one."
         )
-    system = System(attention, fused, overlap, tuple(documents), balance)
-    return predict(program, found, capacity, torch_compile, cuda_graph, system)
+    return predict(program, found, capacity, system)
 
 
 def known_of(program: Program, cluster: Cluster, peak_bytes: int) -> Known:

@@ -113,11 +113,17 @@ def test_the_options_of_every_command() -> None:
         "search": sorted(
             [
                 *model,
+                "--attention",
+                "--balance",
                 "--batch",
                 "--cluster",
+                "--cuda-graph",
+                "--documents",
+                "--fused",
                 "--like",
                 "--measure",
                 "--memory",
+                "--overlap",
                 "--seconds",
                 "--top",
                 "--torch-compile",

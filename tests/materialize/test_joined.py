@@ -15,6 +15,7 @@ from superscaler.materialize.joined import join
 from superscaler.materialize.joined.join import joined
 from superscaler.plan import Plan
 from superscaler.simulate.predict import simulate
+from superscaler.simulate.system import System
 from superscaler.translation.check import check_translation
 from superscaler.verify import compare_with_eager
 from superscaler.verify.plan_dir import validate_directory
@@ -162,5 +163,5 @@ def test_a_plan_that_is_as_long_as_it_can_be_has_one_program(tmp_path: Path) -> 
 
 def test_a_compiled_step_is_predicted_from_its_own_program() -> None:
     program = ss.compile(graph_of("mlp:layers=2,hidden=8"), "single", "local:1").compiled.program
-    found = {k: calls(simulate(program, ss.Cluster.parse("a100:1x1"), torch_compile=k).program) for k in (False, True)}
+    found = {k: calls(simulate(program, ss.Cluster.parse("a100:1x1"), system=System(k)).program) for k in (False, True)}
     assert found == {False: (3, 2), True: (1, 1)}

@@ -10,6 +10,7 @@ from superscaler.planner import menu as menus
 from superscaler.planner.kinds import of_batch
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Use
+from superscaler.simulate.system import System
 from superscaler.store import cache
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
@@ -40,7 +41,8 @@ def test_costs_are_measured_once_for_all_sizes_of_a_cluster(monkeypatch: pytest.
         assert menu_of(GPT, "a100:1x2").costs(USE) == few
         assert menu_of(GPT, "a100:4x2").costs(USE) == many
         assert menu_of(GPT, "h100:1x2").costs(USE) is None
-        assert Menu(graph_of(GPT), ss.Cluster.parse("a100:1x2"), torch_compile=True).costs(USE) is None
+        for system in (System(torch_compile=True), System(cuda_graph=True), System(attention="flash1")):
+            assert Menu(graph_of(GPT), ss.Cluster.parse("a100:1x2"), system).costs(USE) is None
         (cache.folder() / first.key).write_bytes(b"damaged")
         assert menu_of(GPT, "a100:1x2").costs(USE) is None
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,19 @@ def test_the_plans_of_an_answer_hold_and_fit() -> None:
     seconds = [found.prediction.step_seconds for found in answer.plans]
     assert seconds == sorted(seconds)
     assert ss.compile(graph, answer.best.spec, "local:2").verify()["equal"]
+
+
+@pytest.mark.parametrize(
+    "way", [{"torch_compile": True, "cuda_graph": True}, *slow({"fused": True, "attention": "flash1"})]
+)
+def test_plans_are_found_by_steps_as_they_run(way: dict[str, Any]) -> None:
+    """Each is predicted as its text is, with the same options; the bound is below all."""
+    graph, where = graph_of(GPT), f"{FEW}, no pp, no zero"
+    answer = ss.search(graph, "a100:1x2", where=where, **way)
+    for found in answer.plans:
+        plan, step = ss.compile(graph, found.spec, "a100:1x2"), found.prediction.step_seconds
+        assert plan.simulate(**way) == found.prediction
+        assert answer.bound <= step < 0.9 * plan.simulate().step_seconds
 
 
 @pytest.mark.slow
@@ -232,6 +246,8 @@ def test_the_command_prints_a_plan_to_own(capfd: pytest.CaptureFixture[str]) -> 
         (["--cluster", "a100:1x2", "--top", "0"], "--top 0"),
         (["--cluster", "a100:1x2", "--why-not", "nosuch"], "unknown plan 'nosuch'"),
         (["--cluster", "a100:1x2", "--seconds", "-1"], "--seconds -1.0"),
+        (["--cluster", "a100:1x2", "--attention", "flash9"], "unknown attention 'flash9'"),
+        (["--cluster", "a100:1x2", "--balance", "2"], "the model has no mixture of experts"),
         (["--cluster", "a100:1x2", "--where", "tp ~ 3"], "'tp ~ 3' is no constraint"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 import superscaler as ss
 from superscaler.planner.space import Choice
 from superscaler.planner.whole import predicted
+from superscaler.simulate.system import PLAIN
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
@@ -30,7 +31,7 @@ MODEL = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=48,device=m
 def test_a_step_of_many_microbatches_is_on_the_line_through_those_of_few(choice: Choice) -> None:
     """Beside the plan that is compiled with all of them."""
     graph, cluster = graph_of(MODEL), ss.Cluster.parse("a100:1x2")
-    found, program = predicted(graph, cluster, None, False, choice)
+    found, program = predicted(graph, cluster, None, PLAIN, choice)
     assert program is None
     whole = ss.compile(graph, choice.spec, cluster).simulate()
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=5e-3)
@@ -44,4 +45,4 @@ def test_a_step_of_many_microbatches_is_on_the_line_through_those_of_few(choice:
 
 def test_a_step_of_few_microbatches_is_compiled_with_all_of_them() -> None:
     graph, cluster, choice = graph_of(MODEL), ss.Cluster.parse("a100:1x2"), Choice(1, 1, 2, 3, 16)
-    assert predicted(graph, cluster, None, False, choice)[0] == ss.compile(graph, choice.spec, cluster).simulate()
+    assert predicted(graph, cluster, None, PLAIN, choice)[0] == ss.compile(graph, choice.spec, cluster).simulate()

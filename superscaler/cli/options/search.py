@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from superscaler.cli.options.declare import option
+from superscaler.cli.options.system import SystemOptions
 from superscaler.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,12 +16,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """What is asked of a search."""
+class SearchOptions(SystemOptions):
+    """What is asked of a search, and how steps run."""
 
-    memory: Annotated[
-        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
-    ] = ""
     where: Annotated[
         str,
         option(
@@ -41,11 +39,8 @@ class SearchOptions:
     why_not: Annotated[
         list[str] | None, typer.Option("--why-not", metavar="PLAN", help="Say what speaks against it; repeatable.")
     ] = None
-    torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Of steps whose segments Inductor compiles, as of train.")
-    ] = False
 
-    def check(self, cluster: Cluster, spec: str) -> None:
+    def check_cluster(self, cluster: Cluster, spec: str) -> None:
         """Raise InputError for options that are out of range, or do not go with a cluster, by its spec."""
         if self.top < 1:
             raise InputError(f"--top {self.top}: give 1 or more.")
@@ -60,5 +55,7 @@ class SearchOptions:
                 f"--measure trains on this machine, but --cluster is {spec}; give the file that superscaler "
                 "doctor --measure --out FILE.yaml writes."
             )
+        if strange := [name for name in ("attention", "fused", "overlap") if getattr(self, name)]:
+            raise InputError(f"--measure trains with this system's kernels; leave --{strange[0]} out.")
         if self.batch:
             raise InputError("--measure trains with the batch of MODEL; leave --batch out, or give MODEL that batch.")

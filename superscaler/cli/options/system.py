@@ -1,0 +1,78 @@
+"""The options of a prediction: how a step runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from superscaler.cli.options.declare import option
+from superscaler.specs.sizes import read_bytes, read_lengths
+
+if TYPE_CHECKING:
+    from superscaler.simulate.system import System
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemOptions:
+    """The memory of a device, and how a step runs on it."""
+
+    memory: Annotated[
+        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
+    ] = ""
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Of a step whose segments Inductor compiles, as of train.")
+    ] = False
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Of a step that is replayed as a CUDA graph, as of train.")
+    ] = False
+    attention: Annotated[
+        str,
+        option("--attention", "Its kernel: flash1, triton (of 2023), flash2, flash3; default: torch's here.", "KERNEL"),
+    ] = ""
+    fused: Annotated[
+        bool,
+        typer.Option("--fused", help="Of a system with fused norms, activations, loss and sums, as Megatron-LM."),
+    ] = False
+    overlap: Annotated[
+        str,
+        option("--overlap", "Of tensor parallelism with products: bulk, pipelined; default: bulk if --fused.", "WAY"),
+    ] = ""
+    documents: Annotated[
+        str, option("--documents", "Of packed rows: the tokens of each document, as 1024,512,512.", "LENGTHS")
+    ] = ""
+    balance: Annotated[
+        float, option("--balance", "How many times the mean tokens the experts of the busiest device have.", "TIMES")
+    ] = 1.0
+
+    def check(self) -> int | None:
+        """Return `capacity`. Raises InputError for an option that cannot be read; it needs no torch."""
+        _ = self.lengths
+        return self.capacity
+
+    @property
+    def capacity(self) -> int | None:
+        """Return the bytes of a device, None for those of the cluster."""
+        return read_bytes("--memory", self.memory) if self.memory else None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths of documents."""
+        return read_lengths("--documents", self.documents) if self.documents else ()
+
+    @property
+    def system(self) -> System:
+        """Return the assumptions of the prediction. It loads torch."""
+        from superscaler.simulate.system import System
+
+        return System(
+            self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance
+        )
+
+    def packed(self, model: str) -> str:
+        """Return the spec of a model of the library with rows of these documents."""
+        name, _, keys = model.partition(":")
+        if not self.documents or name.endswith(".py") or "documents=" in keys:
+            return model
+        return f"{name}:{keys}{',' if keys else ''}documents={'+'.join(map(str, self.lengths))}"
