@@ -143,7 +143,7 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     cluster = Cluster.parse(request.cluster)
     capacity = options.check()
     options.check_cluster(cluster, request.cluster)
-    constraints.read(options.where)
+    constraints.read(options.where, cluster.devices_per_server)
     for spec in options.why_not or ():
         resolve(spec)
     batches = constraints.read_batches(options.batch)

@@ -1,63 +1,170 @@
-"""Constraints of a search in words: `tp <= 8, no recompute, schedule = zb_h1`."""
+"""Constraints of a search in words: `tp <= 8, no recompute, stage 0 has 5 blocks`.
+
+They are separated by commas. A constraint is one of
+
+    NAME SIGN VALUE            tp <= 8; SIGN: <=, <, >=, >, =, !=, of names = and != only
+    NAME in (VALUE, ...)       schedule in (1f1b, zb_h1)
+    no NAME                    no recompute: that is none; no zb_h1: another schedule
+    NAME within a server       tp, or dp: the devices that share a batch
+    STAGE has CONSTRAINT       stage 0 has tp >= 2
+    STAGE has [SIGN] N blocks  last stage has <= 4 blocks
+    STAGE has the embedding    or the head
+
+STAGE is stage 0, stage -1, first stage, last stage, or each stage. Without one, a constraint holds for all stages.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
 
 from superscaler.errors import InputError, unknown
 from superscaler.planner.space import LAYOUTS, LOSS, RECOMPUTE, SCHEDULES, SWAP, Choice
 
-Allows = Callable[[Choice], bool]
-NUMBERS = ("dp", "tp", "pp", "microbatches", "rows", "chunks", "zero")
+# Of a plan, and of one of its stages; None: of all of them.
+Allows = Callable[[Choice, int | None], bool]
+NUMBERS = ("dp", "tp", "pp", "microbatches", "rows", "chunks", "zero", "batch")
 WORDS = {
     "recompute": tuple(RECOMPUTE), "schedule": tuple(SCHEDULES), "layout": tuple(LAYOUTS), "loss": tuple(LOSS),
     "swap": tuple(SWAP),
 }  # fmt: skip
 # What `no NAME` means: the value that is left, or no such value.
-_NONE = {"dp": 1, "tp": 1, "pp": 1, "chunks": 1, "zero": 0, "recompute": "none", "swap": "none"}
+_NONE: dict[str, int | str] = {"dp": 1, "tp": 1, "pp": 1, "chunks": 1, "zero": 0, "recompute": "none", "swap": "none"}
 _VALUES = {value: name for name, values in WORDS.items() for value in values if value not in ("none", "whole")}
-_SIGNS = {
+_SIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
+    "==": operator.eq,
 }  # fmt: skip
+# The decisions whose product is the number of neighboring devices that share something.
+_INNER = {"tp": ("tp",), "dp": ("dp", "tp")}
 # The largest batch that is searched.
 _MOST_ROWS = 1_000_000
-_CLAUSE = re.compile(r"(\w+)\s*(<=|>=|!=|==|<|>|=)\s*(\w+)")
+_SIGN = r"(?P<sign><=|>=|!=|==|<|>|=)"
+_CLAUSE = re.compile(rf"(?P<name>\w+)\s*{_SIGN}\s*(?P<value>\w+)")
+_AMONG = re.compile(r"(?P<name>\w+)\s+in\s*\((?P<values>[^()]*)\)")
+_WITHIN = re.compile(r"(?P<name>\w+)\s+within\s+a\s+server")
+_STAGE = re.compile(r"(?:stage\s+(?P<number>-?\d+)|(?P<which>first|last|each)\s+stage)\s+has\s+(?P<what>.+)")
+_BLOCKS = re.compile(rf"{_SIGN}?\s*(?P<count>\d+)\s+blocks?")
+_ENDS = {"first": 0, "last": -1, "each": None}
+_FORMS = "tp <= 8, schedule in (1f1b, zb_h1), no recompute, tp within a server, stage 0 has 5 blocks"
 
 
-def read(text: str) -> list[tuple[str, Allows]]:
-    """Return the constraints of a text, each with its words. They are separated by commas.
+class Limit(NamedTuple):
+    """A limit on the number of blocks of a stage, -1: the last one, None: each."""
 
-    >>> [words for words, _ in read("tp <= 8, no recompute")]
-    ['tp <= 8', 'no recompute']
+    stage: int | None
+    sign: str
+    number: int
+
+    def holds(self, stage: int, stages: int, blocks: Any) -> Any:
+        """Return whether so many blocks are allowed for one of so many stages. `blocks` may be an array."""
+        is_meant = self.stage is None or self.stage % stages == stage
+        return _SIGNS[self.sign](blocks, self.number) if is_meant else blocks == blocks
+
+
+class Constraint(NamedTuple):
+    """A constraint: its words, the plans that it allows, and the decision that it is about."""
+
+    words: str
+    allows: Allows
+    about: str
+    limit: Limit | None = None
+
+
+def read(text: str, per_server: int = 1) -> list[Constraint]:
+    """Return the constraints of a text. `per_server`: devices. Raises InputError for a clause that is none.
+
+    >>> [found.words for found in read("tp in (2, 4), no recompute")]
+    ['tp in (2, 4)', 'no recompute']
     """
-    return [(clause, _read(clause)) for part in text.split(",") if (clause := part.strip())]
+    parts = re.split(r",(?![^(]*\))", text)
+    return [_read(clause, clause.lower(), per_server) for part in parts if (clause := " ".join(part.split()))]
 
 
-def _read(clause: str) -> Allows:
+def _read(words: str, clause: str, per_server: int) -> Constraint:
+    if found := _STAGE.fullmatch(clause):
+        stage = int(found["number"]) if found["number"] else _ENDS[found["which"]]
+        return _of_stage(words, stage, found["what"], per_server)
+    if found := _WITHIN.fullmatch(clause):
+        name = found["name"]
+        if name not in _INNER:
+            raise InputError(f"--where: '{words}': {unknown('group of devices', name, _INNER)}")
+        return Constraint(words, lambda c, stage: all(per_server % n == 0 for n in _products(c, stage, name)), name)
     if clause.startswith("no "):
-        name = clause[3:].strip()
+        name = clause[3:]
+        if name not in (*_VALUES, *_NONE):
+            raise InputError(f"--where: '{words}': {unknown('decision', name, (*_NONE, *_VALUES))}")
         if name in _VALUES:
-            return lambda c: bool(getattr(c, _VALUES[name]) != name)
-        if name not in _NONE:
-            raise InputError(f"--where: '{clause}': {unknown('decision', name, (*_NONE, *_VALUES))}")
-        return lambda c: bool(getattr(c, name) == _NONE[name])
-    found = _CLAUSE.fullmatch(clause)
-    if found is None:
-        raise InputError(f"--where: '{clause}' is no constraint; write tp <= 8, no recompute or schedule = 1f1b.")
-    name, sign, value = found[1], found[2].replace("==", "="), found[3]
-    if name in WORDS:
-        if sign not in ("=", "!="):
-            raise InputError(f"--where: '{clause}': {name} has names, not numbers; compare it by = or !=.")
-        if value not in WORDS[name]:
-            raise InputError(f"--where: '{clause}': {unknown(name, value, WORDS[name])}")
-        return lambda c: bool(_SIGNS[sign](getattr(c, name), value))
-    if name not in NUMBERS:
-        raise InputError(f"--where: '{clause}': {unknown('decision', name, (*NUMBERS, *WORDS))}")
-    if not value.isdecimal():
-        raise InputError(f"--where: '{clause}': {name} is a number, not {value}; write one as {name} {sign} 2.")
-    return lambda c: bool(_SIGNS[sign](getattr(c, name), int(value)))
+            return _compared(words, _VALUES[name], "!=", (name,))
+        return _compared(words, name, "=", (_NONE[name],))
+    if found := _AMONG.fullmatch(clause):
+        values = [value.strip() for value in found["values"].split(",")]
+        return _compared(words, found["name"], "=", [_value(words, found["name"], value) for value in values])
+    if found := _CLAUSE.fullmatch(clause):
+        name, sign = found["name"], found["sign"]
+        if name in WORDS and sign not in ("=", "==", "!="):
+            raise InputError(f"--where: '{words}': {name} has names, not numbers; compare it by = or !=.")
+        return _compared(words, name, sign, (_value(words, name, found["value"]),))
+    raise InputError(f"--where: '{words}' is no constraint; write, between commas, one as {_FORMS}.")
+
+
+def _value(words: str, name: str, text: str) -> int | str:
+    """Return a value of a decision. Raises InputError if it has none such."""
+    if name not in (*NUMBERS, *WORDS):
+        raise InputError(f"--where: '{words}': {unknown('decision', name, (*NUMBERS, *WORDS))}")
+    if name in WORDS and text not in WORDS[name]:
+        raise InputError(f"--where: '{words}': {unknown(name, text, WORDS[name])}")
+    if name in NUMBERS and not text.isdecimal():
+        raise InputError(f"--where: '{words}': {name} is a number, not {text or 'empty'}; write one as {name} = 2.")
+    return text if name in WORDS else int(text)
+
+
+def _compared(words: str, name: str, sign: str, values: Sequence[int | str]) -> Constraint:
+    """Return the constraint that a decision is as one of some values."""
+    is_so = _SIGNS[sign]
+    return Constraint(words, lambda c, at: all(any(is_so(x, v) for v in values) for x in values_of(c, name, at)), name)
+
+
+def _of_stage(words: str, stage: int | None, what: str, per_server: int) -> Constraint:
+    """Return a constraint on one stage, or on each."""
+    if found := _BLOCKS.fullmatch(what):
+        limit = Limit(stage, found["sign"] or "=", int(found["count"]))
+        return Constraint(words, lambda c, _: _has(c, stage) and not c.is_even, "blocks", limit)
+    if what in ("the embedding", "the head"):
+        end = 0 if what == "the embedding" else -1
+
+        def is_there(c: Choice, _: int | None) -> bool:
+            # An interlaced pipeline has a share of both on each device.
+            meant = [*range(c.stages)] if stage is None else [stage % c.stages]
+            return _has(c, stage) and c.schedule != "interlaced" and meant == [end % c.stages]
+
+        return Constraint(words, is_there, "stages")
+    inner = _read(words, what, per_server)
+    if inner.limit is not None or inner.about in ("stages", "blocks"):
+        raise InputError(f"--where: '{words}' names two stages; name one.")
+    return inner._replace(allows=lambda c, _: _has(c, stage) and inner.allows(c, stage))
+
+
+def _has(c: Choice, stage: int | None) -> bool:
+    return stage is None or -c.stages <= stage < c.stages
+
+
+def values_of(c: Choice, name: str, stage: int | None = None) -> tuple[Any, ...]:
+    """Return the values of a decision in a stage, None: in all of them."""
+    found = getattr(c, name)
+    every = found if isinstance(found, tuple) else (found,)
+    return every if stage is None or len(every) == 1 else (every[c.place(stage)],)
+
+
+def _products(c: Choice, stage: int | None, name: str) -> Iterable[int]:
+    """Yield the neighboring devices that share something, of each stage."""
+    columns = [values_of(c, inner, stage) for inner in _INNER[name]]
+    count = max(map(len, columns))
+    return (prod(column[n % len(column)] for column in columns) for n in range(count))
 
 
 def read_batches(text: str) -> list[int]:
@@ -78,21 +185,46 @@ def read_batches(text: str) -> list[int]:
     return [found[0] << k for k in range(_MOST_ROWS.bit_length()) if found[0] << k <= found[-1]]
 
 
-def left(space: Sequence[Choice], constraints: Sequence[tuple[str, Allows]]) -> list[Choice]:
-    """Return the plans that satisfy all constraints. Raises InputError for one that leaves none, or that all satisfy
-    together with none.
+def left(space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequence[int] = ()) -> list[Choice]:
+    """Return the plans that satisfy all constraints. `sizes`: the blocks that stay together. Raises InputError for a
+    constraint that leaves none, and for those that all leave none together.
     """
-    for words, allows in constraints:
-        if not any(map(allows, space)):
-            raise InputError(f"--where: no plan of the space satisfies '{words}'; {_values(space, words)}")
-    found = [c for c in space if all(allows(c) for _, allows in constraints)]
+    for one in constraints:
+        if not _left(space, [one], sizes):
+            raise InputError(f"--where: no plan of the space satisfies '{one.words}'; {_known(space, one, sizes)}.")
+    found = _left(space, constraints, sizes)
     if not found:
-        every = ", ".join(words for words, _ in constraints)
+        every = ", ".join(one.words for one in constraints)
         raise InputError(f"--where: no plan of the space satisfies '{every}' together; leave one of these out.")
     return found
 
 
-def _values(space: Sequence[Choice], words: str) -> str:
-    """Return the values of the decision of a constraint in a space, in words."""
-    name = next((n for n in (*NUMBERS, *WORDS) if re.search(rf"\b{n}\b", words)), "schedule")
-    return f"{name} is one of {', '.join(map(str, sorted({getattr(c, name) for c in space})))}."
+def _left(space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequence[int]) -> list[Choice]:
+    limits = [one.limit for one in constraints if one.limit]
+    found = [c for c in space if all(one.allows(c, None) for one in constraints)]
+    can = {stages: not limits or _can_be_cut(stages, limits, sizes) for stages in {c.stages for c in found}}
+    return [c for c in found if can[c.stages]]
+
+
+def _can_be_cut(stages: int, limits: Sequence[Limit], sizes: Sequence[int]) -> bool:
+    """Return whether blocks can be cut into so many stages, each with one or more."""
+    starts, ends = [0, *accumulate(sizes)], {0}
+    for k in range(stages):
+        ends = {
+            b for a in ends for b in range(a + 1, len(starts))
+            if all(limit.holds(k, stages, starts[b] - starts[a]) for limit in limits)
+        }  # fmt: skip
+    return len(sizes) in ends
+
+
+def _known(space: Sequence[Choice], one: Constraint, sizes: Sequence[int]) -> str:
+    """Return the values of what a constraint is about in a space, in words."""
+    most = max(c.stages for c in space)
+    if one.about == "blocks":
+        inner = f" (in groups of {max(sizes)})" if max(sizes, default=1) > 1 else ""
+        return f"the model has {sum(sizes)} blocks{inner}, and a plan 1 to {most} stages of one or more"
+    if one.about == "stages":
+        return f"the embedding is in stage 0, the head in the last one, of 1 to {most} stages"
+    values = sorted({value for c in space for value in values_of(c, one.about)})
+    stages = f", of 1 to {most} stages" if "stage" in one.words.lower() else ""
+    return f"{one.about} is one of {', '.join(map(str, values))}{stages}"

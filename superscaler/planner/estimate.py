@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import width
+from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
@@ -51,10 +52,10 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Estimates of plans of a graph on a cluster."""
+    """Estimates of plans of a graph on a cluster. `limits`: on the blocks of stages."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, menu: Menu) -> None:
-        self.graph, self.cluster, self.menu = graph, cluster, menu
+    def __init__(self, graph: Graph, cluster: Cluster, menu: Menu, limits: Sequence[Limit] = ()) -> None:
+        self.graph, self.cluster, self.menu, self.limits = graph, cluster, menu, limits
         # The run of each block, and the number of the model's blocks in it, as `blocks=` counts them.
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
@@ -138,7 +139,7 @@ class Estimator:
 
     def _stages(self, c: Choice) -> list[int] | None:
         """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None
-        for more stages than blocks.
+        for more stages than blocks, or limits that no stages keep.
         """
         key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
         if key not in self._bounds:
@@ -154,14 +155,19 @@ class Estimator:
         if is_even:
             return [round(k * count / stages) for k in range(stages + 1)]
         seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in self.run_of])])
+        blocks = np.concatenate([[0], np.cumsum(self.sizes)])
         # The slowest of the stages up to each block, and where the last of them begins.
         slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
         for k in range(1, stages + 1):
             own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages else 0.0)
             own[np.tril_indices(count + 1)] = inf
+            for limit in self.limits:
+                own[~limit.holds(k - 1, stages, blocks[None, :] - blocks[:, None])] = inf
             table = np.maximum(slowest[:, None], own)
             begins.append(table.argmin(axis=0))
             slowest = table.min(axis=0)
+        if slowest[count] == inf:
+            return None
         bounds = [count]
         for first in reversed(begins):
             bounds.append(int(first[bounds[-1]]))

@@ -97,16 +97,17 @@ def find(
     if not seconds > 0 or (memory is not None and memory < 1) or any(rows < 1 for rows in batches):
         given = f"memory={memory}, seconds={seconds} and batches={list(batches)}"
         raise InputError(f"search has {given}; give numbers above 0, or leave them out.")
-    start, constraints, kind = time.monotonic(), read(where), check_system(graph.model, devices, system)
+    start, kind = time.monotonic(), check_system(graph.model, devices, system)
+    constraints = read(where, devices.devices_per_server)
     menu, room = Menu(graph, devices, system), memory or kind.memory or inf
-    estimator = Estimator(graph, devices, menu)
+    estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
     count, layouts = len(estimator.run_of), _layouts(menu, devices)
     every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, layouts)]
     # A CUDA graph replays no copies to the hosts.
     every = [c for c in every if c.swap == "none" or not system.cuda_graph]
     if not every:
         raise InputError(_undivided(devices, batches or [menu.batch], count))
-    space = left(every, constraints)
+    space = left(every, constraints, estimator.sizes)
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
     programs, errors = Programs(graph, devices, memory, system), _Errors()

@@ -97,6 +97,16 @@ class Choice:
         return self.dp * self.rows * self.microbatches
 
     @property
+    def stages(self) -> int:
+        """Return the number of stages, in the order of the model."""
+        return self.pp * self.chunks
+
+    def place(self, stage: int) -> int:
+        """Return the place in the pipeline of the devices of a stage; -1 is the last stage."""
+        lap, at = divmod(stage % self.stages, self.pp)
+        return self.pp - 1 - at if lap and self.schedule == "zbv" else at
+
+    @property
     def use(self) -> Use:
         return Use(self.tp, self.layout, self.recompute, self.loss, self.rows, self.zero == 3)
 

@@ -220,6 +220,7 @@ def test_plans_satisfy_random_constraints() -> None:
         ("no cats", "decision 'cats'"),
         ("tp > 64", "no plan of the space satisfies 'tp > 64'; tp is one of 1, 2"),
         ("tp = 2, pp = 2", "satisfies 'tp = 2, pp = 2' together"),
+        ("stage 0 has 3 blocks, stage 1 has 3 blocks", "stage 1 has 3 blocks' together"),
     ],
 )
 def test_a_constraint_that_holds_nowhere_is_refused(text: str, why: str) -> None:

@@ -23,8 +23,8 @@ class SearchOptions(SystemOptions):
         str,
         option(
             "--where",
-            "Constraints, as 'tp <= 8, no recompute, schedule = zb_h1': of dp, tp, pp, microbatches, rows (of one on a "
-            "device), chunks, zero, recompute, schedule, layout, loss, swap.",
+            "Constraints, as 'tp <= 8, no recompute, schedule in (1f1b, zb_h1), stage 0 has 5 blocks': of dp, tp, pp, "
+            "microbatches, rows (of one on a device), batch, chunks, zero, recompute, schedule, layout, loss, swap.",
             "TEXT",
         ),
     ] = ""
