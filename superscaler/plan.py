@@ -56,7 +56,7 @@ class Plan:
 
     def __init__(self, compiled: Compiled, sprogram: SProgram | None = None, shapes: Sequence[Listed] = ()) -> None:
         self.compiled = compiled
-        self._sprogram, self.listed = sprogram, shapes
+        self.sprogram, self.listed = sprogram, shapes
         self._certified = compiled.certified
         self._is_joined_certified = False
 
@@ -80,9 +80,9 @@ class Plan:
         """Return the plans of the other listed shapes, captured and compiled when this is first read. Raises InputError
         for one that the module does not take or the plan does not divide, or where weights would rest in other pieces.
         """
-        if not self.listed or self._sprogram is None:
+        if not self.listed or self.sprogram is None:
             return ()
-        return tuple(Plan(one, self._sprogram) for one in compiled_at(self.compiled, self.listed, self._sprogram))
+        return tuple(Plan(one, self.sprogram) for one in compiled_at(self.compiled, self.listed, self.sprogram))
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -161,10 +161,10 @@ class Plan:
         """Return the plan of the captured module in eval mode, a text that says why there is none, or None if nothing
         is trained.
         """
-        if not self.trains or self._sprogram is None:
+        if not self.trains or self.sprogram is None:
             return None
         try:
-            return evaluation_of(self.compiled.graph.captured, self._sprogram, self.compiled.cluster, self.listed)
+            return evaluation_of(self.compiled.graph.captured, self.sprogram, self.compiled.cluster, self.listed)
         except InputError as error:
             return str(error)
 

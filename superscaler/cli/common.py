@@ -190,19 +190,25 @@ class PlanRequest(ModelRequest):
         ),
     ] = ""
 
-    def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
-        """Return the sProgram and the cluster. Both are checked, with the sizes of the model, before that is built."""
+    def read(self, **options: Any) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
+        """Return the sProgram and the cluster. Both are checked, with the sizes of the model, before that is built.
+        `options`: of a search for the plan.
+        """
         from superscaler.cluster import Cluster
-        from superscaler.planner.auto import plan_of
-        from superscaler.plans import AUTO, check
+        from superscaler.planner.auto import is_auto, plan_of
+        from superscaler.plans import check
 
         self.check()
         read_mixture(self.lengths)
-        sprogram, cluster = plan_of(self.plan), Cluster.parse(self.cluster)
+        sprogram, cluster = plan_of(self.plan, **options), Cluster.parse(self.cluster)
         with phase("import"):
             from superscaler.models import sizes_of
 
-        if self.plan.strip() != AUTO:
+        if is_auto(self.plan):
+            from superscaler.simulate.predict import check_speeds
+
+            check_speeds(cluster)
+        else:
             check(self.plan, sizes_of(self.model), cluster)
         if self.no_overlap:
             sprogram = partial(_last, sprogram)
@@ -212,9 +218,9 @@ class PlanRequest(ModelRequest):
     def __str__(self) -> str:
         return f"{self.model} under {self.plan} on {self.cluster}"
 
-    def compile(self) -> tuple[Plan, BuiltModel]:
-        """Build, capture and compile. Raises PlanError with the reason."""
-        sprogram, cluster = self.read()
+    def compile(self, **options: Any) -> tuple[Plan, BuiltModel]:
+        """Build, capture and compile. `options`: of a search for the plan. Raises PlanError with the reason."""
+        sprogram, cluster = self.read(**options)
         from superscaler.plan import compile as compile_graph
 
         graph, built = self.on(cluster).capture()

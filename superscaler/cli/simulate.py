@@ -25,6 +25,7 @@ from superscaler.timing import phase
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
+    from superscaler.compiler import SProgram
     from superscaler.plan import Plan
     from superscaler.planner.programs import Found
     from superscaler.planner.resumed import Run
@@ -47,34 +48,25 @@ def simulate(
     A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; with
     --compare, when none does.
     """
-    capacity = options.check()
+    options.check()
     if os.path.isdir(request.model) and not request.plan:
-        if compare or request.directory:
-            raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
-        from superscaler.verify.plan_dir import simulate_directory
-
-        request.check_directory(but="cluster")
-        only = simulate_directory(Path(request.model), request.cluster, capacity, options.system)
-        _show(printer, {request.model: only})
-        return only.fits
+        return _directory(printer, request, options, compare or ())
     request.check_plan()
     request = replace(request, model=options.packed(request.model))
     _, cluster = request.read()
     from superscaler.simulate.predict import check_speeds
 
     check_speeds(cluster)
-    specs = list(dict.fromkeys([request.plan, *(compare or ())]))
-    for spec in specs:
-        replace(request, plan=spec).read()
+    specs, searched = list(dict.fromkeys([request.plan, *(compare or ())])), options.searched
+    sprograms = [replace(request, plan=spec).read(**searched)[0] for spec in specs]
+    if request.lengths:
+        return _mixture(printer, request, sprograms, cluster, options)
     graph = _shapes(request, cluster)
     from superscaler.compiler import compile_graph
     from superscaler.plan import Plan
-    from superscaler.planner.auto import plan_of
 
-    if request.lengths:
-        return _mixture(printer, graph, request, cluster, options, compare or ())
     # Nothing runs: a plan that is saved or trained is certified then.
-    plans = (Plan(compile_graph(graph, plan_of(spec), cluster, certified=False)) for spec in specs)
+    plans = (Plan(compile_graph(graph, sprogram, cluster, certified=False)) for sprogram in sprograms)
     plan = next(plans)
     found = {request.plan: _predicted(plan, options)}
     found |= {spec: _predicted(own, options) for spec, own in zip(specs[1:], plans, strict=True)}
@@ -87,19 +79,31 @@ def simulate(
     return any(found[spec].fits for spec in specs)
 
 
+def _directory(printer: Printer, request: Request, options: SystemOptions, compare: Sequence[str]) -> bool:
+    """Print the prediction of a saved plan. Return whether it fits."""
+    if compare or request.directory:
+        raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
+    from superscaler.verify.plan_dir import simulate_directory
+
+    request.check_directory(but="cluster")
+    only = simulate_directory(Path(request.model), request.cluster, options.capacity, options.system)
+    _show(printer, {request.model: only})
+    return only.fits
+
+
 def _mixture(
-    printer: Printer, graph: Graph, request: Request, cluster: Cluster, options: SystemOptions, compare: Sequence[str]
+    printer: Printer, request: Request, sprograms: Sequence[SProgram], cluster: Cluster, options: SystemOptions
 ) -> bool:
     """Print the predictions of the steps of a mixture of lengths, and its means. Return whether all fit."""
+    if len(sprograms) > 1 or options.documents:
+        what = "--compare shows steps" if len(sprograms) > 1 else "--documents fill rows"
+        raise InputError(f"{what} of one length, and --lengths is a mixture of several; leave one of them out.")
+    graph = _shapes(request, cluster)
     from superscaler.plan import compile as compile_graph
     from superscaler.recapture.shapes import sizes_at
 
-    if compare or options.documents:
-        what = "--compare shows steps of one length" if compare else "--documents fill rows of one length"
-        raise InputError(f"{what}, and --lengths is a mixture of several; leave one of them out.")
-
     shares = read_mixture(request.lengths)
-    plan = compile_graph(graph, request.plan, cluster, [*shares])
+    plan = compile_graph(graph, sprograms[0], cluster, [*shares])
     found: dict[int, Prediction] = {}
     for length in shares:
         sizes = sizes_at(graph.model, length)
@@ -141,7 +145,7 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     from superscaler.plans import resolve
 
     cluster = Cluster.parse(request.cluster)
-    capacity = options.check()
+    options.check()
     options.check_cluster(cluster, request.cluster)
     constraints.read(options.where, cluster.devices_per_server)
     for spec in options.why_not or ():
@@ -161,7 +165,7 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
         run.check(graph)
     limit = float("inf") if options.seconds is None else options.seconds
     say, system = printer.progress.say, options.system
-    answer = find(graph, cluster, capacity, options.where, system, limit, say, batches)
+    answer = find(graph, cluster, options.capacity, options.where, system, limit, say, batches)
     seconds = dict[str, float]()
     if options.measure and answer.best.prediction.fits:
         seconds = _measured(request, cluster, answer, options)
@@ -181,7 +185,7 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
         "\n".join(lines), *([run.goes_on(best.choice, request.cluster, cluster.is_local)] if run is not None else [])
     )
     _show_plans(printer, {_with_batch(found, batches): found for found in answer.plans[: options.top]}, seconds)
-    against = {spec: why(spec, graph, cluster, answer, capacity, system) for spec in options.why_not or ()}
+    against = {spec: why(spec, graph, cluster, answer, options.capacity, system) for spec in options.why_not or ()}
     for spec, text in against.items():
         printer.show(f"{spec}: {text}")
     printer.result = {

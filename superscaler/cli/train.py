@@ -49,7 +49,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     if training.run is not None:
         save_options(training.run, printer.options)
     is_forked = launch.start_server()
-    compiled, built = request.compile()
+    compiled, built = request.compile(torch_compile=training.torch_compile, cuda_graph=training.cuda_graph)
     if not compiled.trains:
         why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
         raise InputError(
@@ -62,8 +62,9 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
         compiled.save(folder, training.seed, evaluation=False)
         if training.eval:
             printer.progress.announce(f"evaluate {request}: capture in eval mode, and compile")
-            graph, shapes = compiled.compiled.graph, compiled.listed
-            save_evaluation(graph, *request.read(), Path(folder), training.seed, shapes)
+            plan, shapes = compiled.compiled, compiled.listed
+            assert compiled.sprogram is not None
+            save_evaluation(plan.graph, compiled.sprogram, plan.cluster, Path(folder), training.seed, shapes)
         facts = known_of(compiled.compiled.program, compiled.compiled.cluster, compiled.peak_bytes)
         known = {"named": request.model, **asdict(facts), **vars(training)}
         try:

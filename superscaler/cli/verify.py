@@ -39,7 +39,7 @@ def verify(
     steps. Exit code 1 when they are not equal.
     """
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
-    compiled, built = request.compile()
+    compiled, built = request.compile(torch_compile=torch_compile)
     printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes, torch_compile)
     printer.show(_certificate(printer.result, compiled.precision))
     for shape, found in printer.result.get("other_shapes", {}).items():

@@ -52,7 +52,8 @@ class Planned:
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
         self.notes = (notes or Notes()).by_name
-        self._source = Source(module, optimizer, compute, plan, cluster, autocast, self.notes, owner)
+        loaded = {"torch_compile": torch_compile, "cuda_graph": cuda_graph}
+        self._source = Source(module, optimizer, compute, plan, cluster, autocast, self.notes, owner, loaded)
         self._directory, self._autocast, self._seed, self._steps = directory, autocast, seed, steps
         self._torch_compile, self._cuda_graph = torch_compile, cuda_graph
         self._is_stale, self._saved = False, 0

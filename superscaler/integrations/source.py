@@ -41,10 +41,12 @@ class Source:
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
-        cluster: str | None, autocast: str | None, notes: dict[str, Any], owner: object,
+        cluster: str | None, autocast: str | None, notes: dict[str, Any], owner: object, options: Mapping[str, bool],
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute, self._owner = module, optimizer, compute, owner
         self._plan, self._cluster, self._autocast, self._notes = plan, cluster, autocast, notes
+        # Of a search for the plan.
+        self._options = options
         # The objects of the user by path, and the attributes of them that captures read: path and name.
         self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
         self._objects |= settings(self._objects)
@@ -101,7 +103,7 @@ class Source:
                     self._costs = {op.name: op.flops for op in graph.model.ops}
                 graph.costs = self._costs
                 try:
-                    self._plan = plan_of(self._plan) if isinstance(self._plan, str) else self._plan
+                    self._plan = plan_of(self._plan, **self._options) if isinstance(self._plan, str) else self._plan
                     return compile(graph, self._plan, self._cluster or f"local:{world}")
                 except PlanError as error:
                     raise UndividedError(str(error)) from error

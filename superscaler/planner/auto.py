@@ -13,9 +13,16 @@ if TYPE_CHECKING:
     from superscaler.ir.graph import Graph
 
 
-def plan_of(spec: str) -> Callable[..., Any]:
-    """Return the sProgram of a text: `auto`, or one that `superscaler.plans.resolve` knows."""
-    return _Auto() if spec.strip() == AUTO else resolve(spec)
+def plan_of(spec: str, memory: int | None = None, **system: Any) -> Callable[..., Any]:
+    """Return the sProgram of a text: `auto`, or one that `superscaler.plans.resolve` knows. The search is for devices
+    of so much memory, and for steps that run on a `System` of these fields.
+    """
+    return _Auto(memory, system) if is_auto(spec) else resolve(spec)
+
+
+def is_auto(spec: str) -> bool:
+    """Return whether a text is `auto`."""
+    return spec.strip() == AUTO
 
 
 class _Auto:
@@ -25,15 +32,18 @@ class _Auto:
 
     __name__ = AUTO
 
-    def __init__(self) -> None:
-        self._found = ""
+    def __init__(self, memory: int | None, system: dict[str, Any]) -> None:
+        self._memory, self._system, self._found = memory, system, ""
 
     def __call__(self, graph: Graph, cluster: Cluster) -> None:
         # It loads torch: texts of plans are read before that.
-        from superscaler.planner.search import search
+        from superscaler.planner.search import find
+        from superscaler.simulate.system import System
 
         if not self._found:
-            self._found = search(graph.copy(), cluster).best.spec
+            # Ctrl-C ends the work that the plan is for.
+            answer = find(graph.copy(), cluster, self._memory, system=System(**self._system), is_kept=False)
+            self._found = answer.best.spec
             log = logging.getLogger(__name__)
             log.warning("auto: the plan is %s; give this text to have it again.", self._found)
         resolve(self._found)(graph, cluster)

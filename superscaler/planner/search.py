@@ -92,8 +92,11 @@ def find(
     seconds: float = inf,
     note: Callable[[str], None] = lambda line: None,
     batches: Sequence[int] = (),
+    is_kept: bool = True,
 ) -> Answer:
-    """Return the best plans of the space for a graph on a cluster, for steps that run on a system; see `search`."""
+    """Return the best plans of the space for a graph on a cluster, for steps that run on a system; see `search`.
+    `is_kept`: at Ctrl-C the best so far are returned.
+    """
     if not seconds > 0 or (memory is not None and memory < 1) or any(rows < 1 for rows in batches):
         given = f"memory={memory}, seconds={seconds} and batches={list(batches)}"
         raise InputError(f"search has {given}; give numbers above 0, or leave them out.")
@@ -127,7 +130,7 @@ def find(
                 if is_late():
                     break
     except KeyboardInterrupt:
-        if not found:
+        if not found or not is_kept:
             raise
         note("interrupted; these are the best so far")
     finally:

@@ -57,6 +57,11 @@ def resolve(spec: str, written: str = "") -> SProgram:
     if len(terms) > 1 or _FACTOR.fullmatch(spec):
         return _product(spec, terms)
     name, _, keys = spec.partition(":")
+    if name == AUTO:
+        raise InputError(
+            f"'{written or spec}': auto is the plan that a search finds, and stands alone, as --plan auto; give "
+            "constraints to superscaler search, and take the plan that it prints."
+        )
     if name.endswith(".py"):
         return from_file(spec, "plan", ("graph", "cluster"), "is_sprogram")
     if name not in names():

@@ -17,7 +17,8 @@ from superscaler.planner.menu import Menu
 from superscaler.planner.search import Answer, _layouts, search
 from superscaler.planner.space import Choice, choices
 from superscaler.plans import resolve
-from tests.helpers.commands import run
+from superscaler.simulate.system import System
+from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
@@ -257,15 +258,52 @@ def test_wrong_input_is_one_line(options: list[str], why: str, capfd: pytest.Cap
     assert why in capfd.readouterr().err
 
 
-def test_auto_is_the_plan_of_a_search(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, best, asked = graph_of(GPT), few().best, list[tuple[object, str]]()
+Asked = list[tuple[object, ...]]
 
-    def searched(graph: ss.Graph, cluster: ss.Cluster) -> Answer:
-        asked.append((graph.model, str(cluster)))
-        return few()
 
-    monkeypatch.setattr("superscaler.planner.search.search", searched)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Return the searches for `auto`: the model, the cluster, the memory and the system of each; all find the same."""
+    found, best = Asked(), few()
+
+    def searched(graph: ss.Graph, cluster: ss.Cluster, memory: int | None, system: System, is_kept: bool) -> Answer:
+        assert not is_kept
+        found.append((graph.model, str(cluster), memory, system))
+        return best
+
+    monkeypatch.setattr("superscaler.planner.search.find", searched)
+    return found
+
+
+def test_auto_is_the_plan_of_a_search(caplog: pytest.LogCaptureFixture, asked: Asked) -> None:
+    graph, best = graph_of(GPT), few().best
     plan = ss.compile(graph, "auto", "a100:1x2")
-    assert asked == [(graph.model, "a100:1x2")]
+    assert asked == [(graph.model, "a100:1x2", None, System())]
     assert best.spec in caplog.text
     assert plan.simulate() == best.prediction
+
+
+def test_auto_is_searched_as_its_steps_run(capfd: pytest.CaptureFixture[str], asked: Asked) -> None:
+    """With the memory and the options of a prediction."""
+    given = ["simulate", GPT, "--plan", "auto", "--cluster", "a100:1x2", "--memory", "40GB", "--cuda-graph"]
+    found, _ = answer(capfd, *given)
+    ((_, *others),) = asked
+    assert others == ["a100:1x2", 40 * 10**9, System(cuda_graph=True)]
+    assert found["capacity"] == 40 * 10**9
+
+
+@pytest.mark.parametrize("command", ["compile", "train", "verify", "validate", "simulate"])
+def test_auto_on_devices_of_unknown_speed_is_refused_before_the_capture(
+    command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("superscaler.cli.common.ModelRequest.capture", lambda self: pytest.fail("it is captured"))
+    assert run(command, GPT, "--plan", "auto", "--cluster", "local:2") == 2
+    err = capfd.readouterr().err
+    assert "error: --cluster local:2: nothing is known about the speed" in err
+    assert "doctor --measure" in err
+
+
+@pytest.mark.parametrize("spec", ["auto:dp=2", "auto x tensor_parallel", "auto:2 x tensor_parallel"])
+def test_auto_stands_alone(spec: str) -> None:
+    with pytest.raises(InputError, match=f"'{spec.partition(' ')[0]}': auto is the plan that a search finds"):
+        ss.compile(graph_of(GPT), spec, "a100:1x2")

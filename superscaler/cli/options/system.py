@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,10 +46,9 @@ class SystemOptions:
         float, option("--balance", "How many times the mean tokens the experts of the busiest device have.", "TIMES")
     ] = 1.0
 
-    def check(self) -> int | None:
-        """Return `capacity`. Raises InputError for an option that cannot be read; it needs no torch."""
-        _ = self.lengths
-        return self.capacity
+    def check(self) -> None:
+        """Raise InputError for an option that cannot be read; it needs no torch."""
+        _ = self.lengths, self.capacity
 
     @property
     def capacity(self) -> int | None:
@@ -69,6 +68,11 @@ class SystemOptions:
         return System(
             self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance
         )
+
+    @property
+    def searched(self) -> dict[str, Any]:
+        """Return the options of a search for a plan."""
+        return {"memory": self.capacity, **asdict(self.system)}
 
     def packed(self, model: str) -> str:
         """Return the spec of a model of the library with rows of these documents."""
