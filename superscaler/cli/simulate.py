@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from superscaler.cli.options.system import SystemOptions
 from superscaler.cli.printing import Printer, table
 from superscaler.cli.validate import Request
 from superscaler.errors import InputError
+from superscaler.specs.file_errors import writing
+from superscaler.specs.options import with_key
 from superscaler.specs.sizes import duration
 from superscaler.timing import phase
 
@@ -140,63 +143,74 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     recomputation, microbatches; and what saves more memory, where that is short. Blocks are compiled and simulated;
     then the best plans are, whole. With --like, the plan is for a run that goes on. Exit code 1 when no plan fits.
     """
-    from superscaler.cluster import Cluster
-    from superscaler.planner import constraints
-    from superscaler.plans import resolve
-
-    cluster = Cluster.parse(request.cluster)
-    options.check()
-    options.check_cluster(cluster, request.cluster)
-    constraints.read(options.where, cluster.devices_per_server)
-    for spec in options.why_not or ():
-        resolve(spec)
-    batches = constraints.read_batches(options.batch)
-    from superscaler.simulate.predict import check_speeds
-
-    check_speeds(cluster)
+    cluster, batches = options.check_search(request.cluster)
     request, run = _like(request)
     request = replace(request, model=options.packed(request.model))
     request.check()
     graph = _shapes(request, cluster)
-    from superscaler.planner.reasons import reasons, why
-    from superscaler.planner.search import find
+    from superscaler.planner.reasons import held_back, why, words
 
     if run is not None:
         run.check(graph)
-    limit = float("inf") if options.seconds is None else options.seconds
-    say, system = printer.progress.say, options.system
-    answer = find(graph, cluster, options.capacity, options.where, system, limit, say, batches)
-    seconds = dict[str, float]()
-    if options.measure and answer.best.prediction.fits:
-        seconds = _measured(request, cluster, answer, options)
-        answer = answer.ranked(seconds)
-    best, row = answer.best, answer.best.prediction
-    within = 1 - answer.bound / row.step_seconds
-    lines = [
-        best.spec,
-        *([f"  a batch of {best.choice.batch}"] if batches else []),
-        f"  step {duration(row.step_seconds)}; nothing in this space is below {duration(answer.bound)} ({within:.0%} "
-        "less at most)"
-        if row.fits
-        else "  no plan of the space fits; this one needs the least memory",
-        *(f"  {line}" for line in reasons(answer)),
-    ]
-    printer.show(
-        "\n".join(lines), *([run.goes_on(best.choice, request.cluster, cluster.is_local)] if run is not None else [])
-    )
-    _show_plans(printer, {_with_batch(found, batches): found for found in answer.plans[: options.top]}, seconds)
-    against = {spec: why(spec, graph, cluster, answer, options.capacity, system) for spec in options.why_not or ()}
-    for spec, text in against.items():
-        printer.show(f"{spec}: {text}")
+    answer, seconds = _found(printer, request, options, graph, cluster, batches)
+    best, shown = answer.best, {_with_batch(found, batches): found for found in answer.plans[: options.top]}
+    changes = [] if run is None else [run.goes_on(best.choice, request.cluster, cluster.is_local)]
+    printer.show(words(answer, bool(batches)), *changes)
+    _show_plans(printer, shown, seconds)
+    asked = graph, cluster, answer, options.capacity, options.system
+    against = {spec: why(spec, *asked) for spec in options.why_not or ()}
+    printer.show(*(f"{spec}: {text}" for spec, text in against.items()))
+    if options.out is not None:
+        printer.show(_written(options.out, request, options, cluster, answer))
     printer.result = {
         "plan": best.spec,
         "batch": best.choice.batch,
         "bound": answer.bound,
-        "plans": {_with_batch(f, batches): f.prediction.as_json() for f in answer.plans[: options.top]},
+        "held_back": held_back(answer) if best.prediction.fits else "memory",
+        "plans": {name: found.prediction.as_json() for name, found in shown.items()},
         "measured": seconds,
         "why_not": against,
     }
-    return row.fits
+    return best.prediction.fits
+
+
+def _found(
+    printer: Printer,
+    request: SearchRequest,
+    options: SearchOptions,
+    graph: Graph,
+    cluster: Cluster,
+    batches: Sequence[int],
+) -> tuple[Answer, dict[str, float]]:
+    """Return the answer of a search, and the seconds of the steps that were measured."""
+    from superscaler.planner.search import find
+
+    limit, say = options.seconds or float("inf"), printer.progress.say
+    answer = find(graph, cluster, options.capacity, options.where, options.system, limit, say, batches)
+    if not options.measure or not answer.best.prediction.fits:
+        return answer, {}
+    seconds = _measured(request, cluster, answer, options)
+    return answer.ranked(seconds), seconds
+
+
+def _written(out: Path, request: SearchRequest, options: SearchOptions, cluster: Cluster, answer: Answer) -> str:
+    """Write the best plan into a file. Return a line with the command that compiles it."""
+    from superscaler import __version__
+    from superscaler.planner.written import text_of
+
+    if not answer.best.prediction.fits:
+        return f"{out} is not written: no plan fits"
+    model = with_key(request.model, "batch", str(answer.best.choice.batch), is_replaced=True)
+    given = {"optimizer": request.optimizer, "precision": request.precision, "autocast": request.autocast}
+    pairs = [*given.items(), *(("set", option) for option in request.options or ())]
+    more = [text for name, value in pairs if value for text in (f"--{name}", value)]
+    verb, end = ("train", ["--steps", "N"]) if cluster.is_local else ("compile", ["--out", out.stem])
+    command = shlex.join(["superscaler", verb, model, "--plan", str(out), "--cluster", request.cluster, *more, *end])
+    facts = {"constraints": options.where, "memory of a device": options.memory, "steps": options.said}
+    title = f"A plan of {model} for {request.cluster}, found by superscaler {__version__}."
+    with writing(out, "name a new file in a folder that exists"), out.open("x", encoding="utf-8") as file:
+        file.write(text_of(answer, title, facts, command))
+    return f"written to {out}: {command}"
 
 
 def _like(request: SearchRequest) -> tuple[SearchRequest, Run | None]:
@@ -244,15 +258,7 @@ def _show_plans(printer: Printer, plans: Mapping[str, Found], seconds: Mapping[s
 
 def _shapes(request: ModelRequest, cluster: Cluster) -> Graph:
     """Return the graph of a model without data: shapes are all that a prediction needs."""
-    return replace(request.on(cluster), model=_without_memory(request.model), no_check=True).capture()[0]
-
-
-def _without_memory(model: str) -> str:
-    """Return the spec of a model of the library with its weights on the meta device."""
-    name, _, keys = model.partition(":")
-    if name.endswith(".py") or "device=" in keys:
-        return model
-    return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
+    return replace(request.on(cluster), model=with_key(request.model, "device", "meta"), no_check=True).capture()[0]
 
 
 def _rank(p: Prediction) -> tuple[bool, float]:

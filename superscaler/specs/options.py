@@ -66,6 +66,22 @@ def read_pairs(spec: str, text: str) -> dict[str, str]:
     return found
 
 
+def with_key(spec: str, key: str, value: str, is_replaced: bool = False) -> str:
+    """Return the spec of a model of the library with a key, which stays as it is unless `is_replaced`; one of a file.
+
+    >>> with_key("gpt2:size=tiny", "batch", "4"), with_key("gpt2:batch=8,seq=4", "batch", "4", is_replaced=True)
+    ('gpt2:size=tiny,batch=4', 'gpt2:batch=4,seq=4')
+    """
+    name, _, keys = spec.partition(":")
+    if name.endswith(".py"):
+        return spec
+    pairs = [pair.strip() for pair in keys.split(",") if pair.strip()]
+    there = [pair for pair in pairs if pair.partition("=")[0].strip() == key]
+    if there and is_replaced:
+        pairs = [f"{key}={value}" if pair in there else pair for pair in pairs]
+    return f"{name}:{','.join(pairs if there else [*pairs, f'{key}={value}'])}"
+
+
 def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
     """Return the value of a key as its expected type; a type without a form in text is guessed from the text.
 

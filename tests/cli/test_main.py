@@ -123,6 +123,7 @@ def test_the_options_of_every_command() -> None:
                 "--like",
                 "--measure",
                 "--memory",
+                "--out",
                 "--overlap",
                 "--seconds",
                 "--top",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from superscaler.cli.options.declare import option
+from superscaler.specs.options import with_key
 from superscaler.specs.sizes import read_bytes, read_lengths
 
 if TYPE_CHECKING:
@@ -76,7 +77,12 @@ class SystemOptions:
 
     def packed(self, model: str) -> str:
         """Return the spec of a model of the library with rows of these documents."""
-        name, _, keys = model.partition(":")
-        if not self.documents or name.endswith(".py") or "documents=" in keys:
-            return model
-        return f"{name}:{keys}{',' if keys else ''}documents={'+'.join(map(str, self.lengths))}"
+        return with_key(model, "documents", "+".join(map(str, self.lengths))) if self.documents else model
+
+    @property
+    def said(self) -> str:
+        """Return the options of how steps run, as they are given."""
+        flags = [name for name in ("torch_compile", "cuda_graph", "fused") if getattr(self, name)]
+        values = {name: getattr(self, name) for name in ("attention", "overlap", "documents", "balance")}
+        texts = [*flags, *(f"{name} {value}" for name, value in values.items() if value not in ("", 1.0))]
+        return " ".join(f"--{text.replace('_', '-')}" for text in texts)

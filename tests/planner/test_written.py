@@ -1,0 +1,133 @@
+"""The answer as text: what holds the plan back, and the file that is written."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import superscaler as ss
+from superscaler.cluster import LOCAL, PRESETS
+from superscaler.planner.estimate import Estimate
+from superscaler.planner.programs import Found
+from superscaler.planner.reasons import held_back, reasons
+from superscaler.planner.search import Answer
+from superscaler.planner.space import Choice, choices
+from superscaler.planner.written import text_of
+from superscaler.simulate.prediction import DeviceTimes, Prediction
+from tests.helpers.commands import answer, run
+from tests.helpers.graphs import graph_of
+
+TINY = "gpt2:size=tiny"
+GB = 10**9
+
+
+def times(devices: tuple[int, ...], peak: int, **parts: float) -> DeviceTimes:
+    zero = dict.fromkeys(("compute", "host", "optimizer", "launch", "communication", "copies", "bubble"), 0.0)
+    return DeviceTimes(devices=devices, **{**zero, **parts}, peak_bytes=peak, memory={}, peak_at="", largest=[],
+                       kept={}, excess="")  # fmt: skip
+
+
+def answered(choice: Choice, others: list[Estimate], **parts: float) -> Answer:
+    """Return an answer with one plan of a step of 1 s, 0.5 s of which are the model's own products; its last devices
+    are the fullest.
+    """
+    world = choice.dp * choice.tp * choice.pp
+    each = world // choice.pp
+    stages = tuple(times(tuple(range(k * each, (k + 1) * each)), (60 + k) * GB, **parts) for k in range(choice.pp))
+    p = Prediction(
+        cluster="", precision="", step_seconds=1.0, low=1.0, high=1.0, samples=1, tokens=0, model_flops=0.0,
+        peak_flops=0.0, bound=0.5, devices=stages, capacity=80 * GB, reserved=0, links={"server": 1.0, "network": 2.0},
+    )  # fmt: skip
+    mine = Estimate(choice, 1.0, 60.0 * GB, 0.9, 0.9)
+    return Answer([Found(choice.spec, choice, p)], 0.9, [mine, *others])
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"compute": 0.9, "bubble": 0.1}, "compute (kernels below the speed of large products), 400 ms (40%)"),
+        ({"compute": 0.9, "host": 0.3, "communication": 0.1}, "launches (devices wait for the host"),
+        ({"compute": 0.6, "communication": 0.4}, "links (waits for communication, most of it by network), 400 ms"),
+        ({"compute": 0.6, "bubble": 0.4}, "bubble (devices wait for other stages), 400 ms (40%) of the step"),
+        ({"compute": 0.6, "optimizer": 0.4}, "updates of weights, 400 ms"),
+        ({"compute": 0.6, "copies": 0.4}, "copies to and from the hosts, 400 ms"),
+    ],
+)
+def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: dict[str, float], words: str) -> None:
+    choice = Choice(2, 1, 2, 1, 4, blocks=(2, 2))
+    slower = Estimate(replace(choice, tp=2), 1.2, 90.0 * GB, 1.0, 1.0)
+    assert held_back(answered(choice, [slower], **parts)).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("choice", "where"),
+    [
+        (Choice(2, 1, 2, 1, 4, blocks=(2, 2)), "memory of stage 1: "),
+        (Choice(2, 1, 2, 1, 4, schedule="interleaved", chunks=2), "memory of stages 1 and 3: "),
+        (Choice(2, 1, 2, 1, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)), "memory of stages 1 and 2: "),
+        (Choice(4, 1, 1, 1, 4), "memory: "),
+    ],
+)
+def test_memory_holds_a_plan_back_if_a_faster_one_lacks_it(choice: Choice, where: str) -> None:
+    faster = replace(choice, rows=8, microbatches=1)
+    found = held_back(answered(choice, [Estimate(faster, 1.5, 95.0 * GB, 1.0, 1.0)], compute=0.9))
+    assert found == f"{where}{faster.spec} would take 25% less, but needs 95.0 GB of 80.0 GB"
+
+
+def test_a_written_plan_is_the_found_one_with_a_reason_by_each_decision() -> None:
+    """Drawn plans of a space, beside drawn others: the file's text, run as Python, is the plan's."""
+    drawn = random.Random(0)
+    space = list(choices(ss.Cluster.parse("a100:2x4"), 64, 12, layouts=["sequence", "experts"]))
+    for choice in drawn.sample(space, 100):
+        if choice.pp > 1 and not choice.is_even:
+            choice = replace(choice, blocks=(1,) * choice.stages)
+        others = [Estimate(c, 2.0 * c.batch / choice.batch, GB, 1.0, 1.0) for c in drawn.sample(space, 9)]
+        found = answered(choice, others, compute=0.9)
+        text = text_of(
+            found, 'A plan of """ C:\\models.', {"constraints": "tp <= 8", "steps": ""}, "superscaler compile"
+        )
+        file = dict[str, object]()
+        exec(text, file)
+        assert file["PLAN"] == choice.spec
+        doc = str(file["__doc__"])
+        assert 'A plan of """ C:\\models.' in doc
+        assert "step 1 s; nothing in this space is below 900 ms (10% less at most)" in doc
+        assert "constraints: tp <= 8" in doc
+        assert "steps:" not in doc
+        for name, reason in reasons(found).items():
+            assert text.count(f"    # {name} {reason}\n") == 1
+
+
+@pytest.mark.dist
+def test_a_written_plan_is_trained_without_a_search(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its program is that of the text that the search printed."""
+    machine, file = tmp_path / "machine.yaml", tmp_path / "plan.py"
+    machine.write_text(str(ss.Cluster.of("machine", LOCAL, 1, 2, PRESETS[LOCAL].links, PRESETS["a100"].device)))
+    where = "rows = 4, no recompute, no zero, tp = 1, no pp"
+    given = ["--cluster", machine, "--precision", "fp32"]
+    found, _ = answer(capfd, "search", TINY, *given, "--where", where, "--out", file)
+    command = f"train {TINY},batch=8 --plan {file} --cluster {machine} --precision fp32 --steps N"
+    assert f"\n    superscaler {command}\n" in file.read_text()
+    monkeypatch.setattr("superscaler.planner.search.find", lambda *_, **__: pytest.fail("a search"))
+    ran, _ = answer(capfd, *command.replace("N", "3").split(), "--out", tmp_path / "ran")
+    assert ran["world"] == 2
+    assert ran["losses"][-1] < ran["losses"][0]
+    by_text = ss.compile(graph_of(f"{TINY},batch=8"), found["plan"], str(machine))
+    by_text.save(tmp_path / "text", evaluation=False)
+    programs = [(tmp_path / name / "program.txt").read_text() for name in ("ran", "text")]
+    assert programs[0] == programs[1]
+
+
+def test_a_file_of_the_user_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "plan.py"
+    mine.write_text("mine")
+    refused = {mine: "is there, and stays as it is", tmp_path / "plan": "name it plan.py",
+               tmp_path / "no" / "plan.py": "there is no folder"}  # fmt: skip
+    for file, why in refused.items():
+        assert run("search", TINY, "--cluster", "a100:1x2", "--out", file) == 2
+        assert why in capfd.readouterr().err
+    assert mine.read_text() == "mine"
+    assert [*tmp_path.iterdir()] == [mine]
