@@ -101,8 +101,8 @@ def over_servers(spec: str, cluster: Cluster) -> str:
     names = [re.split("[:,]", term)[0] for term in terms]
     sizes = [int(factor["size"]) if (factor := _FACTOR.fullmatch(term)) else 0 for term in terms]
     if names == ["hybrid"]:
-        tp = re.search(r"\btp=(\d+)", spec)
-        names, sizes = ["tp"], [int(tp[1]) if tp else 1]
+        tp = re.search(r"\btp=([\d+]+)", spec)
+        names, sizes = ["tp"], [max(map(int, re.findall(r"\d+", tp[1]))) if tp else 1]
     if sizes.count(0) > 1:
         # As in a product.
         sizes = [size or int("recompute" in name) for name, size in zip(names, sizes, strict=True)]

@@ -1,10 +1,12 @@
 """Megatron-LM whole: data, tensor and pipeline parallelism together, dp x tp devices for each of pp stages.
 
+dp, tp        of all stages; or of each, as dp=4+1,tp=1+2: stages of other cuts, here of 4 and of 2 devices
 microbatches  of the batch of each data-parallel device, in the order of 1F1B
 chunks        stages on each pipeline device; several are in the interleaved order
 sequence      ops that tensor parallelism leaves whole are cut along the sequence, and gathered inputs of products are
               gathered again for the backward instead of being kept (`sequence_parallel:regather=true`)
-recompute     none; selective: the products of attention; full: each layer, which keeps its input only
+recompute     none; selective: the products of attention; full: each layer, which keeps its input only. Of all stages;
+              or of each, as full+none
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
 vocabulary    embedding, head and loss are cut on the vocabulary if tp divides it
 halves        gradients of bf16 and fp16 weights are sent over dp in that dtype, and added in float32
@@ -14,38 +16,64 @@ gather_halves with zero=1, weights that autocast casts to these are cast in slic
 
 from __future__ import annotations
 
-from superscaler.plans.data_parallel import data_parallel
+from superscaler.plans.lib.meshes import at_place, each
 from superscaler.plans.lib.shared import batch_of
 from superscaler.plans.lib.sizes import REGIONS, check_hybrid
+from superscaler.plans.lib.slices import Slices
 from superscaler.plans.pipeline import pipeline
-from superscaler.plans.recompute import recompute as recomputing
-from superscaler.plans.sequence_parallel import sequence_parallel
-from superscaler.plans.tensor_parallel import tensor_parallel
-from superscaler.plans.zero import zero as sharding
-from superscaler.verbs import Cluster, Graph, op_assign, sprogram
+from superscaler.plans.recompute import regions
+from superscaler.plans.sequence_parallel import cut_sequence
+from superscaler.plans.tensor_parallel import cut_tensors
+from superscaler.verbs import Cluster, Graph, Mesh, Recompute, Split, op_assign, op_trans, sprogram
 
 
 @sprogram
 def hybrid(
-    graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, chunks: int = 1,
-    sequence: bool = False, recompute: str = "none", zero: int = 0, vocabulary: bool = True, halves: bool = False,
-    gather_halves: bool = False, blocks: str = "",
+    graph: Graph, cluster: Cluster, dp: int | str = 1, tp: int | str = 1, pp: int = 1, microbatches: int = 1,
+    chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0, vocabulary: bool = True,
+    halves: bool = False, gather_halves: bool = False, blocks: str = "",
 ) -> None:  # fmt: skip
-    mesh = check_hybrid(
+    meshes = check_hybrid(
         {"batch": batch_of(graph)}, cluster, dp, tp, pp, microbatches, chunks, recompute=recompute, zero=zero,
         gather_halves=gather_halves,
     )  # fmt: skip
     order = ("interleaved", chunks) if chunks != 1 else ("pipeline_1f1b", None)
     pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1], blocks=blocks)
     is_trained = any(op.has_mirror for op in graph.forward_ops)
-    if what := REGIONS[recompute]:
-        recomputing.cut(graph, 1, "", what=what)
-    for n in mesh.by_server("dp") if not zero else ():
-        data_parallel.cut(graph, n, "dp", halves=halves)
-    if sequence:
-        sequence_parallel.cut(graph, tp, "tp", vocabulary=vocabulary, regather=is_trained)
-    else:
-        tensor_parallel.cut(graph, tp, "tp", vocabulary=vocabulary)
+    _recompute(graph, each("hybrid:recompute", recompute, pp))
+    if halves:
+        graph.send_halves()
+    if gather_halves:
+        graph.gather_halves()
     if zero:
-        sharding.cut(graph, dp, "dp", halves=halves, gather_halves=gather_halves)
-    op_assign(graph, graph.ops if zero else graph.forward_ops, mesh)
+        graph.keep_gathered(graph.updates)
+    for place, mesh in meshes.items():
+        for n in mesh.by_server("dp") if not zero else ():
+            op_trans(graph, at_place(graph, graph.forward_ops, place), Split("batch", n, axis="dp"))
+        if sequence:
+            cut_sequence(graph, mesh.sizes["tp"], "tp", is_trained, vocabulary, place)
+        else:
+            cut_tensors(graph, mesh.sizes["tp"], "tp", vocabulary, place)
+    for place, mesh in meshes.items():
+        if zero:
+            _slice(graph, mesh, place)
+        op_assign(graph, at_place(graph, graph.ops if zero else graph.forward_ops, place), mesh)
+
+
+def _recompute(graph: Graph, whats: list[str]) -> None:
+    """Recompute the regions of each stage; of all stages, if one value is given."""
+    places = range(len(whats)) if len(whats) > 1 else [None]
+    for place, what in zip(places, whats, strict=True):
+        for region in regions(graph, REGIONS[what]) if what != "none" else ():
+            if at_place(graph, region, place):
+                op_trans(graph, region, Recompute())
+
+
+def _slice(graph: Graph, mesh: Mesh, place: int | None) -> None:
+    """Let the weights that are read first at a place of the pipeline rest in slices over its data-parallel devices."""
+    slices = Slices(graph, mesh.sizes["dp"], mesh.sizes["dp"], 0, "dp")
+    slices.cut(at_place(graph, graph.forward_ops, place))
+    uses = graph.model.uses
+    for weight in graph.updates:
+        if at_place(graph, [uses[weight][0][0]], place):
+            slices.rest(weight)

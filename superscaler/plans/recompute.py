@@ -10,6 +10,7 @@ levels=N        regions in regions: with 2, runs of sqrt(n) of the n blocks are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import ceil
 
 from superscaler.plans.gradient_accumulation import gradient_accumulation
@@ -20,21 +21,21 @@ from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 @along_axis(recomputes=True)
 def recompute(graph: Graph, n: int, axis: str, what: str = "block", levels: int = 1, microbatches: int = 1) -> None:
-    regions = {
-        "block": lambda: [list(layer.ops) for layer in layers(graph)],
-        "full": lambda: [ops for _, ops in stretches(graph)],
-        "attention": lambda: _attention(graph),
-    }
-    if what not in regions:
-        raise InputError(f"recompute:what={what}: choose {', '.join(regions)}.")
+    if what not in _REGIONS:
+        raise InputError(f"recompute:what={what}: choose {', '.join(_REGIONS)}.")
     if levels < 1 or (levels > 1 and what == "attention"):
         raise InputError(f"recompute:levels={levels}: give 1 or more, and 1 for attention, whose inputs are kept.")
-    found = [ops for ops in regions[what]() if any(op.has_mirror or op.region for op in ops)]
-    if not found:
-        raise InputError(f"recompute:what={what}: the model has nothing of this kind to recompute.")
+    found = regions(graph, what)
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     runs = _runs(len(found), levels)
     op_trans(graph, [[op for ops in found[first:end] for op in ops] for first, end in runs], Recompute())
+
+
+def regions(graph: Graph, what: str) -> list[list[Op]]:
+    """Return the ops that are recomputed together. Raises InputError if there are none."""
+    if found := [ops for ops in _REGIONS[what](graph) if any(op.has_mirror or op.region for op in ops)]:
+        return found
+    raise InputError(f"recompute:what={what}: the model has nothing of this kind to recompute.")
 
 
 def _runs(count: int, levels: int) -> list[tuple[int, int]]:
@@ -57,3 +58,10 @@ def _attention(graph: Graph) -> list[list[Op]]:
         if op.flops and not any(op in ops for ops in found):
             found.append(made_for(graph, [op], own))
     return found[::-1]
+
+
+_REGIONS: Mapping[str, Callable[[Graph], list[list[Op]]]] = {
+    "block": lambda graph: [list(layer.ops) for layer in layers(graph)],
+    "full": lambda graph: [ops for _, ops in stretches(graph)],
+    "attention": _attention,
+}

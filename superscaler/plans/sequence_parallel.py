@@ -10,6 +10,7 @@ on. Then all activations of a layer are divided by the number of devices, for on
 
 from __future__ import annotations
 
+from superscaler.plans.lib.meshes import at_place
 from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import along, decompose_losses, sequences, tensor_splits
 from superscaler.verbs import Graph, Regather, Split, op_trans
@@ -17,15 +18,21 @@ from superscaler.verbs import Graph, Regather, Split, op_trans
 
 @along_axis()
 def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False, vocabulary: bool = True) -> None:
+    cut_sequence(graph, n, axis, regather, vocabulary)
+
+
+def cut_sequence(graph: Graph, n: int, axis: str, regather: bool, vocabulary: bool, place: int | None = None) -> None:
+    """Cut the ops at a place of a pipeline into `n` along an axis; all ops by default."""
     tokens = sequences(graph, "sequence_parallel", n)
     if vocabulary:
-        decompose_losses(graph, n)
+        decompose_losses(graph, n, place)
     splits = tensor_splits(graph, n, axis, lookups=vocabulary)
-    for op in graph.forward_ops:
+    own = at_place(graph, graph.forward_ops, place)
+    for op in own:
         factor = "" if op.from_data else along(op, tokens)
         for cut in splits.get(op.name, [Split(factor, n, axis=axis)] if factor else []):
             op_trans(graph, op, cut)
     # What is recomputed is gathered for that anyway.
-    kept = [op for name in splits if not (op := graph.op(name)).region]
+    kept = [op for op in own if op.name in splits and not op.region]
     if regather and kept and n > 1:
         op_trans(graph, kept, Regather())

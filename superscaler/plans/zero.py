@@ -26,7 +26,7 @@ from superscaler.plans.lib.products import along_axis
 from superscaler.plans.lib.shared import batch_of, layers
 from superscaler.plans.lib.sizes import check_shards
 from superscaler.plans.lib.slices import Slices, check_stage
-from superscaler.verbs import Graph, Microbatch, Recompute, Regather, Split, op_trans
+from superscaler.verbs import Graph, Microbatch, Recompute, Regather, op_trans
 
 
 @along_axis(last=True)
@@ -46,8 +46,7 @@ def zero(
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
     slices = Slices(graph, n, shard, secondary, axis)
-    for count in (*slices.groups, secondary or shard):
-        op_trans(graph, graph.forward_ops, Split("batch", count, axis=axis))
+    slices.cut(graph.forward_ops)
     frozen = [t.name for t in graph.model.parameters() if t.name not in graph.updates and graph.model.uses[t.name]]
     for weight in (*graph.updates, *(frozen if stage == 3 else ())):
         parts = slices.rest(weight)

@@ -39,7 +39,7 @@ WORLD, ROOT = 4, Path(__file__).parents[1]
 LIBRARY = {
     "gpt2:size=tiny": [
         "interlaced:2 x data_parallel:2", "zero:stage=3", "ring_attention", "ulysses",
-        "hybrid:dp=1,tp=2,pp=2,microbatches=2", "swap:what=both,microbatches=2",
+        "hybrid:dp=1,tp=2,pp=2,microbatches=2", "hybrid:pp=2,dp=2+1,tp=1+2,microbatches=2,zero=1", "swap:what=both,microbatches=2",
         f"{ROOT}/materialize/test_buckets.py:zero",
     ],
     MIXTRAL: ["dualpipe:2,microbatches=6 x expert_parallel:2,capacity=2.0"],

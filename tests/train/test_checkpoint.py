@@ -59,6 +59,7 @@ BETWEEN = {
     "zero:2,stage=3 x tensor_parallel:2": 4,
     "swap:what=both": 2,
     "interlaced:microbatches=1": 2,
+    "hybrid:pp=2,dp=2+1,zero=1": 3,
 }
 WORLDS = {plan: world for plan, (world, _) in PLANS.items()} | BETWEEN
 

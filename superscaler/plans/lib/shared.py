@@ -10,6 +10,7 @@ from math import gcd, prod
 
 from superscaler.errors import divisors
 from superscaler.groups import collect
+from superscaler.plans.lib.meshes import at_place
 from superscaler.specs.arguments import checked
 from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, op_trans
 
@@ -139,13 +140,13 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
 
 
 @checked
-def decompose_losses(graph: Graph, parts: int) -> None:
+def decompose_losses(graph: Graph, parts: int, place: int | None = None) -> None:
     """Replace losses over classes by steps, if `tensor_splits` cuts a head on these and no other op needs them whole.
     Then the cut goes on from the head to the loss, and to the look-ups in the head's weight. Call it before
-    `tensor_splits`, with the same number of parts.
+    `tensor_splits`, with the same number of parts. `place`: of the losses in a pipeline; any by default.
     """
     for factor in dict.fromkeys(_outer_factors(graph, parts).values()) if parts > 1 else ():
-        _, whole = _with(graph, factor)
+        whole = at_place(graph, _with(graph, factor)[1], place)
         if whole and all(Decompose.has_steps(op, factor) for op in whole):
             op_trans(graph, whole, Decompose())
 

@@ -7,35 +7,37 @@ from math import prod
 from typing import Any
 
 from superscaler.errors import divisors
+from superscaler.plans.lib.meshes import Meshes, each, meshes
 from superscaler.plans.lib.place_table import check_microbatches
 from superscaler.plans.lib.schedules import check_rounds
 from superscaler.specs.options import check_divisible
-from superscaler.verbs import Cluster, InputError, Mesh
+from superscaler.verbs import Cluster, InputError
 
 # What `hybrid:recompute=` computes again.
 REGIONS = {"none": "", "selective": "attention", "full": "block"}
 
 
 def check_hybrid(
-    sizes: Mapping[str, int], cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
-    chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0,
+    sizes: Mapping[str, int], cluster: Cluster, dp: int | str = 1, tp: int | str = 1, pp: int = 1,
+    microbatches: int = 1, chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0,
     gather_halves: bool = False, **_: Any,
-) -> Mesh:  # fmt: skip
-    """Raise InputError for options that no model of these sizes has on a cluster; return the mesh of its devices."""
-    if recompute not in REGIONS:
-        raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
+) -> Meshes:  # fmt: skip
+    """Raise InputError for options that no model of these sizes has on a cluster; return the meshes of its stages."""
+    if strange := [what for what in each("hybrid:recompute", recompute, pp) if what not in REGIONS]:
+        raise InputError(f"hybrid:recompute={strange[0]}: choose {', '.join(REGIONS)}.")
     if zero not in (0, 1):
         raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
     if gather_halves and not zero:
         raise InputError("hybrid:gather_halves=true,zero=0: no weight is gathered; choose zero=1, or leave it out.")
-    mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
-    check_rows(sizes, microbatches, dp=dp)
-    check_divisible(sizes, "heads", tp=tp)
-    if sequence:
-        check_divisible(sizes, "seq", tp=tp)
+    found = meshes(cluster, pp, dp, tp)
+    for mesh in found.values():
+        check_rows(sizes, microbatches, dp=mesh.sizes["dp"])
+        check_divisible(sizes, "heads", tp=mesh.sizes["tp"])
+        if sequence:
+            check_divisible(sizes, "seq", tp=mesh.sizes["tp"])
     if chunks > 1:
         check_rounds(pp, microbatches)
-    return mesh
+    return found
 
 
 def check_batch(sizes: Mapping[str, int], cluster: Cluster, **_: Any) -> None:

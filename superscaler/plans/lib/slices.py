@@ -67,6 +67,11 @@ class Slices:
     def _readers(self) -> Mapping[str, Sequence[str]]:
         return readers(self.graph)
 
+    def cut(self, ops: Sequence[Op]) -> None:
+        """Divide the batch of ops over the devices."""
+        for count in (*self.groups, self.secondary or self.shard):
+            op_trans(self.graph, ops, Split("batch", count, axis=self.axis))
+
     def rest(self, weight: str) -> Parts:
         """Cut a weight, and return its parts. One whose optimizer needs it whole is on the device with the fewest
         elements.
