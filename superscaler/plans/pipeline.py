@@ -1,7 +1,8 @@
 """Pipeline parallelism: contiguous stages, embedding and head included, that work in the order of a table.
 
-schedule      a rule of plans/lib/schedules.py (gpipe, zb_h1, ...: each is a plan by its own name, too), or a file
-              with a row of actions for each device: `0F0 0F1 0B0 0B1`
+schedule      a rule of plans/lib/schedules.py (gpipe, zb_h1, ...: each is a plan by its own name, too); an order as
+              text, as F(FB)B/(FB), where parentheses repeat (plans/lib/order_text.py); or a file with a row of actions
+              for each device: `0F0 0F1 0B0 0B1`
 microbatches  by default two for each device
 chunks        stages on each device, for schedules with a choice (interleaved, breadth_first)
 slices        of each microbatch along the sequence, for schedules with a choice (terapipe, seq1f1b) and causal models.
@@ -15,9 +16,10 @@ offload       number of tapes that a device keeps, each what autograd keeps of a
 
 from __future__ import annotations
 
+from superscaler.plans.lib.order_text import microbatches_of
 from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
 from superscaler.plans.lib.products import along_axis
-from superscaler.plans.lib.schedules import RULES, table_of
+from superscaler.plans.lib.schedules import RULES, is_text, table_of
 from superscaler.plans.lib.sizes import check_stages
 from superscaler.plans.lib.stages import stages as balanced
 from superscaler.verbs import Graph, InputError
@@ -38,7 +40,10 @@ def pipeline(
     offload: int = 0,
 ) -> None:
     check_stages(n, stages)
-    microbatches = count_microbatches(graph, n, microbatches) if schedule in RULES else microbatches
+    if is_text(schedule):
+        microbatches = count_microbatches(graph, n, microbatches or microbatches_of(schedule))
+    elif schedule in RULES:
+        microbatches = count_microbatches(graph, n, microbatches)
     if offload < 0:
         raise InputError(f"offload={offload}: a device keeps 1 tape or more; choose 1, 2, ..., or 0 to keep all.")
     if offload:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
+from superscaler.plans.lib.order_text import is_order, table_of_order
 from superscaler.plans.lib.tables import Table, fill, finish
 from superscaler.specs.arguments import checked
 from superscaler.specs.file_errors import reading
@@ -292,7 +293,8 @@ RULES: Mapping[str, Callable[..., Table]] = {
 
 
 def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, int]:
-    """Return the table of a rule, or of a file, on `n` devices, and the number of slices in one of its microbatches.
+    """Return the table of a rule, an order or a file on `n` devices, and the number of slices in one of its
+    microbatches.
 
     Raises InputError for an option that a rule does not have, and for a file of another number of devices.
     """
@@ -304,9 +306,14 @@ def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, 
         slices = options.get("slices", known["slices"].default if "slices" in known else 1)
         return rule(n, **options), slices
     file = Path(schedule)
+    if is_text(schedule):
+        if "chunks" in options:
+            raise InputError(f"schedule={schedule} has its stages in it, and no choice of chunks; leave chunks out.")
+        slices = options.get("slices", 1)
+        return table_of_order(schedule, n, slices * options["microbatches"]), slices
     if not file.is_file():
         message = unknown("schedule", schedule, RULES)
-        raise InputError(f"{message} Or give a file with a row of work for each device.")
+        raise InputError(f"{message} Or give an order, as F(FB)B/(FB), or a file with a row of work for each device.")
     if own := options.keys() - {"slices"}:
         raise InputError(f"{file} is a whole table, which has no choice of {' and '.join(sorted(own))}; leave it out.")
     with reading(file, "give a file with a row of work for each device"):
@@ -314,3 +321,8 @@ def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, 
     if len(table) != n:
         raise InputError(f"{file} has {len(table)} rows, but the pipeline {n} devices; make the two numbers equal.")
     return table, options.get("slices", 1)
+
+
+def is_text(schedule: str) -> bool:
+    """Return whether a schedule is an order as text, and no file."""
+    return is_order(schedule) and not Path(schedule).is_file()
