@@ -21,7 +21,7 @@ from superscaler.planner.search import search
 sys.path.insert(0, str(Path(__file__).resolve().parent / "paper"))
 
 from models import ALPHAFOLD2_DEPTHS, MODELS
-from points import CAPACITY, SAMPLES, Point, Row, Rows, captured, of_batch
+from points import CAPACITY, OTHERS, SAMPLES, Point, Row, Rows, captured, of_batch
 from systems import CLUSTERS, spaces
 
 FAMILIES = "gpt3", "mbart", "swin", "alphafold2"
@@ -48,8 +48,9 @@ def systems(family: str, devices: int) -> Iterator[tuple[str, Point, Row]]:
 
 
 def simulated(point: Point, model: Any) -> Row:
-    """Return the row of a plan by the simulator of today: that of the file may be older."""
+    """Return the row of a plan by the simulator of today, on this cluster alone: that of the file may be older."""
     rows = Rows(clusters=[point.cluster], file=None)
+    OTHERS.clear()
     rows.models = {f"{point.model},batch={SAMPLES},device=meta": model}
     with redirect_stdout(sys.stderr):
         found = rows.get(point)
@@ -57,12 +58,17 @@ def simulated(point: Point, model: Any) -> Row:
     return found
 
 
+def progress(line: str) -> None:
+    """Print a line of a search as it goes on, with the CPU seconds until then."""
+    print(f"  {time.process_time():5.0f} s: {line}", file=sys.stderr, flush=True)
+
+
 def compare(family: str, devices: int) -> None:
     """Print the found plan beside that of the best system."""
     model = captured(f"{shallow(MODELS[family][devices])},batch={SAMPLES},device=meta")
     system, point, row = min(systems(family, devices), key=lambda found: float(found[2]["seconds"]))
     start = time.process_time()
-    answer = search(Graph(of_batch(model, point.batch)), CLUSTERS[devices], round(CAPACITY))
+    answer = search(Graph(of_batch(model, point.batch)), CLUSTERS[devices], round(CAPACITY), note=progress)
     found, spent = answer.best.prediction, time.process_time() - start
     step, peak, best = found.step_seconds, found.fullest.peak_bytes / 1e9, simulated(point, model)
     print(ROW.format(family, devices, step, best["seconds"], step / best["seconds"], spent, answer.best.spec))
