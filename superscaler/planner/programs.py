@@ -33,7 +33,7 @@ class Found:
 @dataclass
 class Programs:
     """The plans that are compiled whole, the best first, and the program of the best, which alone gets a certificate;
-    None if it was not compiled with all microbatches.
+    None if it was not compiled with all microbatches. `refused`: the plans that the model does not allow.
     """
 
     graph: Graph
@@ -41,6 +41,7 @@ class Programs:
     memory: int | None
     system: System
     found: list[Found] = field(default_factory=list)
+    refused: set[Choice] = field(default_factory=set)
     best: Program | None = None
 
     def compiled(self, choice: Choice, certified: bool = False) -> Found | None:
@@ -49,6 +50,7 @@ class Programs:
         try:
             prediction, program = predicted(self.graph, self.cluster, *way)
         except PlanError:
+            self.refused.add(choice)
             return None
         self.found.append(found := Found(choice.spec, choice, prediction))
         self.found.sort(key=_order)

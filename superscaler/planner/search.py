@@ -25,6 +25,8 @@ from superscaler.specs.sizes import duration, size
 
 # The plans that are compiled whole: at most, and at least.
 MOST, _LEAST = 25, 3
+# A bound below so many times the best step is raised, by so many more whole plans at most.
+_CLOSE, _PROOFS = 0.95, 4
 # Estimates of bytes that are compiled whole, in those of a device.
 _ALMOST = 1.1
 # The weight of the whole plans of the same kind beside that of the estimate itself.
@@ -119,7 +121,8 @@ def find(
 
     def fits(e: Estimate) -> bool:
         whole = programs.prediction(e.choice)
-        return errors.corrected(e).peak <= room if whole is None else whole.fits
+        could = errors.corrected(e).peak <= room if whole is None else whole.fits
+        return could and e.choice not in programs.refused
 
     try:
         while (new := candidates.more(_best(found), fits)) and not (found and is_late()):
@@ -129,6 +132,10 @@ def find(
                 note(_line(whole))
                 if is_late():
                     break
+        for whole in _proofs(waiting, room, programs) if not is_late() else ():
+            note(_line(whole))
+            if is_late():
+                break
     except KeyboardInterrupt:
         if not found or not is_kept:
             raise
@@ -139,7 +146,7 @@ def find(
         raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
     programs.certify()
     list(candidates.beside(found[0].choice))
-    estimates = [e for e in candidates.found.values() if e]
+    estimates = [e for e in candidates.found.values() if e and e.choice not in programs.refused]
     least = [_least(e, programs.prediction(e.choice), room) for e in estimates]
     bound = min(found[0].a_row, candidates.least(fits), *least)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in estimates]
@@ -201,6 +208,20 @@ def _whole_plans(
         else:
             errors.learn(estimate, whole.prediction)
             best = min(best, whole.a_row) if whole.prediction.fits else best
+            yield whole
+
+
+def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs) -> Iterator[Found]:
+    """Yield plans that are compiled whole since nothing else says that they are not far better than the best: those of
+    the lowest bounds, until these are close to the best step, or stages of other blocks could be faster.
+    """
+    for _ in range(min(_PROOFS, MOST - len(programs.found))):
+        others = (e for e in waiting.values() if e.peak <= _ALMOST * room)
+        low = min(others, key=lambda e: e.bound / e.choice.batch, default=None)
+        if low is None or low.choice.blocks or low.bound / low.choice.batch >= _CLOSE * _best(programs.found):
+            return
+        del waiting[low.choice]
+        if whole := programs.compiled(low.choice):
             yield whole
 
 

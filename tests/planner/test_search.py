@@ -12,9 +12,12 @@ import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
+from superscaler.planner import programs
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
+from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
-from superscaler.planner.search import Answer, _layouts, search
+from superscaler.planner.programs import Found, Programs
+from superscaler.planner.search import Answer, _layouts, _proofs, search
 from superscaler.planner.space import Choice, choices
 from superscaler.plans import resolve
 from superscaler.simulate.system import System
@@ -165,6 +168,59 @@ def test_random_constraints_leave_plans_that_satisfy_them_or_are_refused() -> No
         assert all(eval(f"have {python} want", {"have": getattr(c, name), "want": value}) for c in found)
     assert 10 < len(refused) < 100
     assert all(text in error for text, error in refused)
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_hold_is_no_bound_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its estimate is none of the answer's; plans that save memory in its place are looked at."""
+    refused, real = set[Choice](), programs.predicted
+
+    def predicted(*given: Any) -> Any:
+        choice = given[4]
+        if choice.savings or choice.pp > 1:
+            return real(*given)
+        refused.add(choice)
+        raise ss.PlanError("this plan does not hold.")
+
+    monkeypatch.setattr(programs, "predicted", predicted)
+    answer = search(graph_of(GPT), "a100:1x2", where="rows = 4, pp = 1, tp = 2, no selective, no ulysses, no ring")
+    assert refused
+    assert refused.isdisjoint(e.choice for e in answer.estimates)
+    assert answer.best.choice.savings
+
+
+def _estimate(bound: float, **decided: Any) -> Estimate:
+    return Estimate(
+        Choice(**{"dp": 1, "tp": 1, "pp": 1, "rows": 1, "microbatches": 1, **decided}), 1.0, 1.0, bound, 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "compiled"),
+    [
+        # The lowest first, until the bound is close to the best step, of one second.
+        ([0.9, 0.8, 0.96], [0.8, 0.9]),
+        ([0.96, 0.99], []),
+        ([0.7, 0.71, 0.72, 0.73, 0.74], [0.7, 0.71, 0.72, 0.73]),
+    ],
+)
+def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: list[float]) -> None:
+    """A plan whose stages could have other blocks stays a bound: it ends this."""
+    best = next(iter(few().plans))
+    one = replace(best, choice=_estimate(0.0).choice, prediction=replace(best.prediction, step_seconds=1.0))
+    waiting = {e.choice: e for n, bound in enumerate(bounds) if (e := _estimate(bound, chunks=n + 2))}
+    tried = list[float]()
+
+    class Compiled(Programs):
+        def compiled(self, choice: Choice, certified: bool = False) -> Found | None:
+            tried.append(known[choice].bound)
+            return one
+
+    known, found = dict(waiting), Compiled(graph_of(GPT), ss.Cluster.parse("a100:1x2"), None, False, [one])
+    assert len(list(_proofs(waiting, inf, found))) == len(compiled)
+    assert tried == compiled
+    other = _estimate(0.5, pp=2, blocks=(2, 2))
+    assert not list(_proofs({**known, other.choice: other}, inf, found))
 
 
 @pytest.mark.slow
