@@ -1,8 +1,9 @@
 """The found plan beside all plans of the library, trained on this machine: `python benchmarks/search.py --measured`.
 
 For each number of processes the machine is measured (`doctor --measure`), and a plan is searched as by `search
---measure 4`. Then it takes turns with each plan of the library that the model allows on so many processes: alone, with
-microbatches, and in products of two. PipeDream trains on old weights, which is another step; it is left out.
+--measure 4`. Then it takes a turn, and each plan of the library that the model allows on so many processes: alone, with
+microbatches, and in products of two. Those that are near the shortest step take three more turns with it. PipeDream
+trains on old weights, which is another step; it is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MODELS = f"gpt2:{SIZES}", f"llama:{SIZES}"
 # Plans that train on old weights.
 _OTHER = "pipedream", "pipedream_2bw"
 _FINALISTS = 4
+# Plans whose first turn took less than so many times the shortest step take turns again.
+_NEAR = 1.25
 
 
 def machine(processes: int, folder: str) -> ss.Cluster:
@@ -67,15 +70,17 @@ def compare(model: str, cluster: ss.Cluster) -> float:
     def save(spec: str, folder: Path) -> None:
         ss.compile(graph, spec, cluster).save(folder, evaluation=False)
 
-    def steps(some: Sequence[str]) -> dict[str, float]:
-        return measured(some, save, len(cluster.devices), False)
+    def steps(some: Sequence[str], turns: int = 3) -> dict[str, float]:
+        return measured(some, save, len(cluster.devices), turns=turns)
 
     answer = search(graph, cluster)
     finalists = [found.spec for found in answer.plans if found.prediction.fits][:_FINALISTS]
     first = steps(finalists)
     best = min(first, key=lambda spec: first[spec])
     others = [spec for spec in dict.fromkeys(plans(graph, cluster)) if spec != best]
-    found = steps([best, *others])
+    found = steps([best, *others], turns=1)
+    again = steps([spec for spec in found if spec == best or found[spec] < _NEAR * min(found.values())])
+    found |= {spec: min(found[spec], again[spec]) for spec in again}
     ratio = found[best] / min(found[spec] for spec in others)
     print(f"{model}, {len(cluster.devices)} processes: {best}, of {', '.join(finalists)}")
     print(f"  {ratio:.3f} of the shortest step of {len(others)} plans of the library")

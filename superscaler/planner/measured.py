@@ -20,26 +20,28 @@ def measured(
     world: int,
     torch_compile: bool = False,
     cuda_graph: bool = False,
+    turns: int = _TURNS,
 ) -> dict[str, float]:
     """Return the seconds of a step of each plan, trained by `world` processes of this machine. `save`: writes a plan
-    into a directory. `torch_compile`, `cuda_graph`: as of `ss.load`.
+    into a directory. `torch_compile`, `cuda_graph`: as of `ss.load`. `turns`: of each plan.
 
     Plans take turns, so that what else the machine does slows all of them.
     """
     with TemporaryFolder() as name:
         for number, plan in enumerate(plans):
             save(plan, Path(name) / f"plan{number}")
-        found = call(train_in_turns, world, name, str(len(plans)), str(int(torch_compile)), str(int(cuda_graph)))
+        options = (turns, len(plans), int(torch_compile), int(cuda_graph))
+        found = call(train_in_turns, world, name, *map(str, options))
     return dict(zip(plans, map(max, zip(*found, strict=True)), strict=True))
 
 
-def train_in_turns(folder: str, count: str, torch_compile: str, cuda_graph: str) -> list[float]:
+def train_in_turns(folder: str, turns: str, count: str, torch_compile: str, cuda_graph: str) -> list[float]:
     """Return the seconds of a step of each plan in a folder, on this rank."""
     from superscaler.runtime.load import load
     from superscaler.train.loop import choose_batches
 
     found = [float("inf")] * int(count)
-    for turn in range(_TURNS):
+    for turn in range(int(turns)):
         for number in range(int(count)):
             step = load(
                 Path(folder) / f"plan{number}", torch_compile=torch_compile == "1", cuda_graph=cuda_graph == "1"
