@@ -200,7 +200,8 @@ def _written(out: Path, request: SearchRequest, options: SearchOptions, cluster:
 
     if not answer.best.prediction.fits:
         return f"{out} is not written: no plan fits"
-    model = with_key(request.model, "batch", str(answer.best.choice.batch), is_replaced=True)
+    batch = str(answer.best.choice.batch)
+    model = with_key(request.model, "batch", batch, is_replaced=True) if options.batch else request.model
     given = {"optimizer": request.optimizer, "precision": request.precision, "autocast": request.autocast}
     pairs = [*given.items(), *(("set", option) for option in request.options or ())]
     more = [text for name, value in pairs if value for text in (f"--{name}", value)]

@@ -53,7 +53,7 @@ def held_back(answer: Answer) -> str:
     own, capacity = best.a_row, p.capacity or inf
     faster = [e for e in answer.estimates if e.peak > capacity and e.a_row < NEAR * own]
     if faster:
-        e = min(faster, key=lambda e: e.a_row)
+        e = min(faster, key=lambda e: e.peak)
         change, needed, has = 1 - e.a_row / own, size(e.peak), size(capacity)
         return f"memory{_stage(answer)}: {e.choice.spec} would take {change:.0%} less, but needs {needed} of {has}"
     seconds, part = max((seconds, part) for part, seconds in _beside_products(p).items())

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -17,7 +18,7 @@ from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
 from superscaler.planner.programs import Found, Programs
-from superscaler.planner.search import Answer, _layouts, _proofs, search
+from superscaler.planner.search import Answer, _layouts, _proofs, find, search
 from superscaler.planner.space import Choice, choices
 from superscaler.plans import resolve
 from superscaler.simulate.system import System
@@ -363,3 +364,22 @@ def test_auto_on_devices_of_unknown_speed_is_refused_before_the_capture(
 def test_auto_stands_alone(spec: str) -> None:
     with pytest.raises(InputError, match=f"'{spec.partition(' ')[0]}': auto is the plan that a search finds"):
         ss.compile(graph_of(GPT), spec, "a100:1x2")
+
+
+def test_ctrl_c_gives_the_best_so_far() -> None:
+    """Before the first plan, and in a search for `auto`, it ends the search."""
+    graph, cluster = graph_of(GPT), ss.Cluster.parse("a100:1x2")
+
+    def interrupting(words: str) -> Callable[[str], None]:
+        def note(line: str) -> None:
+            if words in line:
+                raise KeyboardInterrupt
+
+        return note
+
+    (found,) = (answer := search(graph, "a100:1x2", where=FEW, note=interrupting(": step "))).plans
+    assert ss.compile(graph, found.spec, cluster).simulate() == found.prediction
+    assert answer.bound <= found.prediction.step_seconds
+    for words, is_kept in (("measuring", True), (": step ", False)):
+        with pytest.raises(KeyboardInterrupt):
+            find(graph, cluster, where=FEW, note=interrupting(words), is_kept=is_kept)

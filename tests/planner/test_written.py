@@ -71,7 +71,8 @@ def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: d
 )
 def test_memory_holds_a_plan_back_if_a_faster_one_lacks_it(choice: Choice, where: str) -> None:
     faster = replace(choice, rows=8, microbatches=1)
-    found = held_back(answered(choice, [Estimate(faster, 1.5, 95.0 * GB, 1.0, 1.0)], compute=0.9))
+    largest = Estimate(replace(choice, rows=16, microbatches=1), 0.1, 99.0 * GB, 1.0, 1.0)
+    found = held_back(answered(choice, [largest, Estimate(faster, 1.5, 95.0 * GB, 1.0, 1.0)], compute=0.9))
     assert found == f"{where}{faster.spec} would take 25% less, but needs 95.0 GB of 80.0 GB"
 
 
@@ -106,16 +107,16 @@ def test_a_written_plan_is_trained_without_a_search(
     """Its program is that of the text that the search printed."""
     machine, file = tmp_path / "machine.yaml", tmp_path / "plan.py"
     machine.write_text(str(ss.Cluster.of("machine", LOCAL, 1, 2, PRESETS[LOCAL].links, PRESETS["a100"].device)))
-    where = "rows = 4, no recompute, no zero, tp = 1, no pp"
+    where = "rows = 2, no recompute, no zero, tp = 1, no pp"
     given = ["--cluster", machine, "--precision", "fp32"]
-    found, _ = answer(capfd, "search", TINY, *given, "--where", where, "--out", file)
-    command = f"train {TINY},batch=8 --plan {file} --cluster {machine} --precision fp32 --steps N"
+    found, _ = answer(capfd, "search", TINY, *given, "--where", where, "--batch", 4, "--out", file)
+    command = f"train {TINY},batch=4 --plan {file} --cluster {machine} --precision fp32 --steps N"
     assert f"\n    superscaler {command}\n" in file.read_text()
     monkeypatch.setattr("superscaler.planner.search.find", lambda *_, **__: pytest.fail("a search"))
     ran, _ = answer(capfd, *command.replace("N", "3").split(), "--out", tmp_path / "ran")
     assert ran["world"] == 2
     assert ran["losses"][-1] < ran["losses"][0]
-    by_text = ss.compile(graph_of(f"{TINY},batch=8"), found["plan"], str(machine))
+    by_text = ss.compile(graph_of(f"{TINY},batch=4"), found["plan"], str(machine))
     by_text.save(tmp_path / "text", evaluation=False)
     programs = [(tmp_path / name / "program.txt").read_text() for name in ("ran", "text")]
     assert programs[0] == programs[1]
