@@ -503,6 +503,14 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "plans/test_chunked_loss"),
     ("a loss in parts mixes the microbatches of others", "@along_axis(recomputes=True, last=True)",
      "@along_axis(recomputes=True)", "plans/test_chunked_loss"),
+    ("a limit on a stage is one on all", "self.stage is None or self.stage % stages == stage", "True",
+     "planner/test_constraints"),
+    ("limits are of the stage before", "limit.holds(k - 1, stages,", "limit.holds(k - 2, stages,",
+     "planner/test_constraints"),
+    ("one stage satisfies a constraint for all", "all(any(is_so(x, v)", "any(any(is_so(x, v)",
+     "planner/test_constraints"),
+    ("costs of other kernels are taken from the disk", "self.cluster.kind, self.system]", "self.cluster.kind]",
+     "planner/test_menu"),
 )]  # fmt: skip
 
 

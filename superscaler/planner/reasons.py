@@ -9,7 +9,6 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError, brief
 from superscaler.ir.graph import Graph
-from superscaler.planner.candidates import NEAR
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.kinds import of_batch
 from superscaler.planner.search import Answer
@@ -21,6 +20,8 @@ from superscaler.specs.sizes import duration, size
 
 # The parts of a device's step.
 _PARTS = ("compute", "communication", "bubble", "optimizer", "launch", "copies")
+# The seconds of a plan without memory for it, in those of the best one, from which on memory holds that back.
+_FASTER = 0.95
 DECISIONS = ("batch", "pp", "tp", "dp", "rows", "layout", "recompute", "zero", "schedule", "loss", "swap")
 
 
@@ -51,7 +52,7 @@ def held_back(answer: Answer) -> str:
     """
     best, p = answer.best, answer.best.prediction
     own, capacity = best.a_row, p.capacity or inf
-    faster = [e for e in answer.estimates if e.peak > capacity and e.a_row < NEAR * own]
+    faster = [e for e in answer.estimates if e.peak > capacity and e.a_row < _FASTER * own]
     if faster:
         e = min(faster, key=lambda e: e.peak)
         change, needed, has = 1 - e.a_row / own, size(e.peak), size(capacity)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,11 +79,15 @@ def test_the_plans_of_an_answer_hold_and_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [{"torch_compile": True, "cuda_graph": True}, *slow({"fused": True, "attention": "flash1"})]
+    "way",
+    [
+        {"cuda_graph": True},
+        *slow({"torch_compile": True, "cuda_graph": True}, {"fused": True, "attention": "flash1"}),
+    ],
 )
 def test_plans_are_found_by_steps_as_they_run(way: dict[str, Any]) -> None:
     """Each is predicted as its text is, with the same options; the bound is below all."""
-    graph, where = graph_of(GPT), f"{FEW}, no pp, no zero"
+    graph, where = graph_of(GPT), f"{FEW}, no pp, no zero, tp = 1"
     answer = ss.search(graph, "a100:1x2", where=where, **way)
     for found in answer.plans:
         plan, step = ss.compile(graph, found.spec, "a100:1x2"), found.prediction.step_seconds
@@ -286,14 +291,23 @@ def test_a_constraint_that_holds_nowhere_is_refused(text: str, why: str) -> None
         search(graph_of(GPT), "a100:1x2", where=text)
 
 
-def test_the_command_prints_a_plan_to_own(capfd: pytest.CaptureFixture[str]) -> None:
-    given = ["search", GPT, "--cluster", "a100:1x2", "--where", FEW, "--json"]
-    assert run(*given, "--why-not", "zero:2,stage=3", "--why-not", "tensor_parallel:3 x data_parallel") == 0
+def test_the_command_prints_and_writes_a_plan_to_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The file is for the batch that was chosen, with the command that compiles it."""
+    file = tmp_path / "own.py"
+    given = ["search", GPT, "--cluster", "a100:1x2", "--where", FEW, "--json", "--batch", "4"]
+    more = ["--why-not", "zero:2,stage=3", "--why-not", "tensor_parallel:3 x data_parallel"]
+    assert run(*given, *more, "--out", file, "--precision", "fp32") == 0
     found = json.loads(capfd.readouterr().out)
     resolve(found["plan"])
     assert found["bound"] <= found["plans"][found["plan"]]["step_seconds"]
     assert "its step takes" in found["why_not"]["zero:2,stage=3"]
     assert "it does not hold" in found["why_not"]["tensor_parallel:3 x data_parallel"]
+    model, own = GPT.replace("batch=8", "batch=4"), dict[str, Any]()
+    exec(file.read_text(), own)
+    assert own["PLAN"] == found["plan"]
+    compiled = f"superscaler compile {model} --plan {file} --cluster a100:1x2 --precision fp32 --out own"
+    assert f"\n    {compiled}\n" in own["__doc__"]
+    assert f"what holds it back: {found['held_back']}\n" in own["__doc__"]
     assert run(*given[:5], f"{FEW}, tp = 2", "--memory", "1MB", "--top", "1") == 1
     assert "no plan of the space fits" in capfd.readouterr().out
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import superscaler as ss
-from superscaler.cluster import LOCAL, PRESETS
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.programs import Found
 from superscaler.planner.reasons import held_back, reasons
@@ -72,7 +71,8 @@ def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: d
 def test_memory_holds_a_plan_back_if_a_faster_one_lacks_it(choice: Choice, where: str) -> None:
     faster = replace(choice, rows=8, microbatches=1)
     largest = Estimate(replace(choice, rows=16, microbatches=1), 0.1, 99.0 * GB, 1.0, 1.0)
-    found = held_back(answered(choice, [largest, Estimate(faster, 1.5, 95.0 * GB, 1.0, 1.0)], compute=0.9))
+    smaller = Estimate(replace(choice, rows=4, microbatches=1), 0.96, 81.0 * GB, 1.0, 1.0)
+    found = held_back(answered(choice, [largest, smaller, Estimate(faster, 1.5, 95.0 * GB, 1.0, 1.0)], compute=0.9))
     assert found == f"{where}{faster.spec} would take 25% less, but needs 95.0 GB of 80.0 GB"
 
 
@@ -101,23 +101,15 @@ def test_a_written_plan_is_the_found_one_with_a_reason_by_each_decision() -> Non
 
 
 @pytest.mark.dist
-def test_a_written_plan_is_trained_without_a_search(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its program is that of the text that the search printed."""
-    machine, file = tmp_path / "machine.yaml", tmp_path / "plan.py"
-    machine.write_text(str(ss.Cluster.of("machine", LOCAL, 1, 2, PRESETS[LOCAL].links, PRESETS["a100"].device)))
-    where = "rows = 2, no recompute, no zero, tp = 1, no pp"
-    given = ["--cluster", machine, "--precision", "fp32"]
-    found, _ = answer(capfd, "search", TINY, *given, "--where", where, "--batch", 4, "--out", file)
-    command = f"train {TINY},batch=4 --plan {file} --cluster {machine} --precision fp32 --steps N"
-    assert f"\n    superscaler {command}\n" in file.read_text()
-    monkeypatch.setattr("superscaler.planner.search.find", lambda *_, **__: pytest.fail("a search"))
-    ran, _ = answer(capfd, *command.replace("N", "3").split(), "--out", tmp_path / "ran")
+def test_a_written_plan_is_trained_as_its_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By processes; its program is that of the text."""
+    found, file = answered(Choice(2, 1, 1, 4, 1), [], compute=0.9), tmp_path / "plan.py"
+    file.write_text(text_of(found, "A plan.", {}, "superscaler train"))
+    given = ["--plan", file, "--cluster", "local:2", "--steps", 3, "--out", tmp_path / "ran"]
+    ran, _ = answer(capfd, "train", TINY, *given)
     assert ran["world"] == 2
     assert ran["losses"][-1] < ran["losses"][0]
-    by_text = ss.compile(graph_of(f"{TINY},batch=4"), found["plan"], str(machine))
-    by_text.save(tmp_path / "text", evaluation=False)
+    ss.compile(graph_of(TINY), found.best.spec, "local:2").save(tmp_path / "text", evaluation=False)
     programs = [(tmp_path / name / "program.txt").read_text() for name in ("ran", "text")]
     assert programs[0] == programs[1]
 
