@@ -198,16 +198,16 @@ class Plan:
         overlap: str = "",
         documents: Sequence[int] = (),
         balance: float = 1.0,
+        sum_halves: bool = False,
     ) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
-        `torch_compile`, `cuda_graph`: the step is loaded with it. `attention`: the kernel of attention, as flash1.
-        `fused`: a system with fused norms, activations, loss and sums of gradients, as Megatron-LM's. `overlap`: `bulk`
-        or `pipelined`, communication of tensor parallelism beside products. `documents`: the lengths of those of a row.
-        `balance`: how many times the mean tokens the experts of the busiest device have.
+        `torch_compile`, `cuda_graph`: the step is loaded with it. The others say how its system differs:
+        its kernel of `attention` (flash1), `fused` norms, activations, loss and sums (Megatron-LM), `overlap` (bulk or
+        pipelined), `documents` of a row, `balance` of experts, gradients summed in 16 bits; see `simulate.system`.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
-        system = System(torch_compile, cuda_graph, attention, fused, overlap, tuple(documents), balance)
+        system = System(torch_compile, cuda_graph, attention, fused, overlap, tuple(documents), balance, sum_halves)
         with phase("simulate"):
             return predict(self.compiled.program, self.compiled.cluster, capacity, system)
 

@@ -34,6 +34,7 @@ class Speeds:
     units      multiprocessors that share the tiles of a product; 0: a core, which reads and then computes
     products   operations per second of large matrix products, by dtype
     boost      that of their tiles before the power limit slows the clock, by dtype; left out: that of `products`
+    unaligned  the share of it that products reach with a size that is no multiple of 16 bytes, by dtype; left out: 0.4
     attention  `forward` and `backward`, also of a dtype (`forward float32`)
     attentions `attention` by the name of other kernels than torch's, as flash1
     memory     bytes per second of large kernels that read and write; of others by `operators`: an operator with its
@@ -54,6 +55,7 @@ class Speeds:
     fresh: float = 0.0
     slowdown: float = 1.0
     boost: Mapping[str, float] = field(default_factory=dict)
+    unaligned: Mapping[str, float] = field(default_factory=dict)
     attentions: Mapping[str, Mapping[str, Attention]] = field(default_factory=dict)
 
 

@@ -99,6 +99,7 @@ class SpeedsFile(_Checked):
     units: NonNegativeInt | None = None
     products: Annotated[dict[StrictStr, _Pair], Field(min_length=1)] | None = None
     boost: dict[StrictStr, _Amount] | None = None
+    unaligned: dict[StrictStr, _Amount] | None = None
     memory: _Pair | None = None
     attention: dict[StrictStr, AttentionFile] | None = None
     attentions: dict[StrictStr, dict[StrictStr, AttentionFile]] | None = None
@@ -126,7 +127,7 @@ class SpeedsFile(_Checked):
                 name: {key: Attention(**one.model_dump()) for key, one in table.items()}
                 for name, table in others.items()
             }
-        for name in ("products", "boost", "attention", "operators"):
+        for name in ("products", "boost", "unaligned", "attention", "operators"):
             found[name] = {**getattr(known, name), **found.get(name, {})}
         return replace(known, **found)
 
@@ -237,6 +238,7 @@ def _check_names(found: ClusterFile | PresetFile, where: str) -> None:
         ("device.flops", found.device.flops, _DTYPES),
         ("device.speeds.products", speeds.products, _DTYPES),
         ("device.speeds.boost", speeds.boost, _DTYPES),
+        ("device.speeds.unaligned", speeds.unaligned, _DTYPES),
         ("device.speeds.attention", speeds.attention, passes),
         *((f"device.speeds.attentions.{name}", table, passes) for name, table in (speeds.attentions or {}).items()),
         ("links.curves", links.curves, _KINDS),

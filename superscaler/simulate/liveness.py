@@ -55,7 +55,7 @@ class Liveness(Holders, Domain[Instruction, Pace]):
         self.code = device.instructions
         self.segments, self.functions = segments.tasks(device), segments.functions(device)
         self._walk = partial(segments.walk, device)
-        self.parameters = _parameters(program)
+        self.parameters = parameters(program)
         # The bytes of the gradient that the optimizer takes for each weight.
         self.wanted: dict[Value, int] = {}
         self._views: dict[object, bool] = {}
@@ -327,7 +327,7 @@ _RUN: Mapping[type, Callable[..., None]] = {
 }
 
 
-def _parameters(program: Program) -> set[str]:
+def parameters(program: Program) -> set[str]:
     """Return the names of weights and buffers, and of copies of these."""
     tensors = program.model.tensors
     names, kinds = unique_identifiers(tensors), ("parameter", "buffer", "next")

@@ -87,6 +87,8 @@ def _simulated(
     kind, targets = check_speeds(cluster), {op.target for op in program.model.ops}
     assert kind.speeds is not None
     system.check(targets, cluster, kind.speeds.units > 0)
+    given, program = program, system.summed(program)
+    system = replace(system, sum_halves=program is not given)
     speeds, program = system.speeds(kind.speeds, cluster), joined(program) if system.is_compiled else program
     kind = replace(kind, speeds=speeds)
     if system.cuda_graph:

@@ -10,12 +10,14 @@ from math import inf
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import Speeds
 from superscaler.errors import InputError, unknown
+from superscaler.ir.cohorts import cohorts
 from superscaler.ir.grid import Ints
-from superscaler.ir.model import Op
-from superscaler.ir.program import Program
+from superscaler.ir.model import Op, width
+from superscaler.ir.program import Collective, Instruction, Program
 from superscaler.runtime.functions.documents import packing
 from superscaler.runtime.functions.tracing import recorded as static
 from superscaler.simulate.kernels import Kernels
+from superscaler.simulate.liveness import parameters
 from superscaler.simulate.prediction import Attention
 from superscaler.simulate.rates import is_attention, scores_of
 from superscaler.simulate.timetable import Timetable
@@ -41,6 +43,7 @@ class System:
                 Megatron-LM, or `pipelined`, also beside those that do (transfers/beside.py); default: in bulk if fused
     documents   the lengths of the documents of each row, again and again; nothing: a row is one document
     balance     how many times the mean tokens the experts of the busiest device have: the others wait for it
+    sum_halves  gradients that are sent in 16 bits are also summed over microbatches in these, as in torch's own `.grad`
     """
 
     torch_compile: bool = False
@@ -50,6 +53,7 @@ class System:
     overlap: str = ""
     documents: tuple[int, ...] = ()
     balance: float = 1.0
+    sum_halves: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap not in ("", *OVERLAPS):
@@ -84,6 +88,16 @@ class System:
             raise InputError(f"--attention on {cluster}: {unknown('attention', self.attention, speeds.attentions)}")
         return replace(speeds, attention={**speeds.attention, **speeds.attentions[self.attention]})
 
+    def summed(self, program: Program) -> Program:
+        """Return the program with the sums of this system: itself if it sends float32, or has no halves."""
+        if not self.sum_halves:
+            return program
+        weights = parameters(program)
+        if any(_sends_wide(i, weights) for cohort in cohorts(program) for i in cohort.code[:]):
+            return program
+        functions = tuple(replace(function, wide=()) for function in program.functions)
+        return program if functions == program.functions else replace(program, functions=functions)
+
     def check(self, targets: Set[str], cluster: Cluster, is_gpu: bool) -> None:
         """Raise InputError for a balance of experts that a model with operators of these targets does not have, and for
         a CUDA graph on a cluster without GPUs.
@@ -114,6 +128,8 @@ class System:
             yield "as many tokens for each expert"
         elif ROWS in targets:
             yield "all rows of each expert's capacity in use"
+        if self.sum_halves:
+            yield "gradients summed in 16 bits"
         if self.cuda_graph:
             yield "replayed as a CUDA graph"
         if self.documents:
@@ -137,6 +153,13 @@ class System:
                 f"--documents {','.join(map(str, self.documents))}: the model has no attention inside documents; give "
                 "one with position_ids that begin again in each, as llama:documents=1024+512+512, or leave it out."
             )
+
+
+def _sends_wide(i: Instruction, weights: Set[str]) -> bool:
+    """Return whether an instruction sends gradients of weights in more than 16 bits."""
+    if not isinstance(i, Collective) or width(i.dtype) == width("bfloat16"):
+        return False
+    return any(source is not None and source.is_gradient and source.name in weights for source in i.sources)
 
 
 def reads_documents(op: Op) -> bool:

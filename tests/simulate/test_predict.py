@@ -28,6 +28,7 @@ from superscaler.simulate.prediction import words
 from superscaler.simulate.rates import flops_of, needed_of, products_of
 from superscaler.simulate.segments import model_flops, products
 from superscaler.simulate.times import Floats
+from superscaler.simulate.works import block
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
 
@@ -381,3 +382,21 @@ def test_training_says_when_a_gpu_needed_more_than_predicted(
     assert not list(_more_memory(plan, plan.peak_bytes))
     (line,) = _more_memory(plan, 2 * plan.peak_bytes)
     assert "2.00 times the predicted" in line
+
+
+def test_gradients_that_a_system_sums_in_16_bits_take_half_of_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where several microbatches are summed, every device has a gradient of each weight: float32 numbers, or halves.
+    A plan that sends float32, and a model without halves, have no such sums.
+    """
+    model, spec = f"{GPT},layers=1,batch=8,seq=16", "zero:2,stage=1,microbatches=4,halves=true"
+    ask = ("simulate", model, "--cluster", "a100:1x2", "--plan")
+    wide, narrow = (answer(capsys, *ask, spec, *more)[0] for more in ((), ("--sum-halves",)))
+    shapes = [p.shape for p in graph_of(model).captured.call.module.parameters()]
+    most = [each["devices"][0]["memory"]["gradients"] for each in (wide, narrow)]
+    assert most[1] == sum(block(2 * prod(shape)) for shape in shapes)
+    assert most[0] == sum(block(4 * prod(shape)) for shape in shapes)
+    assert narrow["step_seconds"] <= wide["step_seconds"]
+    assert "gradients summed in 16 bits" in narrow["assumed"]
+    for plan, more in ((spec.replace(",halves=true", ""), ()), (spec, ("--precision", "fp32"))):
+        plain, asked = (answer(capsys, *ask, plan, *more, *some)[0] for some in ((), ("--sum-halves",)))
+        assert plain == asked

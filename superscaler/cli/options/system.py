@@ -46,6 +46,10 @@ class SystemOptions:
     balance: Annotated[
         float, option("--balance", "How many times the mean tokens the experts of the busiest device have.", "TIMES")
     ] = 1.0
+    sum_halves: Annotated[
+        bool,
+        typer.Option("--sum-halves", help="Of a system that sums gradients in the 16 bits in which it sends them."),
+    ] = False
 
     def check(self) -> None:
         """Raise InputError for an option that cannot be read; it needs no torch."""
@@ -67,8 +71,9 @@ class SystemOptions:
         from superscaler.simulate.system import System
 
         return System(
-            self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance
-        )
+            self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance,
+            self.sum_halves,
+        )  # fmt: skip
 
     @property
     def searched(self) -> dict[str, Any]:
@@ -82,7 +87,7 @@ class SystemOptions:
     @property
     def said(self) -> str:
         """Return the options of how steps run, as they are given."""
-        flags = [name for name in ("torch_compile", "cuda_graph", "fused") if getattr(self, name)]
+        flags = [name for name in ("torch_compile", "cuda_graph", "fused", "sum_halves") if getattr(self, name)]
         values = {name: getattr(self, name) for name in ("attention", "overlap", "documents", "balance")}
         texts = [*flags, *(f"{name} {value}" for name, value in values.items() if value not in ("", 1.0))]
         return " ".join(f"--{text.replace('_', '-')}" for text in texts)
