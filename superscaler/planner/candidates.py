@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
 from superscaler.planner.estimate import Estimate, Estimator
+from superscaler.planner.own.stages import Fits, OwnStages
 from superscaler.planner.space import BY_SEQUENCE, Choice
 
 # A plan is better than another one below so many times its seconds.
 NEAR = 0.995
 # The least work of a layout that cuts the sequence, in that of tensor parallelism.
 _LEAST_WORK = 0.95
-Fits = Callable[[Estimate], bool]
 
 
 class Candidates:
@@ -30,6 +30,7 @@ class Candidates:
         self.estimator, self.tensor, self.per_server, self.room = estimator, tensor, per_server, room
         self.waiting = sorted(space, key=lambda c: (c.tp > per_server, c.savings, c.layout in BY_SEQUENCE))
         self.found: dict[Choice, Estimate | None] = {}
+        self.own = OwnStages(estimator, space, tensor, per_server, room)
 
     def more(self, limit: float, fits: Fits) -> list[Estimate]:
         """Return the estimates of further plans, which could take less than `limit` seconds a row, or less than the
@@ -46,6 +47,12 @@ class Candidates:
                 new.append(e)
                 limit = min(limit, e.a_row) if fits(e) else limit
         self.waiting = [c for c in self.waiting if c not in self.found]
+        # Stages of their own are worth the time where they are better than those of all plans that are known to fit.
+        best = min((e.a_row for e in self.found.values() if e and fits(e)), default=inf)
+        for e in self.own.better(limit, fits):
+            if e.choice not in self.found and e.a_row < NEAR * best:
+                self.found[e.choice] = e
+                new.append(e)
         return new
 
     def estimate(self, c: Choice) -> Estimate | None:
@@ -65,7 +72,7 @@ class Candidates:
         others = (c for c in self.waiting if c not in self.found and c.tp <= self.per_server)
         could = (c for c in others if not c.savings or self.estimator.least_bytes(c) <= self.room)
         known = (self._known(c, fits) for c in could)
-        return min((least for is_dominated, least in known if not is_dominated), default=inf)
+        return self.own.least(min((least for is_dominated, least in known if not is_dominated), default=inf))
 
     def _known(self, c: Choice, fits: Fits) -> tuple[bool, float]:
         """Return whether a plainer plan fits, and the least seconds a row, by all plainer plans."""

@@ -155,8 +155,7 @@ def _has(c: Choice, stage: int | None) -> bool:
 
 def values_of(c: Choice, name: str, stage: int | None = None) -> tuple[Any, ...]:
     """Return the values of a decision in a stage, None: in all of them."""
-    found = getattr(c, name)
-    every = found if isinstance(found, tuple) else (found,)
+    every = c.each(name)
     return every if stage is None or len(every) == 1 else (every[c.place(stage)],)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, pairwise, takewhile
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -14,20 +14,19 @@ from numpy.typing import NDArray
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import width
+from superscaler.ir.model import Op, width
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
+from superscaler.planner.stages.balance import NOTHING, Cuts, balanced, cuts_of, meetings, outside
 from superscaler.simulate.predict import check_speeds
 from superscaler.simulate.rates import HOST
 
-Ints = NDArray[np.int64]
 # The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
 _BACKWARD = 2 / 3, 3 / 4
-_NOTHING = Cost(*(0.0 for _ in Cost._fields))
 # The idle time of zero-bubble schedules in that of 1F1B: the halves of a backward are as long as a forward.
-_IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
+IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
 # The activations of an interlaced pipeline in those of 1F1B.
 _INTERLACED = 1.5
 # Blocks whose weights are gathered at a time.
@@ -60,6 +59,7 @@ class Estimator:
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
         self._bounds: dict[tuple[Use, int, bool, bool], list[int] | None] = {}
+        self._sends: dict[tuple[Cuts, Cuts, int], float] = {}
         self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
         self.sizes = menu.sizes()
         speeds = check_speeds(cluster).speeds
@@ -71,21 +71,28 @@ class Estimator:
         if costs is None:
             return None
         bounds = None if choice.schedule == "3f1b" and not self.has_passes else self._stages(choice)
-        if bounds is None:
-            return None
+        return None if bounds is None else self.with_stages(choice, [costs] * (len(bounds) - 1), bounds)
+
+    def with_stages(self, choice: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> Estimate:
+        """Return the estimate of a plan with stages of these costs, each from one bound to the next."""
         stages = self._costs(choice, costs, bounds)
         is_whole = choice.pp == 1 or choice.is_even
         chosen = replace(choice, blocks=() if is_whole else tuple(sum(self.sizes[a:b]) for a, b in pairwise(bounds)))
-        works, bubble = self._steady(choice, stages, costs.rest.seconds)
-        work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], costs.rest.work)
-        first, exposed = (self._exposed(choice, stage) for stage in (stages[0], max(stages, key=lambda s: s.gradients)))
-        update = self._update(choice, stages)
-        send = self._send(choice) if choice.pp > 1 else 0.0
+        rest, largest = costs[-1].rest, max(range(len(stages)), key=lambda k: stages[k].gradients)
+        works, bubble = self._steady(choice, stages, rest.seconds)
+        work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], rest.work)
+        first, last = (self._exposed(choice.stage(k), stages[k]) for k in (0, largest))
+        updates = [self.update(choice.stage(k), stage) for k, stage in enumerate(stages)]
+        ends = pairwise(map(choice.stage, range(choice.pp))) if choice.own else [(choice, choice)] * (choice.pp > 1)
+        send = max((self.send(a, b) for a, b in ends), default=0.0)
         sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * send
         passes = 0.0 if choice.schedule == "zbv" else 2 * (choice.pp - 1) * send
-        peak = max(self._bytes(choice, costs, stages, device) for device in range(choice.pp))
+        peak = max(self.bytes_at(choice.stage(k), costs[k], stages, k) for k in range(choice.pp))
+        # Later stages of 1F1B are done while the first one has its last backward, after all others.
+        drained = sum(stage.seconds for stage in stages[:largest]) * self._drains(choice)
+        update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
         least = works + bubble + first + update + passes
-        seconds = works + bubble + max(first, exposed) + update + max(sends, passes)
+        seconds = works + bubble + max(first + update, last + tail) + max(sends, passes)
         return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
 
     def least_bytes(self, c: Choice) -> float:
@@ -101,26 +108,31 @@ class Estimator:
         runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)
         rest = costs.rest if c.loss == "whole" and c.recompute == "none" else costs.rest._replace(kept=0.0)
         least = Costs(runs, rest, 0.0)
-        stages = self._costs(c, least, bounds)
-        return max(self._bytes(c, least, stages, device) for device in range(c.pp))
+        stages = self._costs(c, [least] * (len(bounds) - 1), bounds)
+        return max(self.bytes_at(c, least, stages, device) for device in range(c.pp))
 
-    def _costs(self, c: Choice, costs: Costs, bounds: Sequence[int]) -> list[Cost]:
-        """Return the costs of the stages: of their blocks, and of the rest. That is on the last one, and half of its
-        weights, as of an embedding, on the first; an interlaced pipeline has a share of it on each device.
+    def _costs(self, c: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> list[Cost]:
+        """Return the costs of the stages: of their blocks, and of the rest. That is on the last one, and the weights of
+        the embedding on the first; an interlaced pipeline has a share of it on each device.
         """
         stages = []
-        for first, end in pairwise(bounds):
-            total = _NOTHING
-            for n, run in enumerate(costs.runs):
+        for own, (first, end) in zip(costs, pairwise(bounds), strict=True):
+            total = NOTHING
+            for n, run in enumerate(own.runs):
                 total = total.plus(run, int((self.run_of[first:end] == n).sum()))
             if c.schedule == "interlaced":
-                total = total.plus(costs.rest, 1 / c.pp)
-            elif end == len(self.run_of):
-                total = total.plus(costs.rest, 1)
-            elif first == 0:
-                total = total.plus(costs.rest._replace(seconds=0, work=0, kept=0), 0.5)
+                total = total.plus(own.rest, 1 / c.pp)
+            elif len(costs) == 1:
+                total = total.plus(own.rest, 1)
+            elif first == 0 or end == len(self.run_of):
+                is_last = first > 0
+                total = total.plus(outside(own.rest, self.shares[is_last], is_last), 1)
             stages.append(total)
         return stages
+
+    def _drains(self, c: Choice) -> float:
+        """Return the share of the seconds of a stage in which later ones have nothing to do at the end of a step."""
+        return _BACKWARD[c.recompute != "none"] if c.schedule == "1f1b" else 0.0
 
     def _of_device(self, c: Choice, stages: Sequence[Cost], device: int) -> Sequence[Cost]:
         """Return the stages of a device of the pipeline."""
@@ -128,14 +140,14 @@ class Estimator:
             return stages[device], stages[2 * c.pp - 1 - device]
         return stages[device :: c.pp]
 
-    def _update(self, c: Choice, stages: Sequence[Cost]) -> float:
-        """Return the seconds of the update: over the links of the hosts, if the optimizer is there."""
+    def update(self, c: Choice, stage: Cost) -> float:
+        """Return the seconds of a stage's update: over the links of the hosts, if the optimizer is there."""
         if c.swap != "none":
-            moved = max(stage.gradients + stage.weights for stage in stages) * c.chunks
+            moved = (stage.gradients + stage.weights) * c.chunks
             # It reads weights, gradients and state, and writes weights and state.
-            updated = max(3 * stage.gradients + 2 * stage.optimizer for stage in stages) * c.chunks
+            updated = (3 * stage.gradients + 2 * stage.optimizer) * c.chunks
             return max(moved / self.cluster.links.host.bandwidth, updated / HOST)
-        return max(stage.update for stage in stages) * c.chunks / (c.dp if c.zero else 1)
+        return stage.update * c.chunks / (c.dp if c.zero else 1)
 
     def _stages(self, c: Choice) -> list[int] | None:
         """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None
@@ -143,35 +155,19 @@ class Estimator:
         """
         key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
         if key not in self._bounds:
-            self._bounds[key] = self._balanced(*key)
+            costs, (_, count, is_even, has_rest) = self.menu.costs(c.use), key
+            self._bounds[key] = (
+                None if costs is None else balanced(costs, self.run_of, count, is_even, has_rest, self.allowed)
+            )
         return self._bounds[key]
 
-    def _balanced(self, use: Use, stages: int, is_even: bool, has_rest: bool) -> list[int] | None:
-        count, costs = len(self.run_of), self.menu.costs(use)
-        if stages == 1 or costs is None:
-            return [0, count]
-        if stages > count:
-            return None
-        if is_even:
-            return [round(k * count / stages) for k in range(stages + 1)]
-        seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in self.run_of])])
+    def allowed(self, stage: int, stages: int) -> NDArray[np.bool_]:
+        """Return whether a stage, one of so many, may have the blocks from a first one up to an end."""
         blocks = np.concatenate([[0], np.cumsum(self.sizes)])
-        # The slowest of the stages up to each block, and where the last of them begins.
-        slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
-        for k in range(1, stages + 1):
-            own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages else 0.0)
-            own[np.tril_indices(count + 1)] = inf
-            for limit in self.limits:
-                own[~limit.holds(k - 1, stages, blocks[None, :] - blocks[:, None])] = inf
-            table = np.maximum(slowest[:, None], own)
-            begins.append(table.argmin(axis=0))
-            slowest = table.min(axis=0)
-        if slowest[count] == inf:
-            return None
-        bounds = [count]
-        for first in reversed(begins):
-            bounds.append(int(first[bounds[-1]]))
-        return bounds[::-1]
+        found = np.triu(np.ones((len(blocks), len(blocks)), dtype=bool), 1)
+        for limit in self.limits:
+            found &= limit.holds(stage, stages, blocks[None, :] - blocks[:, None])
+        return found
 
     def _steady(self, c: Choice, stages: Sequence[Cost], rest: float) -> tuple[float, float]:
         """Return the seconds in which the slowest device works, and those in which it waits for the others. `rest`:
@@ -183,15 +179,15 @@ class Estimator:
         if c.schedule == "interlaced":
             # All devices do their share of it at a time.
             total -= rest * (1 - 1 / c.pp)
-        sums = max(sum(self._sums(c, stage) + stage.once for stage in some) for some in own)
+        sums = max(sum(self.sums(c, stage) + stage.once for stage in some) for some in own)
         if c.layout in BY_SEQUENCE:
             # The costs are of the last microbatch, beside which gradients are on the way.
             beside = self.cluster.seconds("all_reduce", [range(c.tp)], max(stage.gradients for stage in stages))
             sums -= (c.microbatches - 1) * beside * (1 - 1 / self.slowdown)
         # 1F1B fills and drains once through all other stages.
-        return c.microbatches * slowest + sums, (total - slowest) * _IDLE.get(c.schedule, 1.0 / c.chunks)
+        return c.microbatches * slowest + sums, (total - slowest) * IDLE.get(c.schedule, 1.0 / c.chunks)
 
-    def _sums(self, c: Choice, stage: Cost) -> float:
+    def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""
         if c.microbatches == 1:
             return 0.0
@@ -203,7 +199,7 @@ class Estimator:
         """
         if c.dp == 1:
             return 0.0
-        first, own = self._first / c.tp, self._collective
+        first, own = self._first / c.tp, self.collective
         backward = _BACKWARD[c.recompute != "none"] * stage.seconds
         if c.zero == 0:
             return self._beside(own(c, "all_reduce", stage.gradients), own(c, "all_reduce", first), backward)
@@ -221,7 +217,7 @@ class Estimator:
         hidden = max(every - alone, 0.0)
         return alone + max(hidden * (1 - 1 / self.slowdown), hidden - work)
 
-    def _bytes(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
+    def bytes_at(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
         """Return the bytes of a device of the pipeline at its peak."""
         total = 0.0
         for stage in self._of_device(c, stages, device):
@@ -241,7 +237,7 @@ class Estimator:
             return min(c.microbatches, (2 * (c.pp - device - 1) + (c.chunks - 1) * c.pp + 1) / c.chunks)
         return min(c.microbatches, c.pp - device)
 
-    def _collective(self, c: Choice, kind: str, size: float) -> float:
+    def collective(self, c: Choice, kind: str, size: float) -> float:
         """Return the seconds of one collective of all data-parallel groups, on so many bytes of each device."""
         key = c.pp, c.dp, c.tp
         if key not in self._groups:
@@ -249,18 +245,37 @@ class Estimator:
             self._groups[key] = tuple(map(tuple, devices.tolist()))
         return self.cluster.seconds(kind, self._groups[key], size)
 
-    def _send(self, c: Choice) -> float:
-        """Return the seconds of a message between stages."""
-        size = self._handed * c.rows / (c.tp if c.layout != "tensor" else 1)
-        pairs = [[n, n + c.dp * c.tp] for n in range(c.dp * c.tp)]
-        return self.cluster.seconds("send", pairs, size)
+    def send(self, c: Choice, after: Choice) -> float:
+        """Return the seconds of the messages of a microbatch from a stage to the next one, which may be cut in another
+        way: each device gets what it reads of each that has it.
+        """
+        key = cuts_of(c), cuts_of(after), c.rows
+        if key not in self._sends:
+            size = self._handed * c.rows * c.dp / max(c.dp, after.dp) / max(key[0][1], key[1][1])
+            self._sends[key] = self.cluster.seconds("send", meetings(*key[:2]), size)
+        return self._sends[key]
 
     @cached_property
     def _first(self) -> float:
         """Return the bytes of the gradients of the weights that are read before the first block."""
-        model, inside = self.graph.model, {op.name for block in chain(*self.menu.runs[:1]) for op in block.ops}
-        before = takewhile(lambda op: op.name not in inside, model.forward_ops)
-        names = {o.tensor for op in before for o in op.inputs} & {t.name for t in model.parameters() if t.requires_grad}
+        inside = {op.name for block in chain(*self.menu.runs[:1]) for op in block.ops}
+        return self._read([*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)])
+
+    @cached_property
+    def shares(self) -> tuple[float, float]:
+        """Return the shares of the first stage and of the last in the weights outside of the blocks; they may be the
+        same weights.
+        """
+        inside = {op.name for block in chain(*self.menu.runs) for op in block.ops}
+        every = [op for op in self.graph.model.forward_ops if op.name not in inside]
+        before = [*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)]
+        total, after = self._read(every), self._read(every[len(before) :])
+        return (self._first / total, after / total) if total else (0.0, 1.0)
+
+    def _read(self, ops: Sequence[Op]) -> float:
+        """Return the bytes of the gradients of the weights that ops read."""
+        model = self.graph.model
+        names = {o.tensor for op in ops for o in op.inputs} & {t.name for t in model.parameters() if t.requires_grad}
         return float(sum(prod(model.tensors[name].shape) * width(model.tensors[name].wide_dtype) for name in names))
 
     @cached_property

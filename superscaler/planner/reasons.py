@@ -92,9 +92,9 @@ def reasons(answer: Answer) -> dict[str, str]:
 
 def _reasons(ranked: list[Estimate], mine: Estimate, capacity: float) -> Iterator[tuple[str, str]]:
     for name in DECISIONS:
-        own, others = getattr(mine.choice, name), dict[object, Estimate]()
+        own, others = mine.choice.said(name), dict[object, Estimate]()
         for e in ranked:
-            others.setdefault(getattr(e.choice, name), e)
+            others.setdefault(e.choice.said(name), e)
         texts = [
             f"{value} {_beside(e, mine, capacity)}" for value, e in sorted(others.items(), key=_key) if value != own
         ]

@@ -262,8 +262,8 @@ def _kind(c: Choice) -> Choice:
     """Return a plan that stands for all of its kind."""
     recompute = c.recompute if c.recompute == "co_shard" else "none"
     return replace(
-        c, dp=1, tp=min(c.tp, 2), pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute, blocks=(),
-        layout=c.layout if c.layout in (*BY_SEQUENCE, "experts", "dap") else "tensor",
+        c, dp=1, tp=min(c.tp, 2), pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute,
+        blocks=(), own=(), layout=c.layout if c.layout in (*BY_SEQUENCE, "experts", "dap") else "tensor",
     )  # fmt: skip
 
 

@@ -60,6 +60,14 @@ class Use(NamedTuple):
         return self._replace(recompute="none", loss="whole", is_gathered=False)
 
 
+class Own(NamedTuple):
+    """What a stage does in its own way, by the names of a `Choice`."""
+
+    dp: int
+    tp: int
+    recompute: str
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A plan of the space: `dp` groups of `tp` devices in each of `pp` stages; a group has `microbatches` of `rows`.
@@ -75,6 +83,8 @@ class Choice:
     loss       whole, chunked: head and loss in parts of the tokens
     swap       none, optimizer: on the hosts
     blocks     of each stage; () for one stage, and for schedules that cut the model themselves
+    own        what each stage does in its own way, where they differ; `dp`, `tp`, `rows` and `recompute` are then those
+               of the first. `layout` is of those with several devices in a group
     """
 
     dp: int
@@ -90,6 +100,7 @@ class Choice:
     loss: str = "whole"
     swap: str = "none"
     blocks: tuple[int, ...] = ()
+    own: tuple[Own, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -109,6 +120,24 @@ class Choice:
     @property
     def use(self) -> Use:
         return Use(self.tp, self.layout, self.recompute, self.loss, self.rows, self.zero == 3)
+
+    def stage(self, number: int) -> Choice:
+        """Return the plan whose stages are all as one of this plan; itself if they are alike."""
+        if not self.own:
+            return self
+        dp, tp, recompute = self.own[number]
+        rows, layout = self.batch // self.microbatches // dp, self.layout if tp > 1 else "tensor"
+        return replace(self, dp=dp, tp=tp, rows=rows, recompute=recompute, layout=layout, blocks=(), own=())
+
+    def each(self, name: str) -> tuple[Any, ...]:
+        """Return a decision of each stage; the one of all stages if they are alike."""
+        found = tuple(getattr(self.stage(k), name) for k in range(len(self.own) or 1))
+        return found[:1] if len({*found}) == 1 else found
+
+    def said(self, name: str) -> Any:
+        """Return a decision: that of all stages, or those of each in words, as 4+2."""
+        found = self.each(name)
+        return found[0] if len(found) == 1 else "+".join(map(str, found))
 
     def plainer(self) -> Iterator[Choice]:
         """Yield the plans that each save memory in one way less: their steps are no longer."""
@@ -132,15 +161,17 @@ class Choice:
         """Return the text of the plan, as --plan takes it."""
         is_hybrid = all(getattr(self, name) in values for name, values in _HYBRID.items())
         is_plain = self.zero < 3 and self.loss == "whole" and self.swap == "none"
-        return self._hybrid if is_hybrid and is_plain and self.schedule in ("1f1b", "interleaved") else self._product
+        is_hybrid = is_hybrid and is_plain and (self.schedule in ("1f1b", "interleaved") or bool(self.own))
+        return self._hybrid if is_hybrid else self._product
 
     @property
     def _hybrid(self) -> str:
-        chosen: dict[str, object] = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "microbatches": self.microbatches}
+        chosen: dict[str, object] = {name: self.said(name) for name in ("dp", "tp", "pp", "microbatches")}
         asked: dict[str, object] = {
+            "schedule": SCHEDULES[self.schedule] if self.schedule == "zb_h1" else "",
             "chunks": self.chunks if self.chunks > 1 else "",
             "sequence": "true" if self.layout == "sequence" else "",
-            "recompute": self.recompute if self.recompute != "none" else "",
+            "recompute": again if (again := self.said("recompute")) != "none" else "",
             "zero": self.zero or "",
             "blocks": "+".join(map(str, self.blocks)),
         }

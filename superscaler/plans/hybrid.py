@@ -1,7 +1,8 @@
 """Megatron-LM whole: data, tensor and pipeline parallelism together, dp x tp devices for each of pp stages.
 
 dp, tp        of all stages; or of each, as dp=4+1,tp=1+2: stages of other cuts, here of 4 and of 2 devices
-microbatches  of the batch of each data-parallel device, in the order of 1F1B
+microbatches  of the batch of each data-parallel device
+schedule      pipeline_1f1b, gpipe, zb_h1, zb_h2, zbv or dualpipe_v
 chunks        stages on each pipeline device; several are in the interleaved order
 sequence      ops that tensor parallelism leaves whole are cut along the sequence, and gathered inputs of products are
               gathered again for the backward instead of being kept (`sequence_parallel:regather=true`)
@@ -31,13 +32,13 @@ from superscaler.verbs import Cluster, Graph, Mesh, Recompute, Split, op_assign,
 def hybrid(
     graph: Graph, cluster: Cluster, dp: int | str = 1, tp: int | str = 1, pp: int = 1, microbatches: int = 1,
     chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0, vocabulary: bool = True,
-    halves: bool = False, gather_halves: bool = False, blocks: str = "",
+    halves: bool = False, gather_halves: bool = False, blocks: str = "", schedule: str = "pipeline_1f1b",
 ) -> None:  # fmt: skip
     meshes = check_hybrid(
         {"batch": batch_of(graph)}, cluster, dp, tp, pp, microbatches, chunks, recompute=recompute, zero=zero,
-        gather_halves=gather_halves,
+        gather_halves=gather_halves, schedule=schedule,
     )  # fmt: skip
-    order = ("interleaved", chunks) if chunks != 1 else ("pipeline_1f1b", None)
+    order = ("interleaved", chunks) if chunks != 1 else (schedule, None)
     pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1], blocks=blocks)
     is_trained = any(op.has_mirror for op in graph.forward_ops)
     _recompute(graph, each("hybrid:recompute", recompute, pp))

@@ -11,20 +11,28 @@ from superscaler.plans.lib.meshes import Meshes, each, meshes
 from superscaler.plans.lib.place_table import check_microbatches
 from superscaler.plans.lib.schedules import check_rounds
 from superscaler.specs.options import check_divisible
-from superscaler.verbs import Cluster, InputError
+from superscaler.verbs import Cluster, InputError, unknown
 
 # What `hybrid:recompute=` computes again.
 REGIONS = {"none": "", "selective": "attention", "full": "block"}
+# The orders of `hybrid`: each stage is on one device of the pipeline.
+ORDERS = "pipeline_1f1b", "gpipe", "zb_h1", "zb_h2", "zbv", "dualpipe_v"
 
 
 def check_hybrid(
     sizes: Mapping[str, int], cluster: Cluster, dp: int | str = 1, tp: int | str = 1, pp: int = 1,
     microbatches: int = 1, chunks: int = 1, sequence: bool = False, recompute: str = "none", zero: int = 0,
-    gather_halves: bool = False, **_: Any,
+    gather_halves: bool = False, schedule: str = ORDERS[0], **_: Any,
 ) -> Meshes:  # fmt: skip
     """Raise InputError for options that no model of these sizes has on a cluster; return the meshes of its stages."""
     if strange := [what for what in each("hybrid:recompute", recompute, pp) if what not in REGIONS]:
         raise InputError(f"hybrid:recompute={strange[0]}: choose {', '.join(REGIONS)}.")
+    if schedule not in ORDERS:
+        raise InputError(f"hybrid:schedule={schedule}: {unknown('schedule', schedule, ORDERS)}")
+    if chunks != 1 and schedule != ORDERS[0]:
+        raise InputError(
+            f"hybrid:schedule={schedule},chunks={chunks}: chunks have the interleaved order; leave one of both out."
+        )
     if zero not in (0, 1):
         raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
     if gather_halves and not zero:

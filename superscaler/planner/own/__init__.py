@@ -1,0 +1,1 @@
+"""Plans whose stages differ."""

@@ -1,0 +1,206 @@
+"""Chains of stages, each in a way of its own: the one with the shortest step, and a bound below all.
+
+A stage is one that a plan with equal stages could have: its costs are known. Dynamic programming over (block, stage)
+finds, for some limits on the slowest stage, the chain of stages with the least sum: points of the Pareto set of both.
+Stages that do not fit, with the microbatches that are in flight there, are in no chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from superscaler.groups import collect
+from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.estimate import IDLE, Estimate, Estimator
+from superscaler.planner.space import Choice, Own
+from superscaler.planner.stages.balance import Floats, Ints, outside
+
+# Limits on the slowest stage, in the least that any chain has.
+_LIMITS = np.array([1 + 1e-9, 1.02, 1.05, 1.12, 1.25, inf])
+# The share of a stage's seconds beside which its gradients are sent.
+_BACKWARD = 2 / 3
+
+
+class Way(NamedTuple):
+    """A way of a stage: the plan of which it is one, its costs, and those of all stages, by first block and end."""
+
+    choice: Choice
+    costs: Costs
+    cost: Cost
+
+
+class Chain(NamedTuple):
+    """Stages in a row: the first block of each, with the end, and the way of each."""
+
+    bounds: list[int]
+    ways: list[Way]
+
+
+class Ways:
+    """The ways of the stages of a pipeline. `room`: the bytes of a device. `is_bound`: a way is no slower than it is,
+    and one that recomputes is there before it is measured: it keeps nothing then.
+    """
+
+    def __init__(
+        self, estimator: Estimator, group: Sequence[Choice], room: float = inf, is_bound: bool = False
+    ) -> None:
+        self.estimator, self.room, self.is_bound = estimator, room, is_bound
+        # A device waits for so many of the seconds that the others take for a microbatch.
+        self.pp, self.microbatches, self.idle = group[0].pp, group[0].microbatches, IDLE.get(group[0].schedule, 1.0)
+        costs = ((c, self._costs(c)) for c in group)
+        self.known = [(c, own) for c, own in costs if own]
+
+    def _costs(self, c: Choice) -> Costs | None:
+        known = self.estimator.menu.known
+        if (found := known(c.use)) or not self.is_bound or not (plain := known(c.use.plain)):
+            return found
+        runs = tuple(run._replace(kept=0.0) for run in plain.runs)
+        return Costs(runs, plain.rest._replace(kept=0.0), 0.0)
+
+    @property
+    def least(self) -> float:
+        """Return the seconds of a step if all devices were busy alike, in the fastest way for each block."""
+        every = [costs for _, costs in self.known]
+        runs = [min(costs.runs[n].seconds for costs in every) for n in range(len(every[0].runs))] if every else [inf]
+        rest = min((costs.rest.seconds for costs in every), default=inf)
+        work = float(sum(runs[n] for n in self.estimator.run_of)) + rest
+        return ((self.microbatches - self.idle) / self.pp + self.idle) * work
+
+    @cached_property
+    def _by_cut(self) -> list[list[Way]]:
+        """Return the ways by (dp, tp)."""
+        e = self.estimator
+        ways = (Way(c, costs, spans(costs, e.run_of, e.shares)) for c, costs in self.known)
+        return [*collect(((way.choice.dp, way.choice.tp), way) for way in ways).values()]
+
+    @cached_property
+    def _tables(self) -> list[tuple[Floats, Floats, Ints]]:
+        """Return for each stage the seconds that it adds to a step of others, those of its own step, and the way, by
+        first block, end and (dp, tp): in the fastest way that fits.
+        """
+        return [self._table(stage) for stage in range(self.pp)]
+
+    def _table(self, stage: int) -> tuple[Floats, Floats, Ints]:
+        count = len(self.estimator.run_of) + 1
+        shape = count, count, len(self._by_cut)
+        waits, steps, numbers = np.full(shape, inf), np.full(shape, inf), np.zeros(shape, dtype=int)
+        is_some = self.estimator.allowed(stage, self.pp)
+        for at, ways in enumerate(self._by_cut):
+            for number, (c, costs, cost) in enumerate(ways):
+                peak = self.estimator.bytes_at(c, costs, [cost] * self.pp, stage)
+                # All others are done before the first one.
+                wait = self.idle * cost.seconds + (0.0 if stage else self._tail(c, cost))
+                chosen = is_some & (peak <= self.room) & (wait < waits[:, :, at])
+                for table, value in ((waits, wait), (steps, self._own_step(c, cost)), (numbers, number)):
+                    table[:, :, at] = np.where(chosen, value, table[:, :, at])
+        return waits, steps, numbers
+
+    def _own_step(self, c: Choice, cost: Cost) -> Any:
+        """Return the seconds of a stage in a step beside those in which it waits for itself, too."""
+        return (self.microbatches - self.idle) * cost.seconds + self.estimator.sums(c, cost) + cost.once
+
+    def _tail(self, c: Choice, cost: Cost) -> Any:
+        """Return the seconds of the update, and of the gradients that no work hides."""
+        e, update = self.estimator, self.estimator.update(c, cost)
+        if c.dp == 1 or self.is_bound:
+            return update
+        mean, weights = (float(np.max(x)) / self.pp for x in (cost.gradients, cost.weights))
+        sent = e.collective(c, "reduce_scatter" if c.zero else "all_reduce", mean)
+        sent += e.collective(c, "all_gather", weights / c.dp) if c.zero else 0.0
+        sent = sent / max(mean, 1.0) * cost.gradients
+        return update + np.maximum(sent * (1 - 1 / e.slowdown), sent - _BACKWARD * cost.seconds)
+
+    @cached_property
+    def _passes(self) -> Floats:
+        """Return the seconds of the messages between stages, by the (dp, tp) of both: of a step's, those that an
+        estimate has.
+        """
+        every = [ways[0].choice for ways in self._by_cut]
+        send = np.array([[self.estimator.send(a, b) for b in every] for a in every])
+        times = 1.0 if self.is_bound else (self.microbatches + self.pp) / (self.pp - 1)
+        return 2 * times * send
+
+    @cached_property
+    def _slowest(self) -> float:
+        """Return the least that the slowest stage of a chain takes."""
+        before = np.where(np.arange(len(self.estimator.run_of) + 1) == 0, 0.0, inf)
+        for _, steps, _ in self._tables:
+            before = np.maximum(before[:, None, None], steps).min(axis=(0, 2))
+        return float(before[-1])
+
+    def _sums(self) -> tuple[Floats, Floats, list[tuple[Ints, Ints]]]:
+        """Return limits on the slowest stage, the least sum of the stages of a chain under each, by the (dp, tp) of the
+        last one, and how these come about: the first block of each stage, and the (dp, tp) before it.
+        """
+        limits = self._slowest * _LIMITS
+        count = len(self.estimator.run_of) + 1
+        before = np.full((len(limits), count, len(self._by_cut)), inf)
+        before[:, 0] = 0.0
+        ways = list[tuple[Ints, Ints]]()
+        origin = np.zeros(before.shape, dtype=int)
+        for waits, steps, _ in self._tables:
+            own = np.where(steps <= limits[:, None, None, None], waits, inf)
+            table = before[:, :, None, :] + own
+            ways.append((table.argmin(axis=1), origin))
+            after = table.min(axis=1)[..., None] + self._passes
+            before, origin = after.min(axis=2), after.argmin(axis=2)
+        return limits, table.min(axis=1)[:, -1], ways
+
+    def chain(self) -> Chain | None:
+        """Return the stages with which the step is shortest; None if none fit."""
+        if self._slowest == inf:
+            return None
+        _, sums, ways = self._sums()
+        chains = [self._traced(ways, n, int(sums[n].argmin())) for n in range(len(_LIMITS))]
+        return min(zip(chains, sums.min(axis=1), strict=True), key=lambda pair: self._step(pair[0]) + pair[1])[0]
+
+    def _traced(self, ways: Sequence[tuple[Ints, Ints]], limit: int, cut: int) -> Chain:
+        end, bounds, found = len(self.estimator.run_of), list[int](), list[Way]()
+        for (_, _, numbers), (firsts, origin) in zip(self._tables[::-1], ways[::-1], strict=True):
+            bounds.append(end)
+            first = int(firsts[limit, end, cut])
+            found.append(self._by_cut[cut][numbers[first, end, cut]])
+            cut, end = int(origin[limit, first, cut]), first
+        return Chain([end, *bounds[::-1]], found[::-1])
+
+    def _step(self, chain: Chain) -> float:
+        """Return the seconds of a step of the slowest stage of a chain."""
+        return max(
+            float(self._own_step(way.choice, way.cost)[a, b])
+            for way, (a, b) in zip(chain.ways, pairwise(chain.bounds), strict=True)
+        )
+
+    def bound(self) -> float:
+        """Return seconds that no step goes below: a chain whose slowest stage is between two limits has the sum of the
+        upper one, at least.
+        """
+        if self._slowest == inf:
+            return inf
+        limits, sums, _ = self._sums()
+        return float((limits[:-1] + sums.min(axis=1)[1:]).min())
+
+    def estimate(self, chain: Chain) -> Estimate:
+        """Return the estimate of the plan of a chain."""
+        own = tuple(Own(c.dp, c.tp, c.recompute) for c, *_ in chain.ways)
+        first = chain.ways[0].choice
+        layout = next((c.layout for c, *_ in chain.ways if c.tp > 1), "tensor")
+        choice = replace(first, layout=layout, own=own) if len({*own}) > 1 else first
+        return self.estimator.with_stages(choice, [way.costs for way in chain.ways], chain.bounds)
+
+
+def spans(costs: Costs, run_of: Ints, shares: tuple[float, float]) -> Cost:
+    """Return the costs of all stages: each number is an array, by the first block and the end. `shares`: of the first
+    stage and of the last in the weights outside of the blocks.
+    """
+    total = np.cumsum([np.zeros(len(Cost._fields)), *(np.array(costs.runs[n]) for n in run_of)], axis=0)
+    table = total[None, :] - total[:, None]
+    table[0] += np.array(outside(costs.rest, shares[0], is_last=False))
+    table[:, -1] += np.array(outside(costs.rest, shares[1], is_last=True))
+    return Cost(*np.moveaxis(table, -1, 0))

@@ -1,0 +1,61 @@
+"""Pipelines whose stages have a (dp, tp), blocks and a recomputation of their own: the best, and a bound below all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from superscaler.groups import collect
+from superscaler.planner.estimate import Estimate, Estimator
+from superscaler.planner.own.chains import Ways
+from superscaler.planner.space import RECOMPUTE, Choice
+
+# The shares of a device that estimates may fill: where that of a plan was too low, less is tried.
+_SHARES = 1.0, 0.93, 0.85
+# The estimate of bytes, in those of a device, from which on a stage does not fit for certain.
+_ALMOST = 1.1
+# The most devices of pipelines whose stages have a (dp, tp) of their own: data-parallel devices do not fold there.
+_UNFOLDED = 32
+_OWN, _SCHEDULES = tuple(RECOMPUTE)[:3], ("1f1b", "zb_h1")
+Fits = Callable[[Estimate], bool]
+
+
+class OwnStages:
+    """The plans of a space with stages of their own. `layout`: of tensor parallelism; `most`: of its devices; `room`:
+    the bytes of a device.
+    """
+
+    def __init__(self, estimator: Estimator, space: Iterable[Choice], layout: str, most: int, room: float) -> None:
+        self.estimator, self.room = estimator, room
+        plain = (c for c in space if c.pp > 1 and c.schedule in _SCHEDULES and c.zero < 2 and c.recompute in _OWN)
+        own = (c for c in plain if c.loss == "whole" and c.swap == "none" and c.tp <= most)
+        self.groups = collect((_group(c), c) for c in own if c.layout == (layout if c.tp > 1 else "tensor"))
+        self._given: dict[tuple[Choice, ...], Estimate | None] = {}
+
+    def better(self, limit: float, fits: Fits) -> Iterator[Estimate]:
+        """Yield the estimate of the best plan of each group that fits, if it may take less than `limit` seconds a row:
+        once for the ways of its stages that are known, unless it turned out not to fit.
+        """
+        for group in self.groups.values():
+            known = tuple(c for c in group if self.estimator.menu.known(c.use))
+            is_done = known in self._given and ((last := self._given[known]) is None or fits(last))
+            if len(known) < 2 or is_done or Ways(self.estimator, known).least >= limit * known[0].batch:
+                continue
+            ways = (Ways(self.estimator, known, share * self.room) for share in _SHARES)
+            found = (own.estimate(chain) for own in ways if (chain := own.chain()))
+            if e := next(filter(fits, found), None):
+                yield e
+            self._given[known] = e
+
+    def least(self, limit: float) -> float:
+        """Return the least seconds a row of any of these plans, or `limit`."""
+        for group in self.groups.values():
+            ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
+            if ways.least < limit * group[0].batch:
+                limit = min(limit, ways.bound() / group[0].batch)
+        return limit
+
+
+def _group(c: Choice) -> tuple[object, ...]:
+    """Return a key of the plans of which stages may be mixed."""
+    own = () if c.dp * c.tp * c.pp <= _UNFOLDED else (c.dp, c.tp)
+    return c.batch, c.pp, c.microbatches, c.zero, c.schedule, *own

@@ -1,0 +1,78 @@
+"""Stages of pipelines: the blocks of each, so that the slowest is fastest, and the messages between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import inf, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.space import Choice
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+# How a stage has a microbatch: the groups with rows of their own, the parts of the sequence, and the copies of a part.
+Cuts = tuple[int, int, int]
+Allowed = Callable[[int, int], NDArray[np.bool_]]
+NOTHING = Cost(*(0.0 for _ in Cost._fields))
+
+
+def outside(rest: Cost, share: float, is_last: bool) -> Cost:
+    """Return the cost on the last stage, or on the first, of what is outside of the blocks: it has a share of the
+    weights, and the last one all the work.
+    """
+    own = rest if is_last else NOTHING
+    return NOTHING.plus(rest, share)._replace(seconds=own.seconds, work=own.work, once=own.once, kept=own.kept)
+
+
+def balanced(
+    costs: Costs, run_of: Ints, stages: int, is_even: bool, has_rest: bool, allowed: Allowed
+) -> list[int] | None:
+    """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None for
+    more stages than blocks, or where none are `allowed`: by the number of a stage, the first block and the end.
+    """
+    count = len(run_of)
+    if stages == 1:
+        return [0, count]
+    if stages > count:
+        return None
+    if is_even:
+        return [round(k * count / stages) for k in range(stages + 1)]
+    seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
+    # The slowest of the stages up to each block, and where the last of them begins.
+    slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
+    for k in range(1, stages + 1):
+        own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages else 0.0)
+        own[~allowed(k - 1, stages)] = inf
+        table = np.maximum(slowest[:, None], own)
+        begins.append(table.argmin(axis=0))
+        slowest = table.min(axis=0)
+    if slowest[count] == inf:
+        return None
+    bounds = [count]
+    for first in reversed(begins):
+        bounds.append(int(first[bounds[-1]]))
+    return bounds[::-1]
+
+
+def cuts_of(c: Choice) -> Cuts:
+    """Return how the stages of a plan have a microbatch."""
+    return (c.dp, 1, c.tp) if c.layout == "tensor" else (c.dp, c.tp, 1)
+
+
+def meetings(one: Cuts, other: Cuts) -> list[tuple[int, int]]:
+    """Return the pairs of devices of a stage and of the next one that have common elements of a microbatch; of copies,
+    one sends.
+
+    >>> meetings((2, 1, 1), (1, 1, 2)), meetings((1, 1, 2), (1, 1, 2))
+    ([(0, 2), (0, 3), (1, 2), (1, 3)], [(0, 2), (1, 3)])
+    """
+    found = list[tuple[int, int]]()
+    for receiver, place in enumerate(product(*map(range, other)), prod(one)):
+        rows, tokens = (range(place[k] * one[k] // other[k], -(-(place[k] + 1) * one[k] // other[k])) for k in (0, 1))
+        senders = ((row * one[1] + token) * one[2] + place[2] % one[2] for row, token in product(rows, tokens))
+        found += ((sender, receiver) for sender in senders)
+    return sorted(found)
