@@ -155,10 +155,8 @@ class Estimator:
         """
         key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
         if key not in self._bounds:
-            costs, (_, count, is_even, has_rest) = self.menu.costs(c.use), key
-            self._bounds[key] = (
-                None if costs is None else balanced(costs, self.run_of, count, is_even, has_rest, self.allowed)
-            )
+            costs, given = self.menu.costs(c.use), (self.run_of, *key[1:], self.allowed)
+            self._bounds[key] = None if costs is None else balanced(costs, *given)
         return self._bounds[key]
 
     def allowed(self, stage: int, stages: int) -> NDArray[np.bool_]:

@@ -74,7 +74,7 @@ class Ways:
         return ((self.microbatches - self.idle) / self.pp + self.idle) * work
 
     @cached_property
-    def _by_cut(self) -> list[list[Way]]:
+    def by_cut(self) -> list[list[Way]]:
         """Return the ways by (dp, tp)."""
         e = self.estimator
         ways = (Way(c, costs, spans(costs, e.run_of, e.shares)) for c, costs in self.known)
@@ -89,10 +89,10 @@ class Ways:
 
     def _table(self, stage: int) -> tuple[Floats, Floats, Ints]:
         count = len(self.estimator.run_of) + 1
-        shape = count, count, len(self._by_cut)
+        shape = count, count, len(self.by_cut)
         waits, steps, numbers = np.full(shape, inf), np.full(shape, inf), np.zeros(shape, dtype=int)
         is_some = self.estimator.allowed(stage, self.pp)
-        for at, ways in enumerate(self._by_cut):
+        for at, ways in enumerate(self.by_cut):
             for number, (c, costs, cost) in enumerate(ways):
                 peak = self.estimator.bytes_at(c, costs, [cost] * self.pp, stage)
                 # All others are done before the first one.
@@ -122,7 +122,7 @@ class Ways:
         """Return the seconds of the messages between stages, by the (dp, tp) of both: of a step's, those that an
         estimate has.
         """
-        every = [ways[0].choice for ways in self._by_cut]
+        every = [ways[0].choice for ways in self.by_cut]
         send = np.array([[self.estimator.send(a, b) for b in every] for a in every])
         times = 1.0 if self.is_bound else (self.microbatches + self.pp) / (self.pp - 1)
         return 2 * times * send
@@ -141,7 +141,7 @@ class Ways:
         """
         limits = self._slowest * _LIMITS
         count = len(self.estimator.run_of) + 1
-        before = np.full((len(limits), count, len(self._by_cut)), inf)
+        before = np.full((len(limits), count, len(self.by_cut)), inf)
         before[:, 0] = 0.0
         ways = list[tuple[Ints, Ints]]()
         origin = np.zeros(before.shape, dtype=int)
@@ -166,7 +166,7 @@ class Ways:
         for (_, _, numbers), (firsts, origin) in zip(self._tables[::-1], ways[::-1], strict=True):
             bounds.append(end)
             first = int(firsts[limit, end, cut])
-            found.append(self._by_cut[cut][numbers[first, end, cut]])
+            found.append(self.by_cut[cut][numbers[first, end, cut]])
             cut, end = int(origin[limit, first, cut]), first
         return Chain([end, *bounds[::-1]], found[::-1])
 
@@ -184,7 +184,7 @@ class Ways:
         if self._slowest == inf:
             return inf
         limits, sums, _ = self._sums()
-        return float((limits[:-1] + sums.min(axis=1)[1:]).min())
+        return float((limits[:-1] / _LIMITS[0] + sums.min(axis=1)[1:]).min())
 
     def estimate(self, chain: Chain) -> Estimate:
         """Return the estimate of the plan of a chain."""

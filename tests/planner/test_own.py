@@ -1,0 +1,176 @@
+"""Searches for pipelines whose stages differ: beside all chains of stages, and beside all plans, compiled whole."""
+
+import random
+from itertools import combinations, product
+from math import inf
+
+import pytest
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.ir.program import Send
+from superscaler.planner.constraints import Constraint, left, read
+from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.estimate import Estimator
+from superscaler.planner.menu import Menu
+from superscaler.planner.own.chains import Chain, Ways
+from superscaler.planner.own.stages import OwnStages
+from superscaler.planner.search import search
+from superscaler.planner.space import Choice, Own, Use, choices
+from superscaler.planner.stages.balance import meetings
+from superscaler.plans import resolve
+from tests.helpers.graphs import graph_of
+
+GPT = "gpt2:size=tiny,layers=5,batch=8"
+
+
+class Drawn(Menu):
+    """A menu of drawn costs: recomputing keeps less, and takes longer."""
+
+    def __init__(self, graph: ss.Graph, cluster: ss.Cluster, seed: int) -> None:
+        super().__init__(graph, cluster)
+        self.seed = seed
+
+    def known(self, use: Use) -> Costs | None:
+        if use not in self._known:
+            self._known[use] = self._drawn(use, random.Random(f"{self.seed} {use.tp}"))
+        return self._known[use]
+
+    def _drawn(self, use: Use, draw: random.Random) -> Costs:
+        times, kept = {"none": (1.0, 1.0), "selective": (1.1, 0.6), "full": (1.3, 0.2)}[use.recompute]
+
+        def cost(size: float) -> Cost:
+            work, weights = size * draw.uniform(0.5, 1.5) * use.rows / use.tp, draw.uniform(1e6, 1e8) * size / use.tp
+            ends = [draw.uniform(0, 0.1) * size for _ in range(4)]
+            own = draw.uniform(1e7, 1e8) * use.rows / use.tp * kept
+            return Cost(work * times, work * times, *ends, weights, weights, 2 * weights, own)
+
+        return Costs(tuple(cost(0.01) for _ in self.runs), cost(draw.choice([0.005, 0.05])), 1e7)
+
+
+CLUSTER = "a100:1x4"
+# What stages of their own never do.
+ELSE = "no swap, no chunked, no co_shard, no ulysses, no ring"
+
+
+def drawn(seed: int, is_bound: bool = False) -> Ways:
+    """Return the ways of the stages of drawn costs, with a memory that is sometimes little."""
+    graph, cluster, draw = graph_of(GPT), ss.Cluster.parse(CLUSTER), random.Random(seed)
+    pp, schedule, count = draw.choice([2, 4]), draw.choice(["1f1b", "zb_h1"]), draw.choice([2, 4])
+    words = f"pp = {pp}, microbatches = {count}, zero = {draw.choice([0, pp == 2]):d}, schedule = {schedule}, {ELSE}"
+    group = left([*choices(cluster, 8, 5, ["sequence"])], read(words))
+    return Ways(Estimator(graph, cluster, Drawn(graph, cluster, seed)), group, draw.choice([inf, 1e9, 6e8]), is_bound)
+
+
+def every_chain(ways: Ways) -> list[Chain]:
+    own = [way for some in ways.by_cut for way in some]
+    count = len(ways.estimator.run_of)
+    bounds = [[0, *some, count] for some in combinations(range(1, count), ways.pp - 1)]
+    return [Chain(b, list(some)) for b in bounds for some in product(own, repeat=ways.pp)]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_chain_of_stages_is_the_best_of_all(seed: int) -> None:
+    """Of all chains that fit; it may have a slowest stage between two of the limits that are tried. The bound is below
+    the bounds of all.
+    """
+    ways = drawn(seed)
+    every = [e for e in map(ways.estimate, every_chain(ways)) if e.peak <= ways.room]
+    chain = ways.chain()
+    assert (chain is None) == (not every)
+    if chain is not None:
+        found = ways.estimate(chain)
+        assert found.peak <= ways.room
+        assert found.seconds <= 1.02 * min(e.seconds for e in every)
+    # Both are sums, in another order.
+    assert drawn(seed, is_bound=True).bound() <= min((e.bound for e in every), default=inf) * (1 + 1e-12)
+
+
+def test_stages_of_their_own_satisfy_random_constraints() -> None:
+    """Each of 80 pairs, as a plan's stages do: those of one number, name or server, and those of single stages."""
+    graph, cluster, draw = graph_of(GPT), ss.Cluster.parse(CLUSTER), random.Random(5)
+    clauses = [
+        "tp <= 1", "tp < 2", "tp = 2", "dp >= 2", "dp != 1", "rows = 2", "rows <= 2", "no recompute", "pp = 2",
+        "recompute != full", "recompute in (none, full)", "tp within a server", "stage 0 has tp >= 2", "zero = 1",
+        "last stage has dp = 2", "stage 0 has <= 1 blocks", "last stage has recompute = none", "no zb_h1",
+        "layout = sequence",
+    ]  # fmt: skip
+    space, differ, menu = [*choices(cluster, 8, 5, ["sequence"])], 0, Drawn(graph, cluster, 5)
+    for _ in range(80):
+        constraints = read(", ".join(draw.sample(clauses, 2)), cluster.devices_per_server)
+        limits = [one.limit for one in constraints if one.limit]
+        own = OwnStages(
+            Estimator(graph, cluster, menu, limits), _left(space, constraints), "sequence", 4, draw.choice([inf, 8e8])
+        )
+        for e in own.better(inf, lambda e: True):
+            assert all(one.allows(e.choice, None) for one in constraints), (constraints, e.choice)
+            assert all(
+                limit.holds(k, len(e.choice.blocks), n) for limit in limits for k, n in enumerate(e.choice.blocks)
+            )
+            resolve(e.choice.spec)
+            differ += bool(e.choice.own)
+    assert differ > 20
+
+
+def _left(space: list[Choice], constraints: list[Constraint]) -> list[Choice]:
+    try:
+        return left(space, constraints, [1] * 5)
+    except InputError:
+        return []
+
+
+def test_messages_are_priced_between_the_devices_that_send_them() -> None:
+    """As in the program: each device of the second stage reads rows of both of the first."""
+    program = ss.compile(graph_of(GPT), "hybrid:pp=2,dp=2+1,tp=1+2,microbatches=2", CLUSTER).compiled.program
+    sent = {
+        (device.rank, send.peer)
+        for device in program.devices[:2]
+        for send in device.instructions[:]
+        if isinstance(send, Send) and not send.source.is_gradient and send.source.microbatch == 0
+    }
+    assert sorted(sent) == meetings((2, 1, 1), (1, 1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "devices", "words", "recompute", "memory"),
+    [
+        # Data-parallel devices of the first stage would add the gradients of a large embedding after all work.
+        (
+            "llama:layers=4,hidden=512,heads=8,kv_heads=8,mlp=1024,seq=256,vocab=128000,batch=8,device=meta",
+            4,
+            f"pp = 2, microbatches = 2, zero = 0, schedule = 1f1b, no recompute, {ELSE}",
+            ["none"],
+            80 * 10**9,
+        ),
+        # The first stage keeps two microbatches, the last one keeps one.
+        (
+            "gpt2:layers=4,hidden=512,heads=8,seq=512,vocab=1024,batch=8,device=meta",
+            2,
+            f"pp = 2, microbatches = 8, zero = 0, schedule = 1f1b, {ELSE}",
+            ["none", "selective", "full"],
+            1_330_000_000,
+        ),
+    ],
+)
+def test_a_search_finds_the_unequal_stages_that_are_the_best(
+    model: str, devices: int, words: str, recompute: list[str], memory: int
+) -> None:
+    """Beside all plans with any (dp, tp), recomputation and blocks of two stages, compiled whole."""
+    graph, cluster, count = graph_of(model), f"a100:1x{devices}", int(words.split("microbatches = ")[1][0])
+    cuts = [(dp, devices // 2 // dp) for dp in (1, 2) if dp <= devices // 2]
+    own = [Own(*cut, again) for cut, again in product(cuts, recompute)]
+    plans = dict[str, float]()
+    for stages, first in product(product(own, repeat=2), (1, 2, 3)):
+        rows = 8 // count // stages[0].dp
+        c = Choice(
+            *stages[0][:2], 2, rows, count, "sequence", stages[0].recompute, blocks=(first, 4 - first), own=stages
+        )
+        p = ss.compile(graph, c.spec, cluster).simulate(memory)
+        plans |= {c.spec: p.step_seconds} if p.fits else {}
+    best = search(graph, cluster, memory, where=words).best
+    fastest = min(plans, key=lambda spec: plans[spec])
+    assert best.choice.own
+    assert best.prediction.step_seconds <= plans[fastest]
+    assert len({*best.choice.own}) == 2
+    assert ss.compile(graph, best.spec, cluster).simulate(memory).fits
