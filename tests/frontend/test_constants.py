@@ -17,6 +17,7 @@ from superscaler.frontend.base.oracle import reference_step
 from superscaler.frontend.capture import capture
 from superscaler.frontend.rewrites import constants
 from superscaler.frontend.rewrites.simplify import kind_of_mask
+from superscaler.ir.loops import Rolled
 from superscaler.models import build
 from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
@@ -153,6 +154,24 @@ def test_rows_that_no_reader_broadcasts_stay() -> None:
     model = Rows(3, 1, bias=False)
     found = capture(model, (torch.ones(4, 3),), optimizer=torch.optim.SGD(model.parameters())).model
     assert found.tensors["expand"].shape == (4, 3)
+
+
+class Placed(nn.Embedding):
+    """Looks up the place of each token, in every row of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device).expand(x.shape)
+        return (super().forward(places) * x[..., None]).square().mean()
+
+
+def test_places_of_tokens_are_one_row_so_that_microbatches_repeat() -> None:
+    """Whole, the constant would have another slice in each microbatch, and all of them would be compiled."""
+    captured = ss.capture(model := Placed(6, 4), (torch.randn(32, 6),), optimizer=torch.optim.SGD(model.parameters()))
+    constants = [t for t in captured.model.tensors.values() if t.kind == "constant"]
+    assert [t.shape for t in constants] == [(1, 6)]
+    plan = ss.compile(captured, "gradient_accumulation:1,microbatches=16", "local:1")
+    assert all(isinstance(device.instructions, Rolled) for device in plan.compiled.program.devices)
+    assert plan.verify()["equal"]
 
 
 @pytest.mark.parametrize("name", ["llama", *slow("bert", "swin", "mbart")])

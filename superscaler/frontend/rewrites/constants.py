@@ -223,10 +223,7 @@ def _store(trace: Trace, constants: list[Node]) -> None:
     numbers = {n for n, x in values.items() if x.numel() > 1 and x.dtype.is_floating_point and not any(x.stride())}
     for node in trace.calls():
         for leaf in (x for x in dict.fromkeys(reads(node)) if x in numbers):
-            with trace.graph.inserting_before(node):
-                whole = trace.graph.call_function(_ATEN.expand.default, (leaf, shape_of(leaf)))
-            filled(whole, trace.derive(leaf.name, "whole"), node.meta, leaf.meta["val"])
-            node.replace_input_with(leaf, whole)
+            _expand(trace, leaf, node)
     for leaf in numbers:
         leaf.meta["value"] = leaf.meta["value"].reshape(-1)[0]
         leaf.meta["val"] = leaf.meta["val"].new_empty(())
@@ -236,14 +233,28 @@ def _store(trace: Trace, constants: list[Node]) -> None:
         trace.graph.erase_node(leaf)
     for leaf in constants:
         if leaf not in same:
-            _narrow(leaf)
+            _narrow(trace, leaf)
 
 
-def _narrow(leaf: Node) -> None:
-    """Keep one row of a constant that repeats (a mask of a whole batch), if all its readers broadcast it."""
-    row = compact(leaf.meta["value"])
+def _expand(trace: Trace, leaf: Node, node: Node) -> None:
+    """Let a call read a constant through a call that expands it to its shape."""
+    with trace.graph.inserting_before(node):
+        whole = trace.graph.call_function(_ATEN.expand.default, (leaf, shape_of(leaf)))
+    filled(whole, trace.derive(leaf.name, "whole"), node.meta, leaf.meta["val"])
+    node.replace_input_with(leaf, whole)
+
+
+def _narrow(trace: Trace, leaf: Node) -> None:
+    """Keep one row of a constant that repeats (a mask of a whole batch, the positions of its rows), if all its readers
+    broadcast it, or look rows up: these read it expanded. Whole, it would have a slice for each microbatch.
+    """
+    row, looked_up = compact(leaf.meta["value"]), list[Node]()
     for node in leaf.users:
         shapes = [row.shape if x is leaf else shape_of(x) for x in reads(node)]
-        if not _is_pointwise(node.target) or torch.broadcast_shapes(*shapes) != shape_of(node):
+        if target_of(node) == "aten.embedding.default" and row.shape != shape_of(leaf):
+            looked_up.append(node)
+        elif not _is_pointwise(node.target) or torch.broadcast_shapes(*shapes) != shape_of(node):
             return
+    for node in looked_up:
+        _expand(trace, leaf, node)
     leaf.meta["value"], leaf.meta["val"] = row.clone(), leaf.meta["val"].new_empty(row.shape)
