@@ -363,8 +363,10 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "grid if True else self.grids.get(", "plans/test_memory"),
     ("buffers of a model without data have no values", "buffers and not buffers[leaf.name].is_meta",
      "buffers and buffers[leaf.name].is_meta", "frontend/test_constants materialize/test_loops"),
-    ("a constant is one row where no reader broadcasts it", "!= shape_of(node):\n            return\n    leaf",
-     "== ():\n            return\n    leaf", "frontend/test_constants"),
+    ("a constant is one row where no reader broadcasts it", "!= shape_of(node):\n            return\n    for",
+     "== ():\n            return\n    for", "frontend/test_constants"),
+    ("positions of a whole batch have a slice in each microbatch", "row.shape != shape_of(leaf):\n            looked",
+     "not row.shape:\n            looked", "frontend/test_constants"),
     ("memory that is shared is not seen", "return a < d and c < b", "return a < d and c > b", "frontend/test_effects"),
     # Packed documents.
     ("a mask of each head is that of all", "if heads != 1 or 1 in square:", "if 1 in square:",
