@@ -12,9 +12,10 @@ from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.planner.candidates import NEAR, Candidates
-from superscaler.planner.constraints import left, read
+from superscaler.planner.constraints import Constraint, left, read
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
+from superscaler.planner.orders.improve import improve
 from superscaler.planner.programs import Found, Programs
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use, choices, nearest
 from superscaler.simulate.predict import check_system
@@ -117,7 +118,7 @@ def find(
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
     programs, errors = Programs(graph, devices, memory, system), _Errors()
-    found, waiting = programs.found, dict[Choice, Estimate]()
+    found, waiting, ordered = programs.found, dict[Choice, Estimate](), None
     is_late = partial(_is_late, start + seconds)
 
     def fits(e: Estimate) -> bool:
@@ -137,6 +138,7 @@ def find(
             note(_line(whole))
             if is_late():
                 break
+        ordered = None if is_late() or not found else improve(programs, partial(_allows, constraints))
     except KeyboardInterrupt:
         if not found or not is_kept:
             raise
@@ -146,12 +148,21 @@ def find(
     if not found:
         raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
     programs.certify()
-    list(candidates.beside(found[0].choice))
+    ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
+    list(candidates.beside((ordered.origin if ordered else found[0]).choice))
     estimates = [e for e in candidates.found.values() if e and e.choice not in programs.refused]
+    if ordered:
+        origin = next(e for e in estimates if e.choice == ordered.origin.choice)
+        estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
     least = [_least(e, programs.prediction(e.choice), room) for e in estimates]
     bound = min(found[0].a_row, candidates.least(fits), *least)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in estimates]
     return Answer(found, bound * found[0].choice.batch, corrected)
+
+
+def _allows(constraints: Sequence[Constraint], c: Choice) -> bool:
+    """Return whether a plan of stages that were not estimated satisfies constraints; of limits nothing is known."""
+    return all(one.allows(c, None) and (c.blocks or one.limit is None) for one in constraints)
 
 
 def _is_late(end: float) -> bool:

@@ -22,7 +22,7 @@ LOSS = {"whole": "", "chunked": "chunked_loss:1,parts=8"}
 SWAP = {"none": "", "optimizer": "swap:1,what=optimizer"}
 SCHEDULES = {
     "1f1b": "pipeline_1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "zbv": "zbv", "interlaced": "interlaced",
-    "3f1b": "three_f_one_b",
+    "3f1b": "three_f_one_b", "ordered": "pipeline",
 }  # fmt: skip
 # What saves more memory than another value, at a price in seconds.
 _PLAINER: Mapping[str, Mapping[Any, Any]] = {
@@ -78,13 +78,14 @@ class Choice:
     recompute  none, selective (attention), full (each block), co_shard (each block, a part of its heads at a time)
     zero       0: all data-parallel devices have all weights; 1, 3: as the stages of ZeRO
     schedule   1f1b, interleaved, zb_h1, zbv, interlaced (embedding and head on all devices), 3f1b (of models with
-               several passes); of `pp` = 1: 1f1b
+               several passes), ordered (in an order of its own); of `pp` = 1: 1f1b
     chunks     stages on each device
     loss       whole, chunked: head and loss in parts of the tokens
     swap       none, optimizer: on the hosts
     blocks     of each stage; () for one stage, and for schedules that cut the model themselves
     own        what each stage does in its own way, where they differ; `dp`, `tp`, `rows` and `recompute` are then those
                of the first. `layout` is of those with several devices in a group
+    order      of the works of a pipeline with the schedule `ordered`, as text (plans/lib/order_text.py)
     """
 
     dp: int
@@ -101,6 +102,7 @@ class Choice:
     swap: str = "none"
     blocks: tuple[int, ...] = ()
     own: tuple[Own, ...] = ()
+    order: str = ""
 
     @property
     def batch(self) -> int:
@@ -115,7 +117,9 @@ class Choice:
     def place(self, stage: int) -> int:
         """Return the place in the pipeline of the devices of a stage; -1 is the last stage."""
         lap, at = divmod(stage % self.stages, self.pp)
-        return self.pp - 1 - at if lap and self.schedule == "zbv" else at
+        # A V has the last stage on the first devices.
+        is_back = self.schedule == "zbv" or f"{self.stages - 1}F" in self.order.partition("/")[0]
+        return self.pp - 1 - at if lap and is_back else at
 
     @property
     def use(self) -> Use:
@@ -197,7 +201,8 @@ class Choice:
     def _pipeline(self, count: str) -> str:
         """Return the term of the pipeline."""
         name, blocks = SCHEDULES[self.schedule], "+".join(map(str, self.blocks))
-        more = [f"blocks={blocks}"] if blocks else []
+        more = [f"schedule={self.order}"] if self.order else []
+        more += [f"blocks={blocks}"] if blocks else []
         more += [f"chunks={self.chunks}"] if self.schedule == "interleaved" else []
         more += ["recompute=late"] if self.schedule == "interlaced" and self.recompute == "full" else []
         return ",".join([f"{name}:{self.pp}", count, *more])

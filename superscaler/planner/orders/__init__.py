@@ -1,0 +1,1 @@
+"""Orders of the works of a pipeline: list scheduling, then branch and bound."""
