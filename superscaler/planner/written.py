@@ -79,6 +79,9 @@ def _pieces(answer: Answer) -> Iterator[str]:
         for piece in pieces:
             found += [left.pop(name) for name in _decisions(piece) if name in left]
             found += ["    # blocks of each stage: the slowest one is fastest so"] * piece.startswith("blocks=")
+            found += ["    # the works of each device in their order, those in parentheses again and again"] * (
+                piece.startswith("schedule=")
+            )
             is_last = piece is pieces[-1] and number < len(terms) - 1
             found.append(f'    "{piece}{" x " if is_last else ""}"')
     # What the text does not say comes first.

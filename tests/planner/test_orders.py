@@ -21,6 +21,7 @@ from superscaler.planner.orders.measured import measured
 from superscaler.planner.orders.works import Rows, Works, finish, kept_by
 from superscaler.planner.reasons import reasons
 from superscaler.planner.search import Answer, search
+from superscaler.planner.written import text_of
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.order_text import print_order, table_of_order
@@ -178,7 +179,9 @@ def test_a_search_improves_the_order_of_its_best_pipeline() -> None:
     assert best.prediction.step_seconds < 0.97 * min(found.prediction.step_seconds for found in others)
     assert answer().bound <= best.prediction.step_seconds
     assert reasons(answer())["schedule"] == "ordered: 1f1b +11%, zb_h1 +4%"
-    again = ss.compile(graph_of(GPT), best.spec, "a100:1x4").simulate()
+    names = dict[str, str]()
+    exec(text_of(answer(), "GPT-2", {}, "search"), names)
+    again = ss.compile(graph_of(GPT), names["PLAN"], "a100:1x4").simulate()
     assert again.step_seconds == best.prediction.step_seconds
 
 
