@@ -29,7 +29,7 @@ _BACKWARD = 2 / 3
 
 
 class Way(NamedTuple):
-    """A way of a stage: the plan of which it is one, its costs, and those of all stages, by first block and end."""
+    """A way of a stage: its plan, its costs, and those of all stages, by first block and end."""
 
     choice: Choice
     costs: Costs

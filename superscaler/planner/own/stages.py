@@ -56,6 +56,6 @@ class OwnStages:
 
 
 def _group(c: Choice) -> tuple[object, ...]:
-    """Return a key of the plans of which stages may be mixed."""
+    """Return a key, equal for plans whose stages may be mixed."""
     own = () if c.dp * c.tp * c.pp <= _UNFOLDED else (c.dp, c.tp)
     return c.batch, c.pp, c.microbatches, c.zero, c.schedule, *own

@@ -59,7 +59,7 @@ def balanced(
 
 
 def cuts_of(c: Choice) -> Cuts:
-    """Return how the stages of a plan have a microbatch."""
+    """Return the cuts of a microbatch in each stage of a plan."""
     return (c.dp, 1, c.tp) if c.layout == "tensor" else (c.dp, c.tp, 1)
 
 
