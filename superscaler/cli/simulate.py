@@ -231,7 +231,7 @@ def _measured(request: SearchRequest, cluster: Cluster, answer: Answer, options:
     from superscaler.plan import compile as compile_graph
     from superscaler.planner.measured import measured
 
-    graph = request.capture()[0]
+    graph = request.on(cluster).capture()[0]
     specs = [found.spec for found in answer.plans if found.prediction.fits][: options.measure]
 
     def save(spec: str, out: Path) -> None:

@@ -142,7 +142,7 @@ def find(
     except KeyboardInterrupt:
         if not found or not is_kept:
             raise
-        note("interrupted; these are the best so far")
+        note("interrupted; the best so far is certified (Ctrl-C again ends without it)")
     finally:
         menu.keep()
     if not found:

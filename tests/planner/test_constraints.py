@@ -1,5 +1,6 @@
 """Constraints on stages, lists and servers: what they leave of a space, and what is where in the found plan."""
 
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -88,6 +89,23 @@ def test_plans_whose_blocks_can_be_cut_so_are_left(text: str, python: str) -> No
 def test_a_constraint_that_leaves_nothing_is_refused_with_what_there_is(text: str, why: str) -> None:
     with pytest.raises(InputError, match=re.escape(why)):
         kept(text)
+
+
+def test_random_words_are_constraints_or_refused() -> None:
+    """Whatever is typed: plans, or one line."""
+    drawn, found, refused = random.Random(0), list[bool](), list[str]()
+    words = ["tp", "in", "(2, 4)", "<=", "=", "2", "no", "stage 0", "stage -1", "each stage", "has", "blocks", "swap",
+             "the embedding", "within a server", "dp", "zb_h1", "schedule", ",", "(", ")", "stage 99", "1e3", "-1",
+             "==", "recompute", "5 blocks", "batch", "layout", "é", "''"]  # fmt: skip
+    for _ in range(3000):
+        text = " ".join(drawn.choices(words, k=drawn.randint(1, 5)))
+        try:
+            found.append(bool(kept(text)))
+        except InputError as error:
+            refused.append(str(error))
+    assert all(found)
+    assert 20 < len(found) < 1000
+    assert all(error.startswith("--where: ") and "\n" not in error for error in refused)
 
 
 def test_values_of_each_stage_satisfy_a_constraint() -> None:

@@ -1,12 +1,18 @@
 """The answer as text: what holds the plan back, and the file that is written."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import superscaler as ss
+from superscaler.cli.options.search import SearchOptions
+from superscaler.cli.simulate import SearchRequest, _measured
+from superscaler.cluster import LOCAL, PRESETS
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.programs import Found
 from superscaler.planner.reasons import held_back, reasons
@@ -112,6 +118,25 @@ def test_a_written_plan_is_trained_as_its_text(tmp_path: Path, capfd: pytest.Cap
     ss.compile(graph_of(TINY), found.best.spec, "local:2").save(tmp_path / "text", evaluation=False)
     programs = [(tmp_path / name / "program.txt").read_text() for name in ("ran", "text")]
     assert programs[0] == programs[1]
+
+
+def test_plans_are_measured_in_the_precision_in_which_they_were_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with GPUs takes 16-bit weights, as train does."""
+    machine = ss.Cluster.of("machine", LOCAL, 1, 2, PRESETS[LOCAL].links, PRESETS["a100"].device)
+    found = answered(Choice(2, 1, 1, 4, 1), [], compute=0.9)
+
+    def measured(specs: list[str], save: Callable[[str, Path], object], *_: object) -> dict[str, float]:
+        assert specs == [found.best.spec]
+        save(specs[0], tmp_path / "plan")
+        return {specs[0]: 1.0}
+
+    monkeypatch.setattr("superscaler.planner.measured.measured", measured)
+    request = SearchRequest(model=TINY, cluster=str(machine), no_check=True)
+    assert _measured(request, machine, found, SearchOptions(measure=3)) == {found.best.spec: 1.0}
+    weights = load_file(tmp_path / "plan" / "initial.safetensors")
+    assert weights["transformer.h.0.mlp.c_fc.weight"].dtype == torch.bfloat16
 
 
 def test_a_file_of_the_user_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
