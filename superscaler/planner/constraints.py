@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def _read(words: str, clause: str, per_server: int) -> Constraint:
         name = found["name"]
         if name not in _INNER:
             raise InputError(f"--where: '{words}': {unknown('group of devices', name, _INNER)}")
-        return Constraint(words, lambda c, stage: all(per_server % n == 0 for n in _products(c, stage, name)), name)
+        return Constraint(words, lambda c, stage: _is_inside(c, stage, name, per_server), name)
     if clause.startswith("no "):
         name = clause[3:]
         if name not in (*_VALUES, *_NONE):
@@ -159,11 +159,17 @@ def values_of(c: Choice, name: str, stage: int | None = None) -> tuple[Any, ...]
     return every if stage is None or len(every) == 1 else (every[c.place(stage)],)
 
 
-def _products(c: Choice, stage: int | None, name: str) -> Iterable[int]:
-    """Yield the neighboring devices that share something, of each stage."""
-    columns = [values_of(c, inner, stage) for inner in _INNER[name]]
-    count = max(map(len, columns))
-    return (prod(column[n % len(column)] for column in columns) for n in range(count))
+def _is_inside(c: Choice, stage: int | None, name: str, per_server: int) -> bool:
+    """Return whether each group of neighboring devices that share something is on one server, in a stage or in all."""
+    meant, first = None if stage is None else c.place(stage), 0
+    for place in range(c.pp):
+        own = c.stage(place)
+        size, end = prod(getattr(own, inner) for inner in _INNER[name]), first + own.dp * own.tp
+        is_odd = meant in (None, place) and bool(per_server % size or first % size)
+        if is_odd and any(at // per_server != (at + size - 1) // per_server for at in range(first, end, size)):
+            return False
+        first = end
+    return True
 
 
 def read_batches(text: str) -> list[int]:

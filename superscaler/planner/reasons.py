@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from math import inf
 
 from superscaler.cluster import Cluster
@@ -64,7 +66,8 @@ def held_back(answer: Answer) -> str:
 def _stage(answer: Answer) -> str:
     """Return the stage of the fullest device in words; nothing without a pipeline."""
     choice, p = answer.best.choice, answer.best.prediction
-    place = min(p.fullest.devices) * choice.pp // p.world
+    sizes = [own.dp * own.tp for own in map(choice.stage, range(choice.pp))]
+    place = bisect_right([*accumulate(sizes)], min(p.fullest.devices))
     stages = [str(stage) for stage in range(choice.stages) if choice.place(stage) == place]
     return f" of stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}" if choice.pp > 1 else ""
 

@@ -70,7 +70,7 @@ def _quoted(text: str) -> str:
 def _pieces(answer: Answer) -> Iterator[str]:
     """Yield the lines of the plan's text: its pieces, each behind the reasons of what it says."""
     known, choice, found = reasons(answer), answer.best.choice, list[str]()
-    alone = {name: f"{getattr(choice, name)}: {_ALONE}" for name in DECISIONS if name != "batch"}
+    alone = {name: f"{choice.said(name)}: {_ALONE}" for name in DECISIONS if name != "batch"}
     texts = {**alone, **known}
     left = {name: f"    # {name} {text}" for name, text in texts.items()}
     terms = answer.best.spec.split(" x ")

@@ -3,7 +3,6 @@
 import random
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -12,7 +11,7 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.planner.constraints import left, read
 from superscaler.planner.search import search
-from superscaler.planner.space import Choice, choices
+from superscaler.planner.space import Choice, Own, choices
 from tests.helpers.graphs import graph_of
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
@@ -110,13 +109,25 @@ def test_random_words_are_constraints_or_refused() -> None:
 
 def test_values_of_each_stage_satisfy_a_constraint() -> None:
     """Those of a plan whose stages have their own: each is looked at, or the one that is named."""
-    own = replace(Choice(1, 1, 2, 1, 1), tp=(2, 8))  # type: ignore[arg-type]
+    # Devices 0 and 1; 2 to 9, on three servers.
+    own = Choice(1, 2, 2, 1, 1, own=(Own(1, 2, "full"), Own(1, 8, "none")))
     for text, holds in {
         "tp <= 8": True, "tp <= 4": False, "tp in (2, 8)": True, "tp != 8": False, "stage 0 has tp <= 4": True,
         "stage 1 has tp <= 4": False, "tp within a server": False, "stage 0 has dp within a server": True,
+        "no recompute": False, "last stage has no recompute": True, "dp = 1": True,
     }.items():  # fmt: skip
         (constraint,) = read(text, per_server=4)
         assert constraint.allows(own, None) == holds, text
+
+
+def test_a_group_of_devices_is_within_a_server_by_where_its_stage_begins() -> None:
+    """Three devices before it, of four on a server."""
+    (inside,) = read("tp within a server", per_server=4)
+    aligned, crossing = (Choice(n, 1, 2, 1, 1, own=(Own(n, 1, "none"), Own(2, 2, "none"))) for n in (4, 3))
+    assert inside.allows(aligned, None)
+    assert not inside.allows(crossing, None)
+    # Devices 0 to 2 of a server.
+    assert inside.allows(Choice(1, 3, 1, 1, 1), None)
 
 
 def test_the_found_plan_has_its_blocks_and_the_embedding_where_they_are_asked_for() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from superscaler.planner.estimate import Estimate
 from superscaler.planner.programs import Found
 from superscaler.planner.reasons import held_back, reasons
 from superscaler.planner.search import Answer
-from superscaler.planner.space import Choice, choices
+from superscaler.planner.space import Choice, Own, choices
 from superscaler.planner.written import text_of
 from superscaler.simulate.prediction import DeviceTimes, Prediction
 from tests.helpers.commands import answer, run
@@ -37,9 +38,9 @@ def answered(choice: Choice, others: list[Estimate], **parts: float) -> Answer:
     """Return an answer with one plan of a step of 1 s, 0.5 s of which are the model's own products; its last devices
     are the fullest.
     """
-    world = choice.dp * choice.tp * choice.pp
-    each = world // choice.pp
-    stages = tuple(times(tuple(range(k * each, (k + 1) * each)), (60 + k) * GB, **parts) for k in range(choice.pp))
+    sizes = [own.dp * own.tp for own in choice.own] or [choice.dp * choice.tp] * choice.pp
+    ends = [0, *accumulate(sizes)]
+    stages = tuple(times(tuple(range(*pair)), (60 + k) * GB, **parts) for k, pair in enumerate(pairwise(ends)))
     p = Prediction(
         cluster="", precision="", step_seconds=1.0, low=1.0, high=1.0, samples=1, tokens=0, model_flops=0.0,
         peak_flops=0.0, bound=0.5, devices=stages, capacity=80 * GB, reserved=0, links={"server": 1.0, "network": 2.0},
@@ -72,6 +73,7 @@ def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: d
         (Choice(2, 1, 2, 1, 4, schedule="interleaved", chunks=2), "memory of stages 1 and 3: "),
         (Choice(2, 1, 2, 1, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)), "memory of stages 1 and 2: "),
         (Choice(4, 1, 1, 1, 4), "memory: "),
+        (Choice(6, 1, 2, 1, 4, own=(Own(6, 1, "none"), Own(1, 2, "full")), blocks=(3, 1)), "memory of stage 1: "),
     ],
 )
 def test_memory_holds_a_plan_back_if_a_faster_one_lacks_it(choice: Choice, where: str) -> None:
