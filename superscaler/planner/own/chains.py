@@ -24,6 +24,8 @@ from superscaler.planner.stages.balance import Floats, Ints, outside
 
 # Limits on the slowest stage, in the least that any chain has.
 _LIMITS = np.array([1 + 1e-9, 1.02, 1.05, 1.12, 1.25, inf])
+# The least seconds of the slowest stage: infinitely many times none is no number.
+_INSTANT = 1e-12
 # The share of a stage's seconds beside which its gradients are sent.
 _BACKWARD = 2 / 3
 
@@ -139,7 +141,8 @@ class Ways:
         """Return limits on the slowest stage, the least sum of the stages of a chain under each, by the (dp, tp) of the
         last one, and how these come about: the first block of each stage, and the (dp, tp) before it.
         """
-        limits = self._slowest * _LIMITS
+        # Of one microbatch, no stage has a step beside its waits.
+        limits = max(self._slowest, _INSTANT) * _LIMITS
         count = len(self.estimator.run_of) + 1
         before = np.full((len(limits), count, len(self.by_cut)), inf)
         before[:, 0] = 0.0
