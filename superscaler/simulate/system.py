@@ -13,7 +13,7 @@ from superscaler.errors import InputError, unknown
 from superscaler.ir.cohorts import cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, width
-from superscaler.ir.program import Collective, Instruction, Program
+from superscaler.ir.program import Collective, Program
 from superscaler.runtime.functions.documents import packing
 from superscaler.runtime.functions.tracing import recorded as static
 from superscaler.simulate.kernels import Kernels
@@ -93,7 +93,9 @@ class System:
         if not self.sum_halves:
             return program
         weights = parameters(program)
-        if any(_sends_wide(i, weights) for cohort in cohorts(program) for i in cohort.code[:]):
+        code = (i for cohort in cohorts(program) for i in cohort.code[:])
+        sent = {width(i.dtype) for i in code if isinstance(i, Collective) and _sends_gradient(i, weights)}
+        if sent and width("bfloat16") not in sent:
             return program
         functions = tuple(replace(function, wide=()) for function in program.functions)
         return program if functions == program.functions else replace(program, functions=functions)
@@ -155,10 +157,7 @@ class System:
             )
 
 
-def _sends_wide(i: Instruction, weights: Set[str]) -> bool:
-    """Return whether an instruction sends gradients of weights in more than 16 bits."""
-    if not isinstance(i, Collective) or width(i.dtype) == width("bfloat16"):
-        return False
+def _sends_gradient(i: Collective, weights: Set[str]) -> bool:
     return any(source is not None and source.is_gradient and source.name in weights for source in i.sources)
 
 

@@ -388,8 +388,8 @@ def test_gradients_that_a_system_sums_in_16_bits_take_half_of_the_memory(capsys:
     """Where several microbatches are summed, every device has a gradient of each weight: float32 numbers, or halves.
     A plan that sends float32, and a model without halves, have no such sums.
     """
-    model, spec = f"{GPT},layers=1,batch=8,seq=16", "zero:2,stage=1,microbatches=4,halves=true"
-    ask = ("simulate", model, "--cluster", "a100:1x2", "--plan")
+    model, spec = f"{GPT},layers=1,batch=8,seq=16", "zero:4,stage=1,shard=2,microbatches=2,halves=true"
+    ask = ("simulate", model, "--cluster", "a100:2x2", "--plan")
     wide, narrow = (answer(capsys, *ask, spec, *more)[0] for more in ((), ("--sum-halves",)))
     shapes = [p.shape for p in graph_of(model).captured.call.module.parameters()]
     most = [each["devices"][0]["memory"]["gradients"] for each in (wide, narrow)]
