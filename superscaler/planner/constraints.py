@@ -204,6 +204,15 @@ def left(space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequ
     return found
 
 
+def satisfies(constraints: Sequence[Constraint], c: Choice) -> bool:
+    """Return whether a plan satisfies all constraints with the blocks that its stages have."""
+    return all(one.allows(c, None) and (one.limit is None or _keeps(one.limit, c)) for one in constraints)
+
+
+def _keeps(limit: Limit, c: Choice) -> bool:
+    return bool(c.blocks) and all(limit.holds(k, c.stages, count) for k, count in enumerate(c.blocks))
+
+
 def _left(space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequence[int]) -> list[Choice]:
     limits = [one.limit for one in constraints if one.limit]
     found = [c for c in space if all(one.allows(c, None) for one in constraints)]

@@ -12,7 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.planner.candidates import NEAR, Candidates
-from superscaler.planner.constraints import Constraint, left, read
+from superscaler.planner.constraints import left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
 from superscaler.planner.orders.improve import improve
@@ -138,7 +138,7 @@ def find(
             note(_line(whole))
             if is_late():
                 break
-        ordered = None if is_late() or not found else improve(programs, partial(_allows, constraints))
+        ordered = None if is_late() or not found else improve(programs, partial(satisfies, constraints))
     except KeyboardInterrupt:
         if not found or not is_kept:
             raise
@@ -158,11 +158,6 @@ def find(
     bound = min(found[0].a_row, candidates.least(fits), *least)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in estimates]
     return Answer(found, bound * found[0].choice.batch, corrected)
-
-
-def _allows(constraints: Sequence[Constraint], c: Choice) -> bool:
-    """Return whether a plan of stages that were not estimated satisfies constraints; of limits nothing is known."""
-    return all(one.allows(c, None) and (c.blocks or one.limit is None) for one in constraints)
 
 
 def _is_late(end: float) -> bool:

@@ -80,7 +80,7 @@ def _pieces(answer: Answer) -> Iterator[str]:
             found += [left.pop(name) for name in _decisions(piece) if name in left]
             found += ["    # blocks of each stage: the slowest one is fastest so"] * piece.startswith("blocks=")
             found += ["    # the works of each device in their order, those in parentheses again and again"] * (
-                piece.startswith("schedule=")
+                piece.startswith("schedule=") and "F" in piece
             )
             is_last = piece is pieces[-1] and number < len(terms) - 1
             found.append(f'    "{piece}{" x " if is_last else ""}"')

@@ -9,7 +9,7 @@ import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.planner.constraints import left, read
+from superscaler.planner.constraints import left, read, satisfies
 from superscaler.planner.search import search
 from superscaler.planner.space import Choice, Own, choices
 from tests.helpers.graphs import graph_of
@@ -128,6 +128,21 @@ def test_a_group_of_devices_is_within_a_server_by_where_its_stage_begins() -> No
     assert not inside.allows(crossing, None)
     # Devices 0 to 2 of a server.
     assert inside.allows(Choice(1, 3, 1, 1, 1), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks", "holds"),
+    [
+        ("stage 0 has 3 blocks", (3, 1), True),
+        ("stage 0 has 3 blocks", (2, 2), False),
+        ("last stage has < 2 blocks, stage 0 has the embedding", (3, 1), True),
+        ("last stage has < 2 blocks, stage 0 has the head", (3, 1), False),
+        ("each stage has 2 blocks", (), False),
+        ("pp = 2", (), True),
+    ],
+)
+def test_a_plan_satisfies_constraints_with_its_own_blocks(text: str, blocks: tuple[int, ...], holds: bool) -> None:
+    assert satisfies(read(text), Choice(1, 1, 2, 1, 4, blocks=blocks)) == holds
 
 
 def test_the_found_plan_has_its_blocks_and_the_embedding_where_they_are_asked_for() -> None:
