@@ -172,7 +172,7 @@ class Choice:
     def _hybrid(self) -> str:
         chosen: dict[str, object] = {name: self.said(name) for name in ("dp", "tp", "pp", "microbatches")}
         asked: dict[str, object] = {
-            "schedule": SCHEDULES[self.schedule] if self.schedule == "zb_h1" else "",
+            "schedule": self.order or (SCHEDULES[self.schedule] if self.schedule == "zb_h1" else ""),
             "chunks": self.chunks if self.chunks > 1 else "",
             "sequence": "true" if self.layout == "sequence" else "",
             "recompute": again if (again := self.said("recompute")) != "none" else "",

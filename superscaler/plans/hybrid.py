@@ -2,10 +2,11 @@
 
 dp, tp        of all stages; or of each, as dp=4+1,tp=1+2: stages of other cuts, here of 4 and of 2 devices
 microbatches  of the batch of each data-parallel device
-schedule      pipeline_1f1b, gpipe, zb_h1, zb_h2, zbv or dualpipe_v
+schedule      pipeline_1f1b, gpipe, zb_h1, zb_h2, zbv or dualpipe_v; or an order as text, as of `pipeline`
 chunks        stages on each pipeline device; several are in the interleaved order
 sequence      ops that tensor parallelism leaves whole are cut along the sequence, and gathered inputs of products are
-              gathered again for the backward instead of being kept (`sequence_parallel:regather=true`)
+              gathered again for the backward instead of being kept (`sequence_parallel:regather=true`), unless the
+              schedule has backwards in halves
 recompute     none; selective: the products of attention; full: each layer, which keeps its input only. Of all stages;
               or of each, as full+none
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
@@ -40,7 +41,7 @@ def hybrid(
     )  # fmt: skip
     order = ("interleaved", chunks) if chunks != 1 else (schedule, None)
     pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1], blocks=blocks)
-    is_trained = any(op.has_mirror for op in graph.forward_ops)
+    regathers = any(op.has_mirror for op in graph.forward_ops) and not any(op.split for op in graph.forward_ops)
     _recompute(graph, each("hybrid:recompute", recompute, pp))
     if halves:
         graph.send_halves()
@@ -52,7 +53,7 @@ def hybrid(
         for n in mesh.by_server("dp") if not zero else ():
             op_trans(graph, at_place(graph, graph.forward_ops, place), Split("batch", n, axis="dp"))
         if sequence:
-            cut_sequence(graph, mesh.sizes["tp"], "tp", is_trained, vocabulary, place)
+            cut_sequence(graph, mesh.sizes["tp"], "tp", regathers, vocabulary, place)
         else:
             cut_tensors(graph, mesh.sizes["tp"], "tp", vocabulary, place)
     for place, mesh in meshes.items():

@@ -20,7 +20,7 @@ from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
 from superscaler.planner.programs import Found, Programs
 from superscaler.planner.search import Answer, _layouts, _proofs, find, search
-from superscaler.planner.space import Choice, choices
+from superscaler.planner.space import Choice, Own, choices
 from superscaler.plans import resolve
 from superscaler.simulate.system import System
 from tests.helpers.commands import answer, run
@@ -126,6 +126,18 @@ def test_plans_beyond_megatrons_are_found_where_they_are_better(
     [
         Choice(1, 2, 2, 2, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)),
         Choice(1, 2, 2, 2, 2, layout="ulysses", loss="chunked"),
+        Choice(
+            1,
+            2,
+            2,
+            4,
+            2,
+            layout="sequence",
+            recompute="full",
+            schedule="zb_h1",
+            blocks=(3, 1),
+            own=(Own(1, 2, "full"), Own(2, 1, "none")),
+        ),
         *slow(
             Choice(2, 1, 2, 2, 2, schedule="interlaced", recompute="full"),
             Choice(2, 2, 1, 1, 2, layout="ring", zero=3, recompute="full"),

@@ -22,7 +22,9 @@ GPT, LLAMA = "gpt2:size=tiny,layers=2,batch=8", "llama:size=tiny,layers=4,batch=
         (GPT, "pp=2,dp=1+2,tp=2+1,microbatches=2,zero=1,recompute=full+none", 4),
         (LLAMA, "pp=2,dp=2+1,tp=1,microbatches=2,blocks=3+1", 3),
         *slow(
-            (GPT, "pp=2,dp=2+1,tp=1+2,microbatches=2", 4),
+            (GPT, "pp=2,dp=2+1,tp=1+2,microbatches=2,schedule=zb_h1", 4),
+            (GPT, "pp=2,dp=2+1,tp=1+2,microbatches=4,schedule=F(FB)B/(FB)", 4),
+            (LLAMA, "pp=2,dp=2+1,tp=1+2,microbatches=4,schedule=zbv,recompute=none+full", 4),
             (GPT, "pp=2,dp=4+2,tp=1+2,microbatches=2,halves=true,recompute=none+full", 8),
             (LLAMA, "pp=2,dp=4+2,tp=1+2,microbatches=2,sequence=true,zero=1,recompute=none+selective", 8),
             (LLAMA, "pp=3,dp=4+1+1,tp=1+2+2,microbatches=2,zero=1,blocks=1+2+1", 8),
@@ -74,6 +76,9 @@ REFUSED = [
     ("pp=2,dp=2+1,tp=1+1", 4, "hybrid: the stages have 2 x 1 + 1 x 1 = 3 devices (dp x tp), but the cluster has 4"),
     ("pp=2,dp=1+3,microbatches=2", 4, "batch=8 is not divisible by dp=3 x microbatches=2; give batch=6 or 12"),
     ("pp=2,dp=1,tp=1+3,microbatches=2", 4, "tensor parallelism into 3 parts divides no factor of this model"),
+    ("pp=2,dp=2,schedule=zb_h3", 4, "hybrid:schedule=zb_h3: unknown schedule 'zb_h3'; did you mean 'zb_h2'"),
+    ("pp=2,dp=2,schedule=chimera", 4, "hybrid:schedule=chimera: unknown schedule 'chimera'. Known"),
+    ("pp=2,dp=2,schedule=zb_h1,chunks=2", 4, "schedule=zb_h1,chunks=2: chunks have the interleaved order; leave one"),
     ("pp=1000000000,dp=1", 4, "needs 1000000000 devices, but there are 4"),
 ]
 

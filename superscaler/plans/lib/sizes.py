@@ -9,7 +9,7 @@ from typing import Any
 from superscaler.errors import divisors
 from superscaler.plans.lib.meshes import Meshes, each, meshes
 from superscaler.plans.lib.place_table import check_microbatches
-from superscaler.plans.lib.schedules import check_rounds
+from superscaler.plans.lib.schedules import check_rounds, is_text
 from superscaler.specs.options import check_divisible
 from superscaler.verbs import Cluster, InputError, unknown
 
@@ -27,8 +27,9 @@ def check_hybrid(
     """Raise InputError for options that no model of these sizes has on a cluster; return the meshes of its stages."""
     if strange := [what for what in each("hybrid:recompute", recompute, pp) if what not in REGIONS]:
         raise InputError(f"hybrid:recompute={strange[0]}: choose {', '.join(REGIONS)}.")
-    if schedule not in ORDERS:
-        raise InputError(f"hybrid:schedule={schedule}: {unknown('schedule', schedule, ORDERS)}")
+    if schedule not in ORDERS and not is_text(schedule):
+        message = unknown("schedule", schedule, ORDERS)
+        raise InputError(f"hybrid:schedule={schedule}: {message} Or give an order, as F(FB)B/(FB).")
     if chunks != 1 and schedule != ORDERS[0]:
         raise InputError(
             f"hybrid:schedule={schedule},chunks={chunks}: chunks have the interleaved order; leave one of both out."
