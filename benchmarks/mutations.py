@@ -511,6 +511,12 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "planner/test_constraints"),
     ("one stage satisfies a constraint for all", "all(any(is_so(x, v)", "any(any(is_so(x, v)",
      "planner/test_constraints"),
+    ("a stage keeps as many microbatches as the first one", "[cost] * self.pp, stage)", "[cost] * self.pp, 0)",
+     "planner/test_own"),
+    ("messages between other cuts come from one device", "-(-(place[k] + 1) * one[k] // other[k])",
+     "place[k] * one[k] // other[k] + 1", "planner/test_own"),
+    ("all stages are cut as each one", "place is None or place_of(graph, op) == place", "True",
+     "plans/test_own_stages"),
     ("costs of other kernels are taken from the disk", "self.cluster.kind, self.system]", "self.cluster.kind]",
      "planner/test_menu"),
 )]  # fmt: skip
