@@ -23,7 +23,7 @@ from superscaler.groups import group_by
 from superscaler.measure.fit import line, nearest, rounded
 from superscaler.measure.links import connected
 from superscaler.simulate import rates
-from superscaler.simulate.recording import kernel_of
+from superscaler.simulate.repeats.made import kernel_of
 from superscaler.simulate.works import Kernel
 
 # (batch, sequence, hidden, heads, vocabulary): from kernels that take the shortest time to some of 100 ms; heads of 16

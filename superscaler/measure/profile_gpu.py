@@ -22,7 +22,7 @@ from superscaler.measure.fit import rounded
 from superscaler.measure.links import connected
 from superscaler.measure.profile import SIZES, Sample, models, overhead
 from superscaler.simulate import rates
-from superscaler.simulate.recording import kernel_of
+from superscaler.simulate.repeats.made import kernel_of
 from superscaler.simulate.works import Kernel
 
 # As SIZES: heads of 64 and of 128 channels. A step of the last needs some 12 GB.

@@ -21,7 +21,8 @@ from superscaler.runtime.compiled.inductor import Call
 from superscaler.runtime.compiled.segments import Called, CompiledSegments
 from superscaler.runtime.compiled.tape import Compiled
 from superscaler.simulate.rates import class_of, is_attention, name_of, products_of
-from superscaler.simulate.recording import KINDS, Recorder, metas_of, tensors_of
+from superscaler.simulate.recording import KINDS, Recorder
+from superscaler.simulate.repeats.made import metas_of, tensors_of
 from superscaler.simulate.works import Kernel, Meta
 
 _VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)

@@ -18,9 +18,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.ir.mask import Box
@@ -33,9 +32,11 @@ from superscaler.runtime.emitted_lines import op_at
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.load import modules
 from superscaler.runtime.saved_tensors import storage_of
+from superscaler.simulate.repeats.made import Made, kernel_of, tensors_of
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
 from superscaler.specs.registered import REGISTERED
 
+_DEVICE = torch.ops.prim.device.default
 Tensors = Sequence[Tensor]
 # Random numbers by their number in a segment.
 Draw = Callable[[int], Tensor]
@@ -57,7 +58,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.levels: list[int] = []
-        self.alive, self.on_gpu, self.kinds = 0, on_gpu, frozenset(KINDS)
+        self.alive, self.on_gpu, self.kinds, self.made = 0, on_gpu, frozenset(KINDS), Made()
         # Runs segments as they are compiled; None: they run as they are.
         self.compiled: CompiledSegments | None = None
         # Of storages that are alive: bytes and the op of those without a number, and the numbers of others.
@@ -68,11 +69,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # Asked for before most operators.
+            return args[0].fake_device
+        made, kernel = self.made.of(func, args, kwargs or {})
         if func.namespace != "prim" and self.kinds:
             results, name = tensors_of(made), func.name().partition("::")[2]
             if "kernels" in self.kinds and not func.is_view and name not in _EMPTY:
-                self.kernels.append(kernel_of(func, args, kwargs, made))
+                self.kernels.append(kernel or kernel_of(func, args, kwargs, made))
             for x in results if "memory" in self.kinds else ():
                 # Leaves without memory are one number each.
                 self._count(x, 0 if name == "new_empty" else x.untyped_storage().nbytes())
@@ -97,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = cast(Any, SimpleNamespace(device=torch.device("cpu")))
         rank = Rank(device, {"weights": [], "draws": draws}, {}, ("SGD", (), False), torch.float32)
         rank.compiled = self.compiled
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True) as self.made.mode:
             strides, placed = dict(call.strides), partial(run, parts=call.parts) if call.parts else run
             placed.__dict__.update(run.__dict__, __name__=run.__name__)
             inputs = [_empty(shape, strides.get(n), dtype) for n, (shape, dtype) in enumerate(metas)]
@@ -209,36 +213,9 @@ def _op(frame: FrameType | None) -> int:
     return -1 if number is None else number
 
 
-def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
-    """Return the kernel of an operator's call, and its results."""
-    names = (a.name for a in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-    name, causal = func.name().partition("::")[2], bool(given.get("is_causal"))
-    if given.get("approximate") == "tanh":
-        # A kernel of its own, which takes another time.
-        name = name.replace("gelu", "gelu_tanh")
-    # An operator on lists returns nothing; a fused optimizer writes gradients only to unscale them.
-    written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write and a.name != "grads")
-    results = tensors_of(made) or tensors_of([given.get(n) for n in written])
-    read = {key: x for key, x in (kwargs or {}).items() if key != "out"}
-    # A copy does not read what it overwrites.
-    sources = args[1:] if name in ("copy_", "_foreach_copy_") else args
-    return Kernel(name, metas_of(tensors_of((sources, read))), metas_of(results), causal)
-
-
 def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     return torch.empty(shape, dtype=kind) if strides is None else torch.empty_strided(shape, strides, dtype=kind)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in a tree."""
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def metas_of(tensors: Iterable[Tensor]) -> tuple[Meta, ...]:
-    """Return the shape and the dtype of tensors."""
-    return tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors)
 
 
 def callables(
