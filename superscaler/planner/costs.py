@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
+
+from superscaler.planner.memory import Beyond
 
 # The first fields of a cost: seconds.
 _TIMES = 6
@@ -48,43 +51,51 @@ class Cost(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The costs of a use: of a block of each run, of the rest, and the bytes beside them at the peak."""
+    """The costs of a use: of a block of each run, of the rest, and the bytes beyond these at the peak."""
 
     runs: tuple[Cost, ...]
     rest: Cost
-    beside: float
+    beyond: Beyond
 
     def faster(self, pace: float) -> Costs:
         """Return the costs with all work in so many of its seconds."""
-        return Costs(tuple(run.faster(pace) for run in self.runs), self.rest.faster(pace), self.beside)
+        return Costs(tuple(run.faster(pace) for run in self.runs), self.rest.faster(pace), self.beyond)
+
+    def of_rows(self, other: Costs, times: float) -> Costs:
+        """Return the costs with the bytes beyond them of so many times the rows of others."""
+        return self._replace(beyond=other.beyond.of_rows(times))
 
     def changed(self, before: Costs, after: Costs, is_added: bool) -> Costs:
-        """Return the costs, changed in the ratio of others, or with the difference of the work of these `is_added`."""
+        """Return the costs, changed in the ratio of others, or `is_added`, with the difference of their work."""
         triples = zip((*self.runs, self.rest), (*before.runs, before.rest), (*after.runs, after.rest), strict=True)
         if is_added:
             *blocks, rest = (
                 own._replace(work=own.work + b.work - a.work, seconds=own.seconds + b.work - a.work)
                 for own, a, b in triples
             )
-            return Costs(tuple(blocks), rest, self.beside)
+            return Costs(tuple(blocks), rest, self.beyond.plus(before.beyond, after.beyond))
         *blocks, rest = (
             Cost(*(y * x / a if a else y for x, a, y in zip(own, first, last, strict=True)))
             for own, first, last in triples
         )
-        return Costs(tuple(blocks), rest, after.beside * self.beside / max(before.beside, 1.0))
+        return Costs(tuple(blocks), rest, self.beyond.changed(before.beyond, after.beyond))
 
     def towards(self, other: Costs, share: float) -> Costs:
         """Return the costs at a share of the way to other ones."""
         blocks = tuple(a.towards(b, share) for a, b in zip(self.runs, other.runs, strict=True))
-        return Costs(blocks, self.rest.towards(other.rest, share), self.beside + share * (other.beside - self.beside))
+        return Costs(blocks, self.rest.towards(other.rest, share), self.beyond.towards(other.beyond, share))
 
 
-def differences(base: Cost, larger: Sequence[Cost], beside: float) -> Costs:
-    """Return the costs of a block of each run, and of what is left of a model with one of each."""
+def differences(base: Cost, larger: Sequence[Cost], held: Sequence[Beyond]) -> Costs:
+    """Return the costs of a block of each run, and of what is left of a model with one of each. `held`: what that model
+    and the larger ones hold beside their weights.
+    """
     blocks, rest = tuple(cost - base for cost in larger), base
     for cost in blocks:
         rest -= cost
-    return Costs(blocks, rest, beside)
+    kept = sum(cost.kept for cost in blocks)
+    own = (held[0].less(kept), *(some.less(kept + cost.kept) for some, cost in zip(held[1:], blocks, strict=True)))
+    return Costs(blocks, rest, reduce(Beyond.most, own))
 
 
 def between(slow: Costs, fast: Costs, share: float) -> Costs:
@@ -94,7 +105,7 @@ def between(slow: Costs, fast: Costs, share: float) -> Costs:
         pairs = zip(a[:_TIMES], b[:_TIMES], strict=True)
         return Cost(*(1 / ((1 - share) / x + share / y) if x and y else x for x, y in pairs), *a[_TIMES:])
 
-    return Costs(tuple(map(of, slow.runs, fast.runs)), of(slow.rest, fast.rest), slow.beside)
+    return Costs(tuple(map(of, slow.runs, fast.runs)), of(slow.rest, fast.rest), slow.beyond)
 
 
 def is_busy(few: Costs, many: Costs) -> bool:

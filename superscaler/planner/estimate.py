@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import chain, pairwise, takewhile
 from math import prod
 from typing import NamedTuple
@@ -13,24 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.cluster import Cluster
+from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op, width
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.planner.stages.balance import NOTHING, Cuts, balanced, cuts_of, meetings, outside
-from superscaler.simulate.predict import check_speeds
+from superscaler.plans.lib.stages import stages as cut_stages
+from superscaler.simulate.predict import check_speeds, overheads_of
 from superscaler.simulate.rates import HOST
 
 # The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
 _BACKWARD = 2 / 3, 3 / 4
 # The idle time of zero-bubble schedules in that of 1F1B: the halves of a backward are as long as a forward.
 IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
-# The activations of an interlaced pipeline in those of 1F1B.
-_INTERLACED = 1.5
-# Blocks whose weights are gathered at a time.
-_GATHERED = 2
 
 
 class Estimate(NamedTuple):
@@ -64,6 +63,7 @@ class Estimator:
         self.sizes = menu.sizes()
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
+        self.overheads = overheads_of(cluster)
 
     def of(self, choice: Choice) -> Estimate | None:
         """Return the estimate of a plan with its best stages; None if the model does not allow it."""
@@ -107,7 +107,7 @@ class Estimator:
             return 0.0
         runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)
         rest = costs.rest if c.loss == "whole" and c.recompute == "none" else costs.rest._replace(kept=0.0)
-        least = Costs(runs, rest, 0.0)
+        least = Costs(runs, rest, NONE)
         stages = self._costs(c, [least] * (len(bounds) - 1), bounds)
         return max(self.bytes_at(c, least, stages, device) for device in range(c.pp))
 
@@ -121,9 +121,9 @@ class Estimator:
             for n, run in enumerate(own.runs):
                 total = total.plus(run, int((self.run_of[first:end] == n).sum()))
             if c.schedule == "interlaced":
-                total = total.plus(own.rest, 1 / c.pp)
+                total = total.plus(own.rest._replace(kept=0.0), 1 / c.pp)
             elif len(costs) == 1:
-                total = total.plus(own.rest, 1)
+                total = total.plus(own.rest._replace(kept=0.0), 1)
             elif first == 0 or end == len(self.run_of):
                 is_last = first > 0
                 total = total.plus(outside(own.rest, self.shares[is_last], is_last), 1)
@@ -155,8 +155,12 @@ class Estimator:
         """
         key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
         if key not in self._bounds:
-            costs, given = self.menu.costs(c.use), (self.run_of, *key[1:], self.allowed)
-            self._bounds[key] = None if costs is None else balanced(costs, *given)
+            costs, stages, is_even, has_rest = self.menu.costs(c.use), *key[1:]
+            if is_even and 1 < stages <= len(self.run_of):
+                self._bounds[key] = self._cut(stages)
+            else:
+                given = self.run_of, stages, has_rest, self.allowed
+                self._bounds[key] = None if costs is None else balanced(costs, *given)
         return self._bounds[key]
 
     def allowed(self, stage: int, stages: int) -> NDArray[np.bool_]:
@@ -166,6 +170,16 @@ class Estimator:
         for limit in self.limits:
             found &= limit.holds(stage, stages, blocks[None, :] - blocks[:, None])
         return found
+
+    def _cut(self, count: int) -> list[int] | None:
+        """Return the first block of each stage, and the end of the last one, as schedules cut the model themselves."""
+        try:
+            parts = cut_stages(self.graph, count)
+        except InputError:
+            return None
+        of = {op.name: n for n, block in enumerate(chain(*self.menu.runs)) for op in block.ops}
+        firsts = [min((of[op.name] for op in part if op.name in of), default=len(self.run_of)) for part in parts]
+        return [0, *(min(firsts[k:]) for k in range(1, count)), len(self.run_of)]
 
     def _steady(self, c: Choice, stages: Sequence[Cost], rest: float) -> tuple[float, float]:
         """Return the seconds in which the slowest device works, and those in which it waits for the others. `rest`:
@@ -216,24 +230,25 @@ class Estimator:
         return alone + max(hidden * (1 - 1 / self.slowdown), hidden - work)
 
     def bytes_at(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
-        """Return the bytes of a device of the pipeline at its peak."""
-        total = 0.0
-        for stage in self._of_device(c, stages, device):
-            shards = c.dp if c.zero else 1
-            weights = stage.weights * (1 + 1 / shards if c.zero == 1 else 1 / shards)
-            gradients = stage.gradients / (c.dp if c.zero == 3 else 1)
-            optimizer = stage.optimizer / shards if c.swap == "none" else 0.0
-            total += weights + gradients + optimizer + stage.kept * self._alive(c, device)
-        gathered = max((run.weights + run.gradients for run in costs.runs), default=0.0) * _GATHERED
-        return total + costs.beside + (gathered if c.zero == 3 else 0.0)
-
-    def _alive(self, c: Choice, device: int) -> float:
-        """Return the microbatches whose activations a device keeps at a time, for each of its stages."""
-        if c.schedule in ("zbv", "interlaced"):
-            return min(c.microbatches, c.pp if c.schedule == "zbv" else _INTERLACED * (c.pp - device))
-        if c.chunks > 1:
-            return min(c.microbatches, (2 * (c.pp - device - 1) + (c.chunks - 1) * c.pp + 1) / c.chunks)
-        return min(c.microbatches, c.pp - device)
+        """Return the bytes of a device of the pipeline at its peak: while it has most activations, at the end of its
+        last backward, or in the update.
+        """
+        own, beyond, shards = self._of_device(c, stages, device), costs.beyond, c.dp if c.zero else 1
+        weights = sum(stage.weights for stage in own) * (1 + 1 / shards if c.zero == 1 else 1 / shards)
+        rest = weights + (sum(stage.optimizer for stage in own) / shards if c.swap == "none" else 0.0)
+        gradients = sum(stage.gradients for stage in own) / (c.dp if c.zero == 3 else 1)
+        # Those of one microbatch are divided at once.
+        last = gradients / shards if c.zero == 1 and c.microbatches == 1 else gradients
+        outer = beyond.outer / (c.pp if c.schedule == "interlaced" else 1)
+        works = [
+            sum(alive * stage.kept for alive, stage in zip(moment.alive, own, strict=True))
+            + (max(outer, beyond.inner) if moment.is_last else beyond.inner) + gradients * moment.has_gradients
+            for moment in moments(c)[device]
+        ]  # fmt: skip
+        ends = last + max((run.kept for run in costs.runs), default=0.0) + beyond.inner
+        # The numbers may be arrays, of stages of all blocks.
+        peak = rest + reduce(np.maximum, [*works, ends, last + beyond.update / shards])
+        return (1 + self.overheads.fragmentation) * peak + overhead(c, bool(beyond.added), self.overheads)
 
     def collective(self, c: Choice, kind: str, size: float) -> float:
         """Return the seconds of one collective of all data-parallel groups, on so many bytes of each device."""

@@ -24,16 +24,15 @@ from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
-from superscaler.ir.program import Program, Value, calls
 from superscaler.ir.text.model import print_model
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
 from superscaler.planner.kinds import reduced, runs
+from superscaler.planner.memory import Beyond, beyond, kept_bytes
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
 from superscaler.plans.lib.shared import batch_of, inner_blocks
 from superscaler.simulate.predict import Simulation, check_speeds, share_of, simulate
 from superscaler.simulate.rates import seconds as seconds_of
-from superscaler.simulate.segments import Segments
 from superscaler.simulate.system import PLAIN, System
 from superscaler.simulate.works import Kernel
 from superscaler.specs.registered import REGISTERED
@@ -90,7 +89,7 @@ class Menu:
         if use.rows in (_FEW, _MANY) or not is_busy(few, many):
             return self._between(use)
         found = few.towards(many, (use.rows - _FEW) / (_MANY - _FEW))
-        return found if use.rows < _MANY else found.faster(_LARGER)
+        return found if use.rows < _MANY else found.faster(_LARGER).of_rows(many, use.rows / _MANY)
 
     def _variant(self, use: Use) -> Costs | None:
         """Return the costs of a use that saves memory: those of a plainer one, changed as with some rows. That is the
@@ -136,16 +135,11 @@ class Menu:
             ]
         except PlanError:
             return None
-        (slow, fast, beside), others = base, larger
-        return (
-            differences(slow, [found[0] for found in others], beside),
-            differences(fast, [found[1] for found in others], beside),
-        )
+        slow, fast, held = zip(base, *larger, strict=True)
+        return differences(slow[0], slow[1:], held), differences(fast[0], fast[1:], held)
 
-    def _simulated(self, use: Use, counts: Sequence[int]) -> tuple[Cost, Cost, float]:
-        """Return the cost of a small model on slow and on fast devices, and its bytes beside weights and activations at
-        the peak.
-        """
+    def _simulated(self, use: Use, counts: Sequence[int]) -> tuple[Cost, Cost, Beyond]:
+        """Return the cost of a small model on slow and on fast devices, and its bytes beyond weights."""
         dp = 1 + use.is_gathered
         graph, links = reduced(self.graph, self.runs, counts, dp * use.rows), self.cluster.links
         devices = type(self.cluster.devices)([*self.cluster.devices][: dp * use.tp])
@@ -160,9 +154,7 @@ class Menu:
         found = simulate(program, cluster, None, self.system, among=_ALL)
         p, kept = found.prediction, kept_bytes(found.program, self.system)
         update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
-        beside = sum(memory[part] for part in ("values", "communication", "temporary", "overhead"))
-        # What is recomputed for a backward exists at the peak, too.
-        beside += max(memory["activations"] - kept, 0)
+        inside = {op.name for run in self.runs for block in run for op in block.ops}
         weights = memory["weights"] + memory["gathered"]
         end, work = _last(found), p.mean("compute") + p.mean("launch")
         copied, added = self._sums(found)
@@ -171,7 +163,7 @@ class Menu:
             weights, weights * _wide(graph.model), memory["optimizer"], kept,
         )  # fmt: skip
         saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
-        return slow, slow.faster(1 - saved / (slow.work + update)), beside
+        return slow, slow.faster(1 - saved / (slow.work + update)), beyond(found, inside, use.is_gathered)
 
     def _sums(self, found: Simulation) -> Iterator[float]:
         """Yield the seconds in which a device copies the gradients of all weights, and adds them."""
@@ -215,7 +207,7 @@ def _last(found: Simulation) -> float:
 def _read(pair: Any) -> tuple[Costs, Costs] | None:
     if pair is None:
         return None
-    slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), beside) for runs, rest, beside in pair)
+    slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), Beyond(*held)) for runs, rest, held in pair)
     return slow, fast
 
 
@@ -224,25 +216,3 @@ def _wide(model: Model) -> float:
     weights = [t for t in model.parameters() if t.requires_grad]
     wide = sum(prod(t.shape) * width(t.wide_dtype) for t in weights)
     return wide / max(sum(t.nbytes for t in model.parameters()), 1)
-
-
-def kept_bytes(program: Program, system: System = PLAIN) -> int:
-    """Return the bytes that the first device keeps of its first microbatch from its forward to its backward."""
-    segments = Segments(program, True, system.is_compiled, system.cuda_graph, system.balance)
-    device = program.devices[0]
-    with system.run(program):
-        tasks = segments.tasks(device)
-    weights = {weight.name for weight in device.weights}
-    code = [i for _, i in calls(device.instructions[:]) if i.task.microbatch <= 0]
-    again = {i.function for i in code if any(op.origin for op in program.functions[i.function].ops)}
-    # What is recomputed is kept for a moment only, but for what the forward made or read, too.
-    known = {name for i in code if i.function not in again for name in (*i.inputs, *i.outputs)}
-    named, others = dict[Value, int](), 0
-    for i in code:
-        segment = tasks[i.task]
-        ends = (*enumerate(i.inputs), *zip(segment.results, i.outputs, strict=True))
-        is_again = i.function in again
-        held = {n for n, name in enumerate(i.inputs) if name in known} if is_again else segment.tapes[0].held
-        named |= {name: segment.sizes[n] for n, name in ends if n in held and name not in weights}
-        others += 0 if is_again else segment.tapes[0].bytes
-    return others + sum(named.values())

@@ -29,7 +29,7 @@ MOST, _LEAST = 25, 3
 # A bound below so many times the best step is raised, by so many more whole plans at most.
 _CLOSE, _PROOFS = 0.95, 4
 # Estimates of bytes that are compiled whole, in those of a device.
-_ALMOST = 1.1
+_ALMOST = 1.04
 # The weight of the whole plans of the same kind beside that of the estimate itself.
 _TRUST = 0.25
 

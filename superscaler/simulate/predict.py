@@ -107,7 +107,7 @@ def _simulated(
     made = products(program.model)
     flops, needed = count(made, flops_of), count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
-    overheads = _overheads(cluster)
+    overheads = overheads_of(cluster)
     has = capacity or kind.memory
     found = memories(program, work.works.segments, overheads=overheads, capacity=has)
     samples, tokens = _batch(program.model)
@@ -168,14 +168,14 @@ def _check_replayed(program: Program) -> None:
 
 def fullest(program: Program, cluster: Cluster) -> DeviceMemory:
     """Return the memory of the device with the largest need."""
-    return max(memories(program, overheads=_overheads(cluster)), key=lambda m: m.total)
+    return max(memories(program, overheads=overheads_of(cluster)), key=lambda m: m.total)
 
 
 def memory_line(found: DeviceMemory, program: Program, cluster: Cluster) -> str:
     """Return in one line the largest memory that a plan needs on a device, and whether the cluster's have it."""
     where = "every device" if found.count == program.world > 1 else f"device {found.rank}"
     capacity = cluster.device_kind.memory if cluster.device_kind else None
-    return fit_line(found.total, where, capacity, _overheads(cluster).context)
+    return fit_line(found.total, where, capacity, overheads_of(cluster).context)
 
 
 def share_of(cluster: Cluster, among: int | None = None) -> float:
@@ -185,7 +185,8 @@ def share_of(cluster: Cluster, among: int | None = None) -> float:
     return 0.5 if cluster.kind == LOCAL else 1 / ((among or len(cluster.devices)) + 1)
 
 
-def _overheads(cluster: Cluster) -> Overheads:
+def overheads_of(cluster: Cluster) -> Overheads:
+    """Return the bytes of a process of a cluster beside the tensors of its program."""
     speeds = cluster.device_kind.speeds if cluster.device_kind else None
     is_gpu = cluster.kind != LOCAL or (speeds is not None and speeds.units > 0)
     return Overheads() if is_gpu else NO_OVERHEADS

@@ -1,6 +1,7 @@
 """Searches for pipelines whose stages differ: beside all chains of stages, and beside all plans, compiled whole."""
 
 import random
+from collections.abc import Sequence
 from itertools import combinations, product
 from math import inf
 
@@ -9,9 +10,10 @@ import pytest
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Send
-from superscaler.planner.constraints import Constraint, left, read
+from superscaler.planner.constraints import Constraint, Limit, left, read
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.estimate import Estimator
+from superscaler.planner.memory import Beyond
 from superscaler.planner.menu import Menu
 from superscaler.planner.own.chains import Chain, Ways
 from superscaler.planner.own.stages import OwnStages
@@ -19,6 +21,7 @@ from superscaler.planner.search import search
 from superscaler.planner.space import Choice, Own, Use, choices
 from superscaler.planner.stages.balance import meetings
 from superscaler.plans import resolve
+from superscaler.simulate.memory import NO_OVERHEADS
 from tests.helpers.graphs import graph_of
 
 GPT = "gpt2:size=tiny,layers=5,batch=8"
@@ -45,12 +48,19 @@ class Drawn(Menu):
             own = draw.uniform(1e7, 1e8) * use.rows / use.tp * kept
             return Cost(work * times, work * times, *ends, weights, weights, 2 * weights, own)
 
-        return Costs(tuple(cost(0.01) for _ in self.runs), cost(draw.choice([0.005, 0.05])), 1e7)
+        return Costs(tuple(cost(0.01) for _ in self.runs), cost(draw.choice([0.005, 0.05])), Beyond(1e7, 1e7, 0.0, 0.0))
 
 
 CLUSTER = "a100:1x4"
 # What stages of their own never do.
 ELSE = "no swap, no chunked, no co_shard, no ulysses, no ring"
+
+
+def estimator(graph: ss.Graph, cluster: ss.Cluster, menu: Menu, limits: Sequence[Limit] = ()) -> Estimator:
+    """Return the estimator of tensors alone, without what a process has beside them."""
+    found = Estimator(graph, cluster, menu, limits)
+    found.overheads = NO_OVERHEADS
+    return found
 
 
 def drawn(seed: int, is_bound: bool = False) -> Ways:
@@ -59,7 +69,7 @@ def drawn(seed: int, is_bound: bool = False) -> Ways:
     pp, schedule, count = draw.choice([2, 4]), draw.choice(["1f1b", "zb_h1"]), draw.choice([2, 4])
     words = f"pp = {pp}, microbatches = {count}, zero = {draw.choice([0, pp == 2]):d}, schedule = {schedule}, {ELSE}"
     group = left([*choices(cluster, 8, 5, ["sequence"])], read(words))
-    return Ways(Estimator(graph, cluster, Drawn(graph, cluster, seed)), group, draw.choice([inf, 1e9, 6e8]), is_bound)
+    return Ways(estimator(graph, cluster, Drawn(graph, cluster, seed)), group, draw.choice([inf, 1e9, 6e8]), is_bound)
 
 
 def every_chain(ways: Ways) -> list[Chain]:
@@ -100,7 +110,7 @@ def test_stages_of_their_own_satisfy_random_constraints() -> None:
         constraints = read(", ".join(draw.sample(clauses, 2)), cluster.devices_per_server)
         limits = [one.limit for one in constraints if one.limit]
         own = OwnStages(
-            Estimator(graph, cluster, menu, limits), _left(space, constraints), "sequence", 4, draw.choice([inf, 8e8])
+            estimator(graph, cluster, menu, limits), _left(space, constraints), "sequence", 4, draw.choice([inf, 8e8])
         )
         for e in own.better(inf, lambda e: True):
             assert all(one.allows(e.choice, None) for one in constraints), (constraints, e.choice)

@@ -19,6 +19,7 @@ import numpy as np
 from superscaler.groups import collect
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.estimate import IDLE, Estimate, Estimator
+from superscaler.planner.memory import NONE
 from superscaler.planner.space import Choice, Own
 from superscaler.planner.stages.balance import Floats, Ints, outside
 
@@ -64,7 +65,7 @@ class Ways:
         if (found := known(c.use)) or not self.is_bound or not (plain := known(c.use.plain)):
             return found
         runs = tuple(run._replace(kept=0.0) for run in plain.runs)
-        return Costs(runs, plain.rest._replace(kept=0.0), 0.0)
+        return Costs(runs, plain.rest._replace(kept=0.0), NONE)
 
     @property
     def least(self) -> float:

@@ -22,15 +22,13 @@ NOTHING = Cost(*(0.0 for _ in Cost._fields))
 
 def outside(rest: Cost, share: float, is_last: bool) -> Cost:
     """Return the cost on the last stage, or on the first, of what is outside of the blocks: it has a share of the
-    weights, and the last one all the work.
+    weights, and the last one all the work. What it keeps is in the bytes beyond the costs.
     """
     own = rest if is_last else NOTHING
-    return NOTHING.plus(rest, share)._replace(seconds=own.seconds, work=own.work, once=own.once, kept=own.kept)
+    return NOTHING.plus(rest, share)._replace(seconds=own.seconds, work=own.work, once=own.once, kept=0.0)
 
 
-def balanced(
-    costs: Costs, run_of: Ints, stages: int, is_even: bool, has_rest: bool, allowed: Allowed
-) -> list[int] | None:
+def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: Allowed) -> list[int] | None:
     """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None for
     more stages than blocks, or where none are `allowed`: by the number of a stage, the first block and the end.
     """
@@ -39,8 +37,6 @@ def balanced(
         return [0, count]
     if stages > count:
         return None
-    if is_even:
-        return [round(k * count / stages) for k in range(stages + 1)]
     seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
     # The slowest of the stages up to each block, and where the last of them begins.
     slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()

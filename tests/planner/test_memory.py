@@ -1,0 +1,75 @@
+"""Bytes that plans are estimated to need, beside those of whole plans."""
+
+from functools import cache
+
+import pytest
+
+import superscaler as ss
+from superscaler.planner.estimate import Estimator
+from superscaler.planner.memory import moments
+from superscaler.planner.menu import Menu
+from superscaler.planner.space import Choice
+from superscaler.simulate.memory import NO_OVERHEADS
+from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
+
+MODEL = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=8192,batch=32,device=meta"
+CLUSTER = "a100:1x4"
+
+
+@cache
+def estimator() -> Estimator:
+    """Return the estimator of tensors alone, without what a process has beside them."""
+    graph, cluster = graph_of(MODEL), ss.Cluster.parse(CLUSTER)
+    found = Estimator(graph, cluster, Menu(graph, cluster))
+    found.overheads = NO_OVERHEADS
+    return found
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(4, 1, 1, 4, 2, zero=1),
+        Choice(1, 1, 4, 4, 8),
+        *slow(
+            Choice(4, 1, 1, 8, 1),
+            Choice(4, 1, 1, 4, 2, zero=3),
+            Choice(4, 1, 1, 8, 1, zero=1, recompute="selective"),
+            Choice(4, 1, 1, 4, 2, recompute="full"),
+            Choice(4, 1, 1, 4, 2, recompute="co_shard"),
+            Choice(4, 1, 1, 4, 2, swap="optimizer"),
+            Choice(2, 2, 1, 4, 4, layout="sequence", zero=1),
+            Choice(4, 1, 1, 4, 2, loss="chunked"),
+            Choice(2, 2, 1, 4, 4, layout="ulysses"),
+            Choice(2, 1, 2, 4, 4, zero=1),
+            Choice(2, 1, 2, 4, 4, recompute="full"),
+            Choice(2, 1, 2, 4, 4, schedule="zbv", chunks=2),
+            Choice(2, 1, 2, 4, 4, schedule="zb_h1"),
+            Choice(1, 1, 4, 4, 8, schedule="interleaved", chunks=2),
+        ),
+    ],
+    ids=lambda choice: choice.spec,
+)
+def test_the_bytes_of_an_estimate_are_those_of_the_whole_plan(choice: Choice) -> None:
+    """Those of tensors on the fullest device, within 8 %: weights, gradients, activations, and what exists for a
+    moment.
+    """
+    estimate = estimator().of(choice)
+    assert estimate is not None
+    row = ss.compile(graph_of(MODEL), estimate.choice.spec, CLUSTER).simulate().fullest
+    assert estimate.peak == pytest.approx(row.peak_bytes - row.memory["overhead"], rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("choice", "alive"),
+    [
+        (Choice(1, 1, 3, 1, 8), [3, 2, 1]),
+        (Choice(1, 1, 3, 1, 2), [2, 2, 1]),
+        (Choice(1, 1, 2, 1, 8, schedule="zbv", chunks=2), [4, 4]),
+        (Choice(1, 1, 2, 1, 8, schedule="interleaved", chunks=2), [5, 3]),
+        (Choice(1, 1, 2, 1, 512), [2, 1]),
+    ],
+)
+def test_a_device_keeps_as_many_microbatches_as_its_schedule_has_on_the_way(choice: Choice, alive: list[int]) -> None:
+    found = [max(sum(moment.alive) for moment in device) for device in moments(choice)]
+    assert found == pytest.approx(alive)
