@@ -137,7 +137,7 @@ def compare(case: Case, file: Path | None) -> tuple[float, float, int]:
     # The stages of a found plan may have other numbers of blocks than those that brute force tries.
     best = min(best, found)
     regret, bound = (1.0, 1.0) if best == inf else (found / best, answer.bound / best)
-    broken = sum(not allows(plan.choice) for plan in answer.plans for _, allows in read(case.where))
+    broken = sum(not one.allows(plan.choice, None) for plan in answer.plans for one in read(case.where))
     print(ROW.format(count, best, found, regret, bound, spent, len(answer.plans), broken, case), flush=True)
     return regret, bound, broken
 
