@@ -25,6 +25,7 @@ from superscaler.planner.written import text_of
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.order_text import print_order, table_of_order
+from superscaler.plans.lib.tables import check
 from superscaler.simulate.predict import simulate
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import few, slow
@@ -121,6 +122,27 @@ def test_orders_idle_no_longer_than_those_of_zero_bubbles(p: int, m: int) -> Non
             assert best_order(works, kept).seconds == work + (p - 1) * sum(own.values())
 
 
+@pytest.mark.parametrize("seed", few(range(60), *range(6)))
+def test_orders_are_tables_that_run_in_the_room_there_is(seed: int) -> None:
+    """Of one or two stages on each device, in rounds or in a V, of few microbatches or many."""
+    drawn = random.Random(seed)
+    devices, count, laps = drawn.choice([2, 3, 4]), drawn.choice([1, 3, 5, 8, 33]), drawn.choice([1, 2])
+    ways = [*range(devices)], drawn.choice([[*range(devices)], [*reversed(range(devices))]])
+    place = tuple(device for way in ways[:laps] for device in way)
+    seconds = [{kind: drawn.uniform(1, 4) for kind in "FIW"} for _ in place]
+    seconds = [{**own, "B": own["I"] + own["W"]} for own in seconds]
+    rooms = [drawn.randint(laps, 2 * devices * laps) for _ in range(devices)]
+    works = replace(works_of(seconds, rooms, count), place=place, after=(0.0,) * devices)
+    can_split = [stage for stage in range(len(place)) if drawn.random() < 0.7]
+    found = best_order(works, [min(room, count * laps) for room in works.rooms], can_split)
+    assert bound(works, can_split) <= found.seconds * (1 + 1e-9) < inf
+    table = table_of_order(print_order(found.rows), devices, count)
+    check(table)
+    assert [[(work.stage, work.kind) for work in row] for row in table] == found.rows
+    assert all(kept_by(row) <= room for row, room in zip(found.rows, works.rooms, strict=True))
+    assert {stage for row in found.rows for stage, kind in row if kind == "I"} <= {*can_split}
+
+
 def test_orders_of_many_microbatches_are_short_text() -> None:
     """Messages that take a third of a forward are hidden by a forward more, at any number of microbatches."""
     works = works_of([{"F": 3.0, "B": 6.0}] * 4, [8] * 4, 64, send=1.0)
@@ -203,6 +225,18 @@ def test_an_improved_order_is_shorter_than_all_schedules_of_the_library() -> Non
     for name, count in itertools.product(names, (8, 16)):
         steps.append(ss.compile(graph_of(model), f"{name}:4,microbatches={count}", "a100:1x4").simulate().step_seconds)
     assert best.prediction.step_seconds < 0.98 * min(steps)
+
+
+@pytest.mark.slow
+def test_an_improved_order_is_shorter_where_memory_is_short() -> None:
+    """ZBV alone fits, whose order is for stages that are alike."""
+    model, memory = "gpt2:layers=16,hidden=1024,heads=16,seq=512,vocab=50304,batch=16,device=meta", 5_900_000_000
+    where = "pp = 4, rows = 2, no recompute, no interlaced, zero = 0, no co_shard, no chunked, no swap"
+    best = search(graph_of(model), "a100:1x4", memory, where=where).best
+    assert (best.choice.schedule, best.prediction.fits) == ("ordered", True)
+    for name in ("pipeline_1f1b", "zb_h1", "zb_h2", "interleaved", "zbv", "dualpipe_v", "chimera", "interlaced"):
+        p = ss.compile(graph_of(model), f"{name}:4,microbatches=8", "a100:1x4").simulate(memory)
+        assert not p.fits or best.prediction.step_seconds < 0.99 * p.step_seconds, name
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 from superscaler.planner.orders import regular
 from superscaler.planner.orders.branch import bound, improved
-from superscaler.planner.orders.lists import Way, listed, repeated
+from superscaler.planner.orders.lists import Way, listed, moved, repeated
 from superscaler.planner.orders.regular import Lane, rows_of
 from superscaler.planner.orders.works import Rows, Works, finish
 
@@ -20,8 +20,8 @@ from superscaler.planner.orders.works import Rows, Works, finish
 _WORTH = 0.998
 # The microbatches of list scheduling, for each device.
 _FEW = 3
-# Works that are done in regular orders, in lists, and in repetitions of these; nodes of branch and bound.
-_REGULAR, _LISTED, _AGAIN, _NODES = 50_000, 25_000, 20_000, 1_500
+# Works that are done in regular orders, in lists, in moves, and in repetitions of these; nodes of branch and bound.
+_REGULAR, _LISTED, _MOVED, _AGAIN, _NODES = 50_000, 25_000, 200_000, 20_000, 1_500
 # Orders of few microbatches that are made longer.
 _REPEATED = 3
 # Branch and bound orders so many works at most.
@@ -39,17 +39,34 @@ class Found:
     rows: Rows
 
 
-def best_order(works: Works, kept: Sequence[int], can_split: Sequence[int] = (), known: Found | None = None) -> Found:
-    """Return the shortest step that is found, `known` where none is shorter. `kept`: the activations that devices keep
-    in the order from which others start, 1F1B's for example. `can_split`: stages whose backward can be in halves.
+def best_order(
+    works: Works, kept: Sequence[int], can_split: Sequence[int] = (), known: Callable[[int], Rows] | None = None
+) -> Found:
+    """Return the shortest step that is found, in a known order where none is shorter.
+
+    `kept`: the activations that devices keep in the order from which others start, 1F1B's for example. `can_split`:
+    stages whose backward can be in halves. `known`: an order of so many microbatches.
     """
-    best, least = known or Found(inf, works, []), bound(works, can_split)
-    for found in chain(_regular(works, kept, can_split), _irregular(works, kept, can_split)):
+    best, least = Found(inf, works, []), bound(works, can_split)
+    counts = (works.count, _few(works)) if known is not None else ()
+    own = [_in(works.of(count), known(count)) for count in counts if known is not None]
+    for found in chain(own[:1], _regular(works, kept, can_split), _irregular(works, kept, can_split, own[1:])):
         if found.seconds < _WORTH * best.seconds:
             best = found
         if _WORTH * best.seconds <= least:
             break
     return best
+
+
+def _few(works: Works) -> int:
+    """Return the number of microbatches whose order is found by lists."""
+    return min(works.count, _FEW * len(works.rooms))
+
+
+def _in(works: Works, rows: Rows) -> Found:
+    """Return a known order of works."""
+    own = replace(works, split=frozenset(stage for row in rows for stage, kind in row if kind == "I"))
+    return Found(finish(own, rows), own, rows)
 
 
 def _regular(works: Works, kept: Sequence[int], can_split: Sequence[int]) -> Iterator[Found]:
@@ -99,8 +116,9 @@ def _climbed(
     return sorted(found, key=lambda one: found[one])
 
 
-def _irregular(works: Works, kept: Sequence[int], can_split: Sequence[int]) -> Iterator[Found]:
-    few = works.of(min(works.count, _FEW * len(kept)))
+def _irregular(works: Works, kept: Sequence[int], can_split: Sequence[int], known: Sequence[Found]) -> Iterator[Found]:
+    """Yield orders of all microbatches: known ones of few, and the best by lists, each made shorter."""
+    few = works.of(_few(works))
 
     def seconds(way: Way) -> tuple[float, int]:
         found, rows = listed(replace(few, split=way.split), way)
@@ -109,18 +127,23 @@ def _irregular(works: Works, kept: Sequence[int], can_split: Sequence[int]) -> I
     def others(way: Way) -> Iterable[Way]:
         return _beside(few, way, can_split)
 
-    for way in _climbed(_first(few, kept, can_split), others, seconds, _LISTED)[:_REPEATED]:
-        own = replace(few, split=way.split)
-        end, rows = listed(own, way)
-        if sum(map(len, rows)) <= _BRANCHED and bound(own) < end:
+    ways = _climbed(_first(few, kept, can_split), others, seconds, _LISTED)[:_REPEATED]
+    owns = [(replace(few, split=way.split), way) for way in ways]
+    for found in (*known, *(Found(end, own, rows) for own, way in owns for end, rows in [listed(own, way)])):
+        if found.seconds < inf:
+            yield _shorter(found, works.count)
+
+
+def _shorter(found: Found, count: int) -> Found:
+    """Return a better order, of so many microbatches."""
+    own, end, rows = found.works, found.seconds, found.rows
+    if bound(own) < end:
+        if sum(map(len, rows)) <= _BRANCHED:
             end, rows, _ = improved(own, end, rows, _NODES // _REPEATED)
-        if end < inf:
-            yield Found(*_repeated(replace(works, split=way.split), rows))
-
-
-def _repeated(works: Works, rows: Rows) -> tuple[float, Works, Rows]:
-    seconds, longer = repeated(works, rows, _AGAIN // _REPEATED)
-    return seconds, works, longer
+        end, rows = moved(own, end, rows, _MOVED // _REPEATED)
+    whole = own.of(count)
+    end, rows = repeated(whole, rows, _AGAIN // _REPEATED)
+    return Found(end, whole, rows)
 
 
 def _first(works: Works, kept: Sequence[int], can_split: Sequence[int]) -> Iterator[Way]:

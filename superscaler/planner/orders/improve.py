@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError
 from superscaler.planner.kinds import of_batch
-from superscaler.planner.orders.best import Found as Order
 from superscaler.planner.orders.best import best_order
 from superscaler.planner.orders.branch import bound
 from superscaler.planner.orders.measured import MANY, measured
@@ -43,14 +42,14 @@ class Improved:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The works of a plan of the stages that another one has, or of stages of equal FLOPs; its own order, and the
-    activations that its devices keep. `scale`: the seconds of a step in those of its works.
+    """The works of a plan of the stages that another one has, or of stages of equal FLOPs, and the activations that its
+    devices keep. `scale`: the seconds of a step in those of its works. `split`: the stages in halves.
     """
 
     origin: Found
     choice: Choice
     works: Works
-    own: Order
+    split: frozenset[int]
     kept: tuple[int, ...]
     scale: float
 
@@ -58,30 +57,35 @@ class _Problem:
     def least(self) -> float:
         return bound(self.works, self.works.halved) * min(self.scale, 1.0)
 
-    def order(self, rooms: tuple[int, ...]) -> tuple[float, Choice]:
-        """Return the best order that is found in some rooms, with the seconds of a row of the batch."""
-        works, choice = replace(self.works, rooms=rooms), self.choice
-        found = best_order(works, self.kept, sorted(self.works.halved), self.own)
-        if found is not self.own:
-            choice = replace(choice, schedule="ordered", order=print_order(found.rows))
-        return found.seconds * self.scale / choice.batch, choice
+    def rows(self, count: int) -> Rows:
+        """Return the order of the plan's schedule."""
+        return _rows(replace(self.choice, microbatches=count), self.split)
+
+    def orders(self) -> Iterator[tuple[float, Choice]]:
+        """Yield the best orders that are found with all room, and with that of the plan's own order, each with the
+        seconds of a row of the batch.
+        """
+        for rooms in dict.fromkeys((self.works.rooms, self.kept)):
+            works, choice = replace(self.works, rooms=rooms), self.choice
+            found = best_order(works, self.kept, sorted(self.works.halved), self.rows)
+            if found.rows != self.rows(works.count):
+                choice = replace(choice, schedule="ordered", order=print_order(found.rows))
+            yield found.seconds * self.scale / choice.batch, choice
 
 
 def improve(programs: Programs, allows: Callable[[Choice], bool]) -> Improved | None:
     """Compile the best pipeline of a search in a better order; None if no order that is found is better by 0.5 %.
 
-    `allows`: constraints. An order that does not fit is found again with no more activations than its plan had.
+    `allows`: constraints. Orders that do not fit give way to others, as those with no more activations than before.
     """
-    limit, tried = _BETTER * programs.found[0].a_row, list[tuple[float, Choice, _Problem]]()
-    for problem in _problems(programs, limit):
-        tried.append((*problem.order(problem.works.rooms), problem))
+    limit = _BETTER * programs.found[0].a_row
+    best, tried = limit, list[tuple[float, Choice, _Problem]]()
+    for problem in sorted(_problems(programs, limit), key=lambda problem: problem.least / problem.choice.batch):
+        if problem.least < best * problem.choice.batch:
+            tried += [(*order, problem) for order in problem.orders()]
+            best = min(best, *(a_row for a_row, *_ in tried))
     for a_row, choice, problem in sorted(tried, key=lambda order: order[0]):
-        if a_row >= limit:
-            break
-        plan = _compiled(programs, choice, limit) if allows(choice) else None
-        if plan is None and problem.works.rooms != problem.kept:
-            a_row, choice = problem.order(problem.kept)
-            plan = _compiled(programs, choice, limit) if a_row < limit and allows(choice) else None
+        plan = _compiled(programs, choice, limit) if a_row < limit and allows(choice) else None
         if plan is not None:
             return Improved(plan, problem.origin, min(problem.least, plan.prediction.step_seconds))
     return None
@@ -102,7 +106,8 @@ def _problems(programs: Programs, limit: float) -> Iterator[_Problem]:
     best, forms = programs.found[0], dict[str, Found]()
     for found in programs.found if best.choice.schedule in _FORMS else ():
         choice, is_near = found.choice, found.a_row < _NEAR * best.a_row
-        if is_near and found.prediction.fits and choice.pp > 1 and choice.schedule in _FORMS:
+        # Stages with cuts of their own exchange data as no schedule of other stages shows.
+        if is_near and found.prediction.fits and choice.pp > 1 and choice.schedule in _FORMS and not choice.own:
             forms.setdefault(_FORMS[choice.schedule], found)
     for origin in forms.values():
         for choice in dict.fromkeys((origin.choice, replace(origin.choice, blocks=()))):
@@ -119,8 +124,7 @@ def _problem(programs: Programs, origin: Found, choice: Choice, limit: float) ->
     works = replace(works, count=choice.microbatches)
     split = replace(works, split=works.halved, rooms=tuple(MANY for _ in works.rooms))
     rows = _rows(choice, works.halved)
-    own = Order(finish(split, rows), split, rows)
-    scale = origin.prediction.step_seconds / own.seconds if choice == origin.choice else 1.0
+    scale = origin.prediction.step_seconds / finish(split, rows) if choice == origin.choice else 1.0
     if choice.schedule == "1f1b":
         alike = [{**some, "I": some["B"] / 2, "W": some["B"] / 2} for some in works.seconds]
         could = bound(replace(works, seconds=tuple(alike)), range(choice.pp)) * min(scale, 1.0)
@@ -131,7 +135,7 @@ def _problem(programs: Programs, origin: Found, choice: Choice, limit: float) ->
             works = replace(works, seconds=seconds, rooms=tuple(map(min, works.rooms, halves.rooms)))
     is_one = len(works.place) == choice.pp
     kept = tuple(min(choice.pp - d, choice.microbatches) if is_one else kept_by(row) for d, row in enumerate(rows))
-    return _Problem(origin, choice, works, own, kept, scale)
+    return _Problem(origin, choice, works, split.split, kept, scale)
 
 
 def _measured(programs: Programs, choice: Choice) -> Works | None:

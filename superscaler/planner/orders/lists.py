@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 from superscaler.planner.orders.works import Rows, State, Work, Works, finish
+
+# A work moves so many places.
+_DISTANCES = 1, 2, 3, 5
+# An order is better by more than this share of a step.
+_BETTER = 1e-9
 
 
 class Way(NamedTuple):
@@ -52,6 +58,22 @@ def _first(state: State, device: int, rank: dict[str, int], patience: float) -> 
         key=lambda pair: (rank[pair[1][1]], -pair[1][0] if pair[1][1] == "F" else pair[1][0], pair[0]),
     )
     return first, start, work
+
+
+def moved(works: Works, seconds: float, rows: Rows, left: int) -> tuple[float, Rows]:
+    """Return an order in which no work is better some places earlier in its row, after so many works were done."""
+    before = inf
+    while seconds < before:
+        before = seconds
+        for device, distance in product(range(len(rows)), _DISTANCES):
+            for at in range(len(rows[device]) - distance) if left > 0 else ():
+                row = rows[device]
+                end, left = at + distance, left - sum(map(len, rows))
+                other = [*row[:at], row[end], *row[at:end], *row[end + 1 :]]
+                found = [*rows[:device], other, *rows[device + 1 :]]
+                if row[at] != row[end] and (step := finish(works, found)) < seconds * (1 - _BETTER):
+                    seconds, rows = step, found
+    return seconds, rows
 
 
 def repeated(works: Works, rows: Rows, left: int) -> tuple[float, Rows]:
