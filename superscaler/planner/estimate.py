@@ -70,7 +70,7 @@ class Estimator:
         costs = self.menu.costs(choice.use)
         if costs is None:
             return None
-        bounds = None if choice.schedule == "3f1b" and not self.has_passes else self._stages(choice)
+        bounds = self._stages(choice)
         return None if bounds is None else self.with_stages(choice, [costs] * (len(bounds) - 1), bounds)
 
     def with_stages(self, choice: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> Estimate:

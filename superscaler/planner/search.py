@@ -112,6 +112,7 @@ def find(
     every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, layouts)]
     # A CUDA graph replays no copies to the hosts.
     every = [c for c in every if c.swap == "none" or not system.cuda_graph]
+    every = [c for c in every if c.schedule != "3f1b" or estimator.has_passes]
     if not every:
         raise InputError(_undivided(devices, batches or [menu.batch], count))
     space = left(every, constraints, estimator.sizes)

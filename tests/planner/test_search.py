@@ -262,7 +262,9 @@ def test_what_saves_memory_is_measured_only_where_no_plainer_plan_fits() -> None
 def test_plans_satisfy_random_constraints() -> None:
     """200 pairs of constraints: each has a plan that satisfies both and fits, or is refused in words."""
     drawn, python, refused = random.Random(1), {"=": "=="}, 0
-    space = list(choices(ss.Cluster.parse("a100:1x4"), 8, 4, layouts=["sequence"]))
+    every = choices(ss.Cluster.parse("a100:1x4"), 8, 4, layouts=["sequence"])
+    # The model has one pass.
+    space = [c for c in every if c.schedule != "3f1b"]
     for _ in range(200):
         clauses = list[tuple[str, str, object]]()
         for name in drawn.sample([*NUMBERS, *WORDS], 2):
@@ -296,6 +298,7 @@ def test_plans_satisfy_random_constraints() -> None:
         ("no cats", "decision 'cats'"),
         ("tp > 64", "no plan of the space satisfies 'tp > 64'; tp is one of 1, 2"),
         ("tp = 2, pp = 2", "satisfies 'tp = 2, pp = 2' together"),
+        ("schedule = 3f1b", "satisfies 'schedule = 3f1b'; schedule is one of"),
         ("stage 0 has 3 blocks, stage 1 has 3 blocks", "stage 1 has 3 blocks' together"),
     ],
 )
