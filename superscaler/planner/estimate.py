@@ -116,7 +116,7 @@ class Estimator:
         the embedding on the first; an interlaced pipeline has a share of it on each device.
         """
         stages = []
-        for own, (first, end) in zip(costs, pairwise(bounds), strict=True):
+        for k, (own, (first, end)) in enumerate(zip(costs, pairwise(bounds), strict=True)):
             total = NOTHING
             for n, run in enumerate(own.runs):
                 total = total.plus(run, int((self.run_of[first:end] == n).sum()))
@@ -124,8 +124,9 @@ class Estimator:
                 total = total.plus(own.rest._replace(kept=0.0), 1 / c.pp)
             elif len(costs) == 1:
                 total = total.plus(own.rest._replace(kept=0.0), 1)
-            elif first == 0 or end == len(self.run_of):
-                is_last = first > 0
+            elif k in (0, len(costs) - 1):
+                # The one before the last has the last block, if that has none.
+                is_last = k > 0
                 total = total.plus(outside(own.rest, self.shares[is_last], is_last), 1)
             stages.append(total)
         return stages

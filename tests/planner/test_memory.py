@@ -31,6 +31,7 @@ def estimator() -> Estimator:
     [
         Choice(4, 1, 1, 4, 2, zero=1),
         Choice(1, 1, 4, 4, 8),
+        Choice(1, 1, 4, 2, 16, schedule="interleaved", chunks=2),
         *slow(
             Choice(4, 1, 1, 8, 1),
             Choice(4, 1, 1, 4, 2, zero=3),
@@ -45,18 +46,19 @@ def estimator() -> Estimator:
             Choice(2, 1, 2, 4, 4, recompute="full"),
             Choice(2, 1, 2, 4, 4, schedule="zbv", chunks=2),
             Choice(2, 1, 2, 4, 4, schedule="zb_h1"),
-            Choice(1, 1, 4, 4, 8, schedule="interleaved", chunks=2),
         ),
     ],
     ids=lambda choice: choice.spec,
 )
 def test_the_bytes_of_an_estimate_are_those_of_the_whole_plan(choice: Choice) -> None:
     """Those of tensors on the fullest device, within 8 %: weights, gradients, activations, and what exists for a
-    moment.
+    moment. Its bound is not above the step, within the accuracy of few rows.
     """
     estimate = estimator().of(choice)
     assert estimate is not None
-    row = ss.compile(graph_of(MODEL), estimate.choice.spec, CLUSTER).simulate().fullest
+    whole = ss.compile(graph_of(MODEL), estimate.choice.spec, CLUSTER).simulate()
+    assert estimate.bound < 1.05 * whole.step_seconds
+    row = whole.fullest
     assert estimate.peak == pytest.approx(row.peak_bytes - row.memory["overhead"], rel=0.08)
 
 
