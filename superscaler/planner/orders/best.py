@@ -42,7 +42,7 @@ class Found:
 def best_order(
     works: Works, kept: Sequence[int], can_split: Sequence[int] = (), known: Callable[[int], Rows] | None = None
 ) -> Found:
-    """Return the shortest step that is found, in a known order where none is shorter.
+    """Return the shortest step that is found, in a known order where none is shorter; infinite seconds if none is.
 
     `kept`: the activations that devices keep in the order from which others start, 1F1B's for example. `can_split`:
     stages whose backward can be in halves. `known`: an order of so many microbatches.
