@@ -329,7 +329,15 @@ def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int, what: str, d
 def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bool) -> str | None:
     used, mark = _weights(weights, op), "spatial"
     # What constants look up, as positions, is little.
-    if lookups and not used and any(graph.model.tensors[o.tensor].kind in ("input", "activation") for o in op.inputs):
+    if lookups and not used and any(_reads_inputs(graph, o.tensor) for o in op.inputs):
         used, mark = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None], "summed"
     own = (op.indices[i] for i in used)
     return next((i.factor for i in own if i.mark == mark and i.size % parts == 0), None)
+
+
+def _reads_inputs(graph: Graph, tensor: str) -> bool:
+    """Return whether a tensor is an input of the model, or made from one."""
+    if tensor not in graph.model.producers:
+        return graph.model.tensors[tensor].kind == "input"
+    maker, _ = graph.model.producers[tensor]
+    return any(_reads_inputs(graph, o.tensor) for o in maker.inputs)
