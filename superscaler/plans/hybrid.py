@@ -12,7 +12,7 @@ recompute     none; selective: the products of attention; full: each layer, whic
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
 vocabulary    embedding, head and loss are cut on the vocabulary if tp divides it
 halves        gradients of bf16 and fp16 weights are sent over dp in that dtype, and added in float32
-blocks        number of the model's blocks in each stage, as 3+5+4; by default stages are balanced by FLOPs
+blocks        number of the model's blocks in each stage, as 3+5+4 (0: see `pipeline`); by default balanced by FLOPs
 gather_halves with zero=1, weights that autocast casts to these are cast in slices, and gathered in that dtype
 """
 

@@ -7,7 +7,8 @@ microbatches  by default two for each device
 chunks        stages on each device, for schedules with a choice (interleaved, breadth_first)
 slices        of each microbatch along the sequence, for schedules with a choice (terapipe, seq1f1b) and causal models.
               They are numbered through all microbatches: slice 1 of 4 of microbatch 2 is 9
-blocks        number of the model's blocks in each stage, as 3+5+4; by default stages are balanced by FLOPs
+blocks        number of the model's blocks in each stage, as 3+5+4; by default stages are balanced by FLOPs. The first
+              may be 0, of a stage of the embedding alone, and the last, of one of the head alone
 recompute     late: blocks are recomputed when the gradient of their stage is there; early: before that, so that the
               device does not wait for it idle. A file has R for early recomputation: `0R0 0B0`
 offload       number of tapes that a device keeps, each what autograd keeps of a stage and a microbatch. Others are in

@@ -157,6 +157,30 @@ def test_stages_may_be_uneven() -> None:
     assert [sorted(where[f"blocks.{k}"]) for k in range(4)] == [[0], [0], [0], [1]]
 
 
+def head_alone(options: str = "layers=4,batch=8") -> list[Any]:
+    """Return plans whose first or last stage has no blocks: under several schedules, and of two models."""
+    plans = {
+        "pipeline_1f1b:3,blocks=0+4+0": 3, "zb_h1:3,blocks=2+2+0": 3, "zbv:2,microbatches=4,blocks=0+2+2+0": 2,
+        "hybrid:dp=2,pp=3,microbatches=2,blocks=0+4+0,zero=1": 6, "interleaved:2,blocks=1+2+1+0": 2,
+        "hybrid:pp=2,dp=2+1,tp=1+2,microbatches=2,blocks=4+0,recompute=full": 4,
+        "pipeline_1f1b:3,blocks=0+4+0,recompute=late x tensor_parallel:2": 6,
+    }  # fmt: skip
+    return [(f"{name}:size=tiny,{options}", *plan) for name in ("gpt2", "llama") for plan in plans.items()]
+
+
+@pytest.mark.parametrize(("model", "plan", "devices"), few(head_alone(), 2, 12))
+def test_first_and_last_stages_without_blocks_equal_the_model(model: str, plan: str, devices: int) -> None:
+    equal(graph_of(model), plan, devices)
+
+
+def test_stages_without_blocks_have_what_is_before_and_after_them() -> None:
+    graph = equal(decoder(), "pipeline_1f1b:blocks=0+4+0,microbatches=2", 3).graph
+    where: dict[str, set[int]] = {}
+    for op in graph.forward_ops:
+        where.setdefault(op.module.split(".")[0], set()).update(graph.grids[op.name].used())
+    assert (where["words"], where["blocks"], where["head"]) == ({0}, {1}, {2})
+
+
 def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(print_schedule(schedules.gpipe(2, 4)))
@@ -172,7 +196,13 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
         ("pipeline:schedule=gpip", "unknown schedule 'gpip'.*gpipe"),
         ("gpipe:chunks=2", "no choice of chunks"),
         ("gpipe:blocks=2+1", r"blocks=2\+1 is 2 stages of 3 blocks, but there are 2 and 4"),
-        ("gpipe:blocks=two", "blocks=two"),
+        ("gpipe:blocks=two", "blocks=two is 1 stages of 0 blocks"),
+        ("gpipe:blocks=two+4", r"blocks=two\+4 is 2 stages of 4 blocks"),
+        (
+            "breadth_first:blocks=2+0+2+0",
+            r"blocks=2\+0\+2\+0 leaves stage 1 of 4 without blocks; only the first and the",
+        ),
+        ("gpipe:blocks=0+5", r"blocks=0\+5 is 2 stages of 5 blocks, but there are 2 and 4"),
         ("gpipe:slices=2", "slices=2: this schedule has no choice of slices"),
         ("terapipe:slices=0", "1 or more slices, but 0"),
         ("terapipe:slices=5", "5 slices cuts the tokens that transformer.h.0 gives, which are along sequence of 32"),
@@ -188,6 +218,26 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told(plan: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_of(GPT, plan, 2)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_stage_without_anything_to_train_is_refused(is_frozen: bool) -> None:
+    """Blocks that read the input, or what a frozen layer makes of it."""
+
+    def built() -> tuple[nn.Module, Tensor]:
+        before = nn.Linear(4, 4).requires_grad_(False) if is_frozen else nn.Identity()
+        blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        return Around(chained, before=before, blocks=blocks), torch.randn(4, 4)
+
+    with pytest.raises(InputError, match="stage 0 of 2 without blocks, but before its blocks the model trains nothing"):
+        ss.compile(captured(built), "gpipe:blocks=0+2", "local:2")
+
+
+def chained(m: Around, x: Tensor) -> Tensor:
+    x = m.before(x)
+    for block in m.blocks:
+        x = torch.tanh(block(x))
+    return x.square().mean()
 
 
 def recycled(m: Around, x: Tensor) -> Tensor:

@@ -18,18 +18,12 @@ def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -
 
     Blocks (`inner_blocks`) stay whole; every op outside them (embedding, head, loss) is a unit of its own. `blocks`
     gives the number of blocks of each stage instead, as 3+5+4: ops before the first block are with it, ops after a
-    block with that block. Raises InputError for more stages than there are units.
+    block with that block. Where the first number is 0, its stage has what is before the first block; where the last is,
+    what is after the last block. Raises InputError for more stages than there are units.
     """
-    block_of = {op.name: block.path for block in inner_blocks(graph) for op in block.ops}
-    units: list[list[Op]] = []
-    for op in ops or graph.forward_ops:
-        path = block_of.get(op.name)
-        if units and path is not None and block_of.get(units[-1][-1].name) == path:
-            units[-1].append(op)
-        else:
-            units.append([op])
+    units, at = _units(graph, ops or graph.forward_ops)
     if blocks:
-        bounds = _bounds(blocks, count, [k for k, unit in enumerate(units) if unit[0].name in block_of])
+        bounds = _bounds(blocks, count, units, at)
         return [[op for unit in units[a:b] for op in unit] for a, b in pairwise([*bounds, len(units)])]
     flops = np.array([sum(map(graph.cost, unit)) for unit in units], dtype=float)
     trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
@@ -41,15 +35,54 @@ def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -
     return [[op for unit in units[a:b] for op in unit] for a, b in pairwise(bounds)]
 
 
-def _bounds(blocks: str, count: int, at: list[int]) -> list[int]:
+def outer_ends(graph: Graph) -> tuple[bool, bool]:
+    """Return whether a first stage without blocks has something to train, and whether a last one has."""
+    return _ends(*_units(graph, graph.forward_ops))
+
+
+def _units(graph: Graph, ops: Sequence[Op]) -> tuple[list[list[Op]], list[int]]:
+    """Return the ops of each block, and each op outside of the blocks, in order; and which of these are blocks."""
+    block_of = {op.name: block.path for block in inner_blocks(graph) for op in block.ops}
+    units: list[list[Op]] = []
+    for op in ops:
+        path = block_of.get(op.name)
+        if units and path is not None and block_of.get(units[-1][-1].name) == path:
+            units[-1].append(op)
+        else:
+            units.append([op])
+    return units, [k for k, unit in enumerate(units) if unit[0].name in block_of]
+
+
+def _ends(units: Sequence[Sequence[Op]], at: Sequence[int]) -> tuple[bool, bool]:
+    """Return whether there is something to train before the first block, and after the last one."""
+    before, after = (units[: at[0]], units[at[-1] + 1 :]) if at else ((), ())
+    return any(op.has_mirror for unit in before for op in unit), any(op.has_mirror for unit in after for op in unit)
+
+
+def _bounds(blocks: str, count: int, units: Sequence[Sequence[Op]], at: Sequence[int]) -> list[int]:
     """Return the first unit of each stage; the blocks are the units `at`."""
-    sizes = [int(size) if size.isdecimal() else 0 for size in blocks.split("+")]
-    if len(sizes) != count or min(sizes) < 1 or sum(sizes) != len(at):
+    parts = blocks.split("+")
+    sizes = [int(size) for size in parts if size.isdecimal()]
+    if len(parts) != count or len(sizes) != count or sum(sizes) != len(at) or not at:
         raise InputError(
-            f"blocks={blocks} is {len(sizes)} stages of {sum(sizes)} blocks, but there are {count} and {len(at)} "
+            f"blocks={blocks} is {len(parts)} stages of {sum(sizes)} blocks, but there are {count} and {len(at)} "
             "blocks; write a number for each stage, as 3+5+4."
         )
-    return [0, *(at[sum(sizes[:k])] for k in range(1, count))]
+    ends = dict(zip((0, count - 1), zip(("before", "after"), _ends(units, at), strict=True), strict=False))
+    for stage in (k for k, size in enumerate(sizes) if size == 0):
+        if stage not in ends:
+            raise InputError(
+                f"blocks={blocks} leaves stage {stage} of {count} without blocks; only the first and the last may have "
+                "0. Give it 1 or more."
+            )
+        where, is_some = ends[stage]
+        if not is_some:
+            raise InputError(
+                f"blocks={blocks} leaves stage {stage} of {count} without blocks, but {where} its blocks the model "
+                "trains nothing; give it 1 or more."
+            )
+    firsts = [*at, at[-1] + 1]
+    return [0, *(firsts[sum(sizes[:k])] for k in range(1, count))]
 
 
 def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
