@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.ir.program import Collective, Program, Update, Value, calls
+from superscaler.ir.program import Program, Value, calls, reads
 from superscaler.planner.space import SCHEDULES, Choice
 from superscaler.plans.lib.schedules import RULES, table_of
 from superscaler.simulate.memory import Overheads
@@ -96,7 +96,7 @@ def beyond(found: Simulation, blocks: Set[str], is_gathered: bool) -> Beyond:
     inside = [not blocks.isdisjoint(op.origin or op.name for op in f.ops) for f in found.program.functions]
     backward = (n for n, i in enumerate(code) if i.is_mirror and i.task is not None and inside[functions[i.task]])
     first = next(backward, len(code))
-    updates = np.array([isinstance(i, Update) for i in code])
+    updates = np.array([i.updates for i in code])
     outer, inner = (float(max(some, default=0)) for some in (held[:first], held[first:][~updates[first:]]))
     # The first of the backwards has the gradient of what is outside, too.
     given = float(before[first, VALUES]) if first < len(code) else 0.0
@@ -106,8 +106,8 @@ def beyond(found: Simulation, blocks: Set[str], is_gathered: bool) -> Beyond:
 def _added(program: Program) -> float:
     """Return 1 if devices of a small model add gradients of weights."""
     weights = {weight.name.name for weight in program.devices[0].weights}
-    code = (i for i in program.devices[0].instructions[:] if isinstance(i, Collective) and len(i.group) > 1)
-    return float(any(s is not None and s.is_gradient and s.name in weights for i in code for s in i.sources))
+    code = (i for i in program.devices[0].instructions[:] if len(i.group) > 1)
+    return float(any(value.is_gradient and value.name in weights for i in code for value in reads(i)))
 
 
 def kept_bytes(program: Program, system: System = PLAIN) -> int:

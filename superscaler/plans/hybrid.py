@@ -4,11 +4,9 @@ dp, tp        of all stages; or of each, as dp=4+1,tp=1+2: stages of other cuts,
 microbatches  of the batch of each data-parallel device
 schedule      pipeline_1f1b, gpipe, zb_h1, zb_h2, zbv or dualpipe_v; or an order as text, as of `pipeline`
 chunks        stages on each pipeline device; several are in the interleaved order
-sequence      ops that tensor parallelism leaves whole are cut along the sequence, and gathered inputs of products are
-              gathered again for the backward instead of being kept (`sequence_parallel:regather=true`), unless the
-              schedule has backwards in halves
-recompute     none; selective: the products of attention; full: each layer, which keeps its input only. Of all stages;
-              or of each, as full+none
+sequence      what tensor parallelism leaves whole is cut along the sequence; inputs of products are gathered again for
+              the backward (`sequence_parallel:regather=true`), unless the schedule has backwards in halves
+recompute     none; selective: products of attention; full: each layer; of all stages, or of each, as full+none
 zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
 vocabulary    embedding, head and loss are cut on the vocabulary if tp divides it
 halves        gradients of bf16 and fp16 weights are sent over dp in that dtype, and added in float32
@@ -19,14 +17,14 @@ gather_halves with zero=1, weights that autocast casts to these are cast in slic
 from __future__ import annotations
 
 from superscaler.plans.lib.meshes import at_place, each
+from superscaler.plans.lib.regions import recompute_stages
 from superscaler.plans.lib.shared import batch_of
-from superscaler.plans.lib.sizes import REGIONS, check_hybrid
-from superscaler.plans.lib.slices import Slices
+from superscaler.plans.lib.sizes import check_hybrid
+from superscaler.plans.lib.slices import rest_at
 from superscaler.plans.pipeline import pipeline
-from superscaler.plans.recompute import regions
 from superscaler.plans.sequence_parallel import cut_sequence
 from superscaler.plans.tensor_parallel import cut_tensors
-from superscaler.verbs import Cluster, Graph, Mesh, Recompute, Split, op_assign, op_trans, sprogram
+from superscaler.verbs import Cluster, Graph, Split, op_assign, op_trans, sprogram
 
 
 @sprogram
@@ -42,7 +40,7 @@ def hybrid(
     order = ("interleaved", chunks) if chunks != 1 else (schedule, None)
     pipeline.cut(graph, pp, "pp", schedule=order[0], microbatches=microbatches, chunks=order[1], blocks=blocks)
     regathers = any(op.has_mirror for op in graph.forward_ops) and not any(op.split for op in graph.forward_ops)
-    _recompute(graph, each("hybrid:recompute", recompute, pp))
+    recompute_stages(graph, each("hybrid:recompute", recompute, pp))
     if halves:
         graph.send_halves()
     if gather_halves:
@@ -58,24 +56,5 @@ def hybrid(
             cut_tensors(graph, mesh.sizes["tp"], "tp", vocabulary, place)
     for place, mesh in meshes.items():
         if zero:
-            _slice(graph, mesh, place)
+            rest_at(graph, mesh.sizes["dp"], "dp", place)
         op_assign(graph, at_place(graph, graph.ops if zero else graph.forward_ops, place), mesh)
-
-
-def _recompute(graph: Graph, whats: list[str]) -> None:
-    """Recompute the regions of each stage; of all stages, if one value is given."""
-    places = range(len(whats)) if len(whats) > 1 else [None]
-    for place, what in zip(places, whats, strict=True):
-        for region in regions(graph, REGIONS[what]) if what != "none" else ():
-            if at_place(graph, region, place):
-                op_trans(graph, region, Recompute())
-
-
-def _slice(graph: Graph, mesh: Mesh, place: int | None) -> None:
-    """Let the weights that are read first at a place of the pipeline rest in slices over its data-parallel devices."""
-    slices = Slices(graph, mesh.sizes["dp"], mesh.sizes["dp"], 0, "dp")
-    slices.cut(at_place(graph, graph.forward_ops, place))
-    uses = graph.model.uses
-    for weight in graph.updates:
-        if at_place(graph, [uses[weight][0][0]], place):
-            slices.rest(weight)

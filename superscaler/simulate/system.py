@@ -13,7 +13,7 @@ from superscaler.errors import InputError, unknown
 from superscaler.ir.cohorts import cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, width
-from superscaler.ir.program import Collective, Program
+from superscaler.ir.program import Instruction, Program, reads
 from superscaler.runtime.functions.documents import packing
 from superscaler.runtime.functions.tracing import recorded as static
 from superscaler.simulate.kernels import Kernels
@@ -94,7 +94,7 @@ class System:
             return program
         weights = parameters(program)
         code = (i for cohort in cohorts(program) for i in cohort.code[:])
-        sent = {width(i.dtype) for i in code if isinstance(i, Collective) and _sends_gradient(i, weights)}
+        sent = {width(i.sent) for i in code if i.sent and _sends_gradient(i, weights)}
         if sent and width("bfloat16") not in sent:
             return program
         functions = tuple(replace(function, wide=()) for function in program.functions)
@@ -157,8 +157,8 @@ class System:
             )
 
 
-def _sends_gradient(i: Collective, weights: Set[str]) -> bool:
-    return any(source is not None and source.is_gradient and source.name in weights for source in i.sources)
+def _sends_gradient(i: Instruction, weights: Set[str]) -> bool:
+    return any(value.is_gradient and value.name in weights for value in reads(i))
 
 
 def reads_documents(op: Op) -> bool:

@@ -69,7 +69,7 @@ def test_facts_are_those_of_the_fields() -> None:
     assert facts == {
         "gather": {
             "meets": p.Meets.GROUP, "kind": "all_gather", "group": (0, 1), "bytes": 32, "sizes": (32,),
-            "agreed": ("all_gather", "float32", 32), "handles": (work,),
+            "agreed": ("all_gather", "float32", 32), "handles": (work,), "sent": "float32",
         },
         "send": {
             "meets": p.Meets.PEER, "kind": "send", "peer": 3, "message": 7, "point": 5, "bytes": 64, "sizes": (64,),

@@ -29,6 +29,7 @@ class Facts:
       point            messages with one point (in the order of all devices) start together; else -1
       to_host          the direction of a copy
       bytes, sizes     the bytes that this device gives to it, or gets; those of each tensor
+      sent             the dtype in which a collective sends, else ""
       rounded          the dtype to which it rounds what it moves, "" for none
       agreed           what all its ends must have equal, beside its key
       notes            its reasons
@@ -96,6 +97,10 @@ class Facts:
     @property
     def sizes(self) -> tuple[int, ...]:
         return (self.bytes,)
+
+    @property
+    def sent(self) -> str:
+        return ""
 
     @property
     def rounded(self) -> str:

@@ -154,6 +154,10 @@ class Collective(Facts):
         return tuple([way.elements * width(self.dtype) for way in self.ways])
 
     @property
+    def sent(self) -> str:
+        return self.dtype
+
+    @property
     def rounded(self) -> str:
         return self.dtype if self.given else ""
 

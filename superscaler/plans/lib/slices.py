@@ -10,6 +10,7 @@ from typing import Any
 
 from superscaler.errors import divisors
 from superscaler.groups import collect
+from superscaler.plans.lib.meshes import at_place
 from superscaler.plans.lib.shared import layers
 from superscaler.verbs import Graph, InputError, Insert, Op, Parts, Replicate, Shard, Split, op_trans
 
@@ -122,3 +123,13 @@ def _named(op: Op, index: int | None) -> str:
     factors = [own.factor for own in op.indices]
     assert index is not None
     return f"{factors[index]}@{factors[:index].count(factors[index])}"
+
+
+def rest_at(graph: Graph, shard: int, axis: str, place: int | None) -> None:
+    """Let the weights that are read first at a place of a pipeline rest in slices over its devices along an axis."""
+    slices = Slices(graph, shard, shard, 0, axis)
+    slices.cut(at_place(graph, graph.forward_ops, place))
+    uses = graph.model.uses
+    for weight in graph.updates:
+        if at_place(graph, [uses[weight][0][0]], place):
+            slices.rest(weight)
