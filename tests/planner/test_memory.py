@@ -29,10 +29,10 @@ def estimator() -> Estimator:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(4, 1, 1, 4, 2, zero=1),
         Choice(1, 1, 4, 4, 8),
         Choice(1, 1, 4, 2, 16, schedule="interleaved", chunks=2),
         *slow(
+            Choice(4, 1, 1, 4, 2, zero=1),
             Choice(4, 1, 1, 8, 1),
             Choice(4, 1, 1, 4, 2, zero=3),
             Choice(4, 1, 1, 8, 1, zero=1, recompute="selective"),

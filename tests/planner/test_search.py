@@ -124,8 +124,6 @@ def test_plans_beyond_megatrons_are_found_where_they_are_better(
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(1, 2, 2, 2, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)),
-        Choice(1, 2, 2, 2, 2, layout="ulysses", loss="chunked"),
         Choice(
             1,
             2,
@@ -139,6 +137,8 @@ def test_plans_beyond_megatrons_are_found_where_they_are_better(
             own=(Own(1, 2, "full"), Own(2, 1, "none")),
         ),
         *slow(
+            Choice(1, 2, 2, 2, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)),
+            Choice(1, 2, 2, 2, 2, layout="ulysses", loss="chunked"),
             Choice(2, 1, 2, 1, 4, schedule="ordered", order="F(FB)B/(FB)", own=(Own(2, 1, "none"), Own(1, 2, "full"))),
             Choice(2, 1, 2, 2, 2, schedule="interlaced", recompute="full"),
             Choice(2, 2, 1, 1, 2, layout="ring", zero=3, recompute="full"),
