@@ -41,6 +41,26 @@ def test_tensor_splits_that_divide_nothing_are_refused() -> None:
         tensor_splits(chain(3), 5)
 
 
+class Deep(nn.Module):
+    """Look-ups of words and of positions, which are as many, and a long row of ops behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.words(x) + self.places(torch.arange(8))
+        for _ in range(400):
+            y = y * 2 + 1
+        return self.head(y).logsumexp(-1).mean()
+
+
+def test_rows_that_constants_look_up_stay_whole_in_a_model_of_any_depth() -> None:
+    graph = captured(lambda: (Deep(), torch.zeros(2, 8, dtype=torch.int64)))
+    splits = tensor_splits(graph, 2, "tp", in_blocks=False, lookups=True)
+    assert {graph.op(name).module for name, found in splits.items() if found} == {"words", "head"}
+
+
 def test_every_plan_of_the_library_is_short() -> None:
     files = [Path(plans.__file__).with_name(f"{name}.py") for name in names()]
     lines = {file.name: len(file.read_text().splitlines()) for file in files if file.exists()}

@@ -336,8 +336,8 @@ def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bo
 
 
 def _reads_inputs(graph: Graph, tensor: str) -> bool:
-    """Return whether a tensor is an input of the model, or made from one."""
+    """Return whether a tensor is an input of the model, or made from more than constants."""
     if tensor not in graph.model.producers:
         return graph.model.tensors[tensor].kind == "input"
     maker, _ = graph.model.producers[tensor]
-    return any(_reads_inputs(graph, o.tensor) for o in maker.inputs)
+    return not maker.from_data or any(_reads_inputs(graph, o.tensor) for o in maker.inputs)
