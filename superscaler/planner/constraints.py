@@ -190,14 +190,21 @@ def read_batches(text: str) -> list[int]:
     return [found[0] << k for k in range(_MOST_ROWS.bit_length()) if found[0] << k <= found[-1]]
 
 
-def left(space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequence[int] = ()) -> list[Choice]:
-    """Return the plans that satisfy all constraints. `sizes`: the blocks that stay together. Raises InputError for a
-    constraint that leaves none, and for those that all leave none together.
+def left(
+    space: Sequence[Choice],
+    constraints: Sequence[Constraint],
+    sizes: Sequence[int] = (),
+    ends: tuple[bool, bool] = (False, False),
+) -> list[Choice]:
+    """Return the plans that satisfy all constraints. `sizes`: the blocks that stay together; `ends`: whether the first
+    stage of several can have none, and the last one. Raises InputError for a constraint that leaves none, and for those
+    that all leave none together.
     """
     for one in constraints:
-        if not _left(space, [one], sizes):
-            raise InputError(f"--where: no plan of the space satisfies '{one.words}'; {_known(space, one, sizes)}.")
-    found = _left(space, constraints, sizes)
+        if not _left(space, [one], sizes, ends):
+            known = _known(space, one, sizes, ends)
+            raise InputError(f"--where: no plan of the space satisfies '{one.words}'; {known}.")
+    found = _left(space, constraints, sizes, ends)
     if not found:
         every = ", ".join(one.words for one in constraints)
         raise InputError(f"--where: no plan of the space satisfies '{every}' together; leave one of these out.")
@@ -213,30 +220,35 @@ def _keeps(limit: Limit, c: Choice) -> bool:
     return bool(c.blocks) and all(limit.holds(k, c.stages, count) for k, count in enumerate(c.blocks))
 
 
-def _left(space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequence[int]) -> list[Choice]:
+def _left(
+    space: Sequence[Choice], constraints: Sequence[Constraint], sizes: Sequence[int], ends: tuple[bool, bool]
+) -> list[Choice]:
     limits = [one.limit for one in constraints if one.limit]
     found = [c for c in space if all(one.allows(c, None) for one in constraints)]
-    can = {stages: not limits or _can_be_cut(stages, limits, sizes) for stages in {c.stages for c in found}}
+    can = {stages: not limits or _can_be_cut(stages, limits, sizes, ends) for stages in {c.stages for c in found}}
     return [c for c in found if can[c.stages]]
 
 
-def _can_be_cut(stages: int, limits: Sequence[Limit], sizes: Sequence[int]) -> bool:
-    """Return whether blocks can be cut into so many stages, each with one or more."""
-    starts, ends = [0, *accumulate(sizes)], {0}
+def _can_be_cut(stages: int, limits: Sequence[Limit], sizes: Sequence[int], ends: tuple[bool, bool]) -> bool:
+    """Return whether blocks can be cut into so many stages, each with one or more, or none where that can be."""
+    starts, reached = [0, *accumulate(sizes)], {0}
     for k in range(stages):
-        ends = {
-            b for a in ends for b in range(a + 1, len(starts))
+        least = 0 if stages > 1 and ((k == 0 and ends[0]) or (k == stages - 1 and ends[1])) else 1
+        reached = {
+            b for a in reached for b in range(a + least, len(starts))
             if all(limit.holds(k, stages, starts[b] - starts[a]) for limit in limits)
         }  # fmt: skip
-    return len(sizes) in ends
+    return len(sizes) in reached
 
 
-def _known(space: Sequence[Choice], one: Constraint, sizes: Sequence[int]) -> str:
+def _known(space: Sequence[Choice], one: Constraint, sizes: Sequence[int], ends: tuple[bool, bool]) -> str:
     """Return the values of what a constraint is about in a space, in words."""
     most = max(c.stages for c in space)
     if one.about == "blocks":
         inner = f" (in groups of {max(sizes)})" if max(sizes, default=1) > 1 else ""
-        return f"the model has {sum(sizes)} blocks{inner}, and a plan 1 to {most} stages of one or more"
+        empty = " and ".join(name for name, can in zip(("first", "last"), ends, strict=True) if can)
+        none = f" (the {empty} of several: of 0, too)" if empty else ""
+        return f"the model has {sum(sizes)} blocks{inner}, and a plan 1 to {most} stages of one or more{none}"
     if one.about == "stages":
         return f"the embedding is in stage 0, the head in the last one, of 1 to {most} stages"
     values = sorted({value for c in space for value in values_of(c, one.about)})

@@ -10,19 +10,17 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from superscaler.cluster import Cluster
-from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op, width
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
-from superscaler.planner.space import BY_SEQUENCE, Choice, Use
-from superscaler.planner.stages.balance import NOTHING, Cuts, balanced, cuts_of, meetings, outside
-from superscaler.plans.lib.stages import stages as cut_stages
+from superscaler.planner.space import BY_SEQUENCE, Choice
+from superscaler.planner.stages.balance import NOTHING, Way, cuts_of, meetings, outside
+from superscaler.planner.stages.cuts import Cuts
 from superscaler.simulate.predict import check_speeds, overheads_of
 from superscaler.simulate.rates import HOST
 
@@ -53,14 +51,13 @@ class Estimator:
     """Estimates of plans of a graph on a cluster. `limits`: on the blocks of stages."""
 
     def __init__(self, graph: Graph, cluster: Cluster, menu: Menu, limits: Sequence[Limit] = ()) -> None:
-        self.graph, self.cluster, self.menu, self.limits = graph, cluster, menu, limits
+        self.graph, self.cluster, self.menu = graph, cluster, menu
         # The run of each block, and the number of the model's blocks in it, as `blocks=` counts them.
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
-        self._bounds: dict[tuple[Use, int, bool, bool], list[int] | None] = {}
-        self._sends: dict[tuple[Cuts, Cuts, int], float] = {}
+        self._sends: dict[tuple[Way, Way, int], float] = {}
         self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
-        self.sizes = menu.sizes()
+        self.cuts = Cuts(graph, menu, self.run_of, limits)
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
         self.overheads = overheads_of(cluster)
@@ -70,14 +67,19 @@ class Estimator:
         costs = self.menu.costs(choice.use)
         if costs is None:
             return None
-        bounds = self._stages(choice)
-        return None if bounds is None else self.with_stages(choice, [costs] * (len(bounds) - 1), bounds)
+        bounds, least = self.cuts.best(choice), self.cuts.least(choice)
+        if bounds is None or least is None:
+            return None
+        e, other = (self.with_stages(choice, [costs] * (len(some) - 1), some) for some in (bounds, least))
+        return e._replace(bound=min(e.bound, other.bound), work=min(e.work, other.work))
 
     def with_stages(self, choice: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> Estimate:
         """Return the estimate of a plan with stages of these costs, each from one bound to the next."""
         stages = self._costs(choice, costs, bounds)
         is_whole = choice.pp == 1 or choice.is_even
-        chosen = replace(choice, blocks=() if is_whole else tuple(sum(self.sizes[a:b]) for a, b in pairwise(bounds)))
+        chosen = replace(
+            choice, blocks=() if is_whole else tuple(sum(self.cuts.sizes[a:b]) for a, b in pairwise(bounds))
+        )
         rest, largest = costs[-1].rest, max(range(len(stages)), key=lambda k: stages[k].gradients)
         works, bubble = self._steady(choice, stages, rest.seconds)
         work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], rest.work)
@@ -102,7 +104,7 @@ class Estimator:
         """
         plain = replace(c, recompute="none", loss="whole", zero=min(c.zero, 1))
         costs = self.menu.known(plain.use)
-        bounds = None if costs is None else self._stages(plain)
+        bounds = None if costs is None else self.cuts.best(plain)
         if costs is None or bounds is None:
             return 0.0
         runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)
@@ -149,38 +151,6 @@ class Estimator:
             updated = (3 * stage.gradients + 2 * stage.optimizer) * c.chunks
             return max(moved / self.cluster.links.host.bandwidth, updated / HOST)
         return stage.update * c.chunks / (c.dp if c.zero else 1)
-
-    def _stages(self, c: Choice) -> list[int] | None:
-        """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None
-        for more stages than blocks, or limits that no stages keep.
-        """
-        key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
-        if key not in self._bounds:
-            costs, stages, is_even, has_rest = self.menu.costs(c.use), *key[1:]
-            if is_even and 1 < stages <= len(self.run_of):
-                self._bounds[key] = self._cut(stages)
-            else:
-                given = self.run_of, stages, has_rest, self.allowed
-                self._bounds[key] = None if costs is None else balanced(costs, *given)
-        return self._bounds[key]
-
-    def allowed(self, stage: int, stages: int) -> NDArray[np.bool_]:
-        """Return whether a stage, one of so many, may have the blocks from a first one up to an end."""
-        blocks = np.concatenate([[0], np.cumsum(self.sizes)])
-        found = np.triu(np.ones((len(blocks), len(blocks)), dtype=bool), 1)
-        for limit in self.limits:
-            found &= limit.holds(stage, stages, blocks[None, :] - blocks[:, None])
-        return found
-
-    def _cut(self, count: int) -> list[int] | None:
-        """Return the first block of each stage, and the end of the last one, as schedules cut the model themselves."""
-        try:
-            parts = cut_stages(self.graph, count)
-        except InputError:
-            return None
-        of = {op.name: n for n, block in enumerate(chain(*self.menu.runs)) for op in block.ops}
-        firsts = [min((of[op.name] for op in part if op.name in of), default=len(self.run_of)) for part in parts]
-        return [0, *(min(firsts[k:]) for k in range(1, count)), len(self.run_of)]
 
     def _steady(self, c: Choice, stages: Sequence[Cost], rest: float) -> tuple[float, float]:
         """Return the seconds in which the slowest device works, and those in which it waits for the others. `rest`:

@@ -115,7 +115,7 @@ def find(
     every = [c for c in every if c.schedule != "3f1b" or estimator.has_passes]
     if not every:
         raise InputError(_undivided(devices, batches or [menu.batch], count))
-    space = left(every, constraints, estimator.sizes)
+    space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
     programs, errors = Programs(graph, devices, memory, system), _Errors()

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations_with_replacement, pairwise, product
 from math import inf
 
 import pytest
@@ -75,7 +75,9 @@ def drawn(seed: int, is_bound: bool = False) -> Ways:
 def every_chain(ways: Ways) -> list[Chain]:
     own = [way for some in ways.by_cut for way in some]
     count = len(ways.estimator.run_of)
-    bounds = [[0, *some, count] for some in combinations(range(1, count), ways.pp - 1)]
+    bounds = [[0, *some, count] for some in combinations_with_replacement(range(count + 1), ways.pp - 1)]
+    # The first and the last may be without blocks.
+    bounds = [b for b in bounds if all(x < y for x, y in pairwise(b[1:-1]))]
     return [Chain(b, list(some)) for b in bounds for some in product(own, repeat=ways.pp)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ _BACKWARD = 2 / 3
 
 
 class Way(NamedTuple):
-    """A way of a stage: its plan, its costs, and those of all stages, by first block and end."""
+    """A way of a stage: its plan, its costs, and those of the blocks of all stages, by first block and end."""
 
     choice: Choice
     costs: Costs
@@ -80,8 +80,15 @@ class Ways:
     def by_cut(self) -> list[list[Way]]:
         """Return the ways by (dp, tp)."""
         e = self.estimator
-        ways = (Way(c, costs, spans(costs, e.run_of, e.shares)) for c, costs in self.known)
+        ways = (Way(c, costs, spans(costs, e.run_of)) for c, costs in self.known)
         return [*collect(((way.choice.dp, way.choice.tp), way) for way in ways).values()]
+
+    def _cost(self, way: Way, stage: int) -> Cost:
+        """Return the costs of a stage by first block and end, with what the first and the last have beside blocks."""
+        shares = self.estimator.shares
+        ends = [outside(way.costs.rest, shares[0], is_last=False)] if stage == 0 else []
+        ends += [outside(way.costs.rest, shares[1], is_last=True)] if stage == self.pp - 1 else []
+        return reduce(lambda cost, end: cost.plus(end, 1), ends, way.cost)
 
     @cached_property
     def _tables(self) -> list[tuple[Floats, Floats, Ints]]:
@@ -94,10 +101,11 @@ class Ways:
         count = len(self.estimator.run_of) + 1
         shape = count, count, len(self.by_cut)
         waits, steps, numbers = np.full(shape, inf), np.full(shape, inf), np.zeros(shape, dtype=int)
-        is_some = self.estimator.allowed(stage, self.pp)
+        is_some = self.estimator.cuts.allowed(stage, self.pp)
         for at, ways in enumerate(self.by_cut):
-            for number, (c, costs, cost) in enumerate(ways):
-                peak = self.estimator.bytes_at(c, costs, [cost] * self.pp, stage)
+            for number, way in enumerate(ways):
+                c, cost = way.choice, self._cost(way, stage)
+                peak = self.estimator.bytes_at(c, way.costs, [cost] * self.pp, stage)
                 # All others are done before the first one.
                 wait = self.idle * cost.seconds + (0.0 if stage else self._tail(c, cost))
                 chosen = is_some & (peak <= self.room) & (wait < waits[:, :, at])
@@ -177,8 +185,8 @@ class Ways:
     def _step(self, chain: Chain) -> float:
         """Return the seconds of a step of the slowest stage of a chain."""
         return max(
-            float(self._own_step(way.choice, way.cost)[a, b])
-            for way, (a, b) in zip(chain.ways, pairwise(chain.bounds), strict=True)
+            float(self._own_step(way.choice, self._cost(way, stage))[a, b])
+            for stage, (way, (a, b)) in enumerate(zip(chain.ways, pairwise(chain.bounds), strict=True))
         )
 
     def bound(self) -> float:
@@ -199,12 +207,7 @@ class Ways:
         return self.estimator.with_stages(choice, [way.costs for way in chain.ways], chain.bounds)
 
 
-def spans(costs: Costs, run_of: Ints, shares: tuple[float, float]) -> Cost:
-    """Return the costs of all stages: each number is an array, by the first block and the end. `shares`: of the first
-    stage and of the last in the weights outside of the blocks.
-    """
+def spans(costs: Costs, run_of: Ints) -> Cost:
+    """Return the costs of the blocks of all stages: each number is an array, by the first block and the end."""
     total = np.cumsum([np.zeros(len(Cost._fields)), *(np.array(costs.runs[n]) for n in run_of)], axis=0)
-    table = total[None, :] - total[:, None]
-    table[0] += np.array(outside(costs.rest, shares[0], is_last=False))
-    table[:, -1] += np.array(outside(costs.rest, shares[1], is_last=True))
-    return Cost(*np.moveaxis(table, -1, 0))
+    return Cost(*np.moveaxis(total[None, :] - total[:, None], -1, 0))

@@ -15,7 +15,7 @@ from superscaler.planner.space import Choice
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 # How a stage has a microbatch: the groups with rows of their own, the parts of the sequence, and the copies of a part.
-Cuts = tuple[int, int, int]
+Way = tuple[int, int, int]
 Allowed = Callable[[int, int], NDArray[np.bool_]]
 NOTHING = Cost(*(0.0 for _ in Cost._fields))
 
@@ -29,37 +29,43 @@ def outside(rest: Cost, share: float, is_last: bool) -> Cost:
 
 
 def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: Allowed) -> list[int] | None:
-    """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest; None for
-    more stages than blocks, or where none are `allowed`: by the number of a stage, the first block and the end.
+    """Return the first block of each stage, and the end of the last one, so that the slowest stage is fastest, and the
+    others are as equal as can be; None where no stages are `allowed`: by the number of a stage, the first block and the
+    end.
     """
     count = len(run_of)
     if stages == 1:
         return [0, count]
-    if stages > count:
-        return None
     seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
-    # The slowest of the stages up to each block, and where the last of them begins.
-    slowest, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
-    for k in range(1, stages + 1):
-        own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages else 0.0)
-        own[~allowed(k - 1, stages)] = inf
-        table = np.maximum(slowest[:, None], own)
-        begins.append(table.argmin(axis=0))
-        slowest = table.min(axis=0)
+    every = list[Floats]()
+    for k in range(stages):
+        own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages - 1 else 0.0)
+        every.append(np.where(allowed(k, stages), own, inf))
+    # The slowest of the stages up to each block.
+    slowest = np.where(np.arange(count + 1) == 0, 0.0, inf)
+    for own in every:
+        slowest = np.maximum(slowest[:, None], own).min(axis=0)
     if slowest[count] == inf:
         return None
+    # The least sum of the squares of those, rounded so that equal ones stay equal, and where the last of them begins.
+    limit = slowest[count] or 1.0
+    sums, begins = np.where(np.arange(count + 1) == 0, 0.0, inf), list[Ints]()
+    for own in every:
+        table = np.round(sums[:, None] + np.where(own <= limit, own / limit, inf) ** 2, 9)
+        begins.append(table.argmin(axis=0))
+        sums = table.min(axis=0)
     bounds = [count]
     for first in reversed(begins):
         bounds.append(int(first[bounds[-1]]))
     return bounds[::-1]
 
 
-def cuts_of(c: Choice) -> Cuts:
+def cuts_of(c: Choice) -> Way:
     """Return the cuts of a microbatch in each stage of a plan."""
     return (c.dp, 1, c.tp) if c.layout == "tensor" else (c.dp, c.tp, 1)
 
 
-def meetings(one: Cuts, other: Cuts) -> list[tuple[int, int]]:
+def meetings(one: Way, other: Way) -> list[tuple[int, int]]:
     """Return the pairs of devices of a stage and of the next one that have common elements of a microbatch; of copies,
     one sends.
 

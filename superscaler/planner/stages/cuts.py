@@ -1,0 +1,89 @@
+"""The stages of plans of a model: those of a schedule that cuts it itself, and the best of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.errors import InputError
+from superscaler.ir.graph import Graph
+from superscaler.planner.constraints import Limit
+from superscaler.planner.menu import Menu
+from superscaler.planner.space import Choice, Use
+from superscaler.planner.stages.balance import Ints, balanced
+from superscaler.planner.stages.folded import Folded
+from superscaler.plans.lib.stages import outer_ends
+from superscaler.plans.lib.stages import stages as cut_stages
+
+Bounds = list[int] | None
+
+
+class Cuts:
+    """The first block of each stage of a plan, and the end of the last one. `limits`: on the blocks of stages."""
+
+    def __init__(self, graph: Graph, menu: Menu, run_of: Ints, limits: Sequence[Limit]) -> None:
+        self.graph, self.menu, self.run_of, self.limits = graph, menu, run_of, limits
+        self.sizes, self.ends = menu.sizes(), outer_ends(graph)
+        self._known: dict[tuple[Use, int, bool, bool], Bounds] = {}
+        self._folded: dict[tuple[Use, int], Folded] = {}
+        self._best: dict[tuple[Use, int, int], list[int]] = {}
+
+    def best(self, c: Choice) -> Bounds:
+        """Return the stages with the shortest step; None for more than the model has, or limits that none keep."""
+        found = self._balanced(c)
+        if found is None or c.schedule != "zbv":
+            return found
+        key = c.use, c.pp, c.microbatches
+        if key not in self._best:
+            self._best[key] = self._of_v(c, found).best(c.microbatches)
+        return self._best[key]
+
+    def least(self, c: Choice) -> Bounds:
+        """Return the stages whose slowest device is fastest."""
+        found = self._balanced(c)
+        return self._of_v(c, found).least if found is not None and c.schedule == "zbv" else found
+
+    def _of_v(self, c: Choice, slow: list[int]) -> Folded:
+        key = c.use, c.pp
+        if key not in self._folded:
+            costs = self.menu.costs(c.use)
+            assert costs is not None
+            self._folded[key] = Folded(costs, self.run_of, c.pp, self.allowed, slow)
+        return self._folded[key]
+
+    def _balanced(self, c: Choice) -> Bounds:
+        key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
+        if key not in self._known:
+            costs, stages, is_even, has_rest = self.menu.costs(c.use), *key[1:]
+            if is_even and stages > 1:
+                self._known[key] = self._even(stages) if stages <= len(self.run_of) else None
+            else:
+                given = self.run_of, stages, has_rest, partial(self.allowed, has_rest=has_rest)
+                self._known[key] = None if costs is None else balanced(costs, *given)
+        return self._known[key]
+
+    def allowed(self, stage: int, stages: int, has_rest: bool = True) -> NDArray[np.bool_]:
+        """Return whether a stage, one of so many, may have the blocks from a first one up to an end: none, if it is the
+        first or the last, and has what is outside of the blocks.
+        """
+        blocks = np.concatenate([[0], np.cumsum(self.sizes)])
+        found = np.triu(np.ones((len(blocks), len(blocks)), dtype=bool), 1)
+        found[0, 0] = has_rest and stage == 0 and self.ends[0]
+        found[-1, -1] = has_rest and stage == stages - 1 and self.ends[1]
+        for limit in self.limits:
+            found &= limit.holds(stage, stages, blocks[None, :] - blocks[:, None])
+        return found
+
+    def _even(self, count: int) -> Bounds:
+        """Return the stages as schedules cut the model themselves."""
+        try:
+            parts = cut_stages(self.graph, count)
+        except InputError:
+            return None
+        of = {op.name: n for n, block in enumerate(chain(*self.menu.runs)) for op in block.ops}
+        firsts = [min((of[op.name] for op in part if op.name in of), default=len(self.run_of)) for part in parts]
+        return [0, *(min(firsts[k:]) for k in range(1, count)), len(self.run_of)]
