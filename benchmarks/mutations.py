@@ -507,7 +507,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "@along_axis(recomputes=True)", "plans/test_chunked_loss"),
     ("a limit on a stage is one on all", "self.stage is None or self.stage % stages == stage", "True",
      "planner/test_constraints"),
-    ("limits are of the stage before", "allowed(k - 1, stages)", "allowed(k - 2, stages)",
+    ("limits are of the stage before", "np.where(allowed(k, stages), own", "np.where(allowed(k - 1, stages), own",
      "planner/test_constraints"),
     ("one stage satisfies a constraint for all", "all(any(is_so(x, v)", "any(any(is_so(x, v)",
      "planner/test_constraints"),
