@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from superscaler.certify.certificate import certify
 from superscaler.cluster import Cluster
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
+from superscaler.ir.parts import Block
 from superscaler.ir.program import Program
 from superscaler.planner.space import Choice
 from superscaler.planner.whole import predicted
@@ -33,20 +35,22 @@ class Found:
 @dataclass
 class Programs:
     """The plans that are compiled whole, the best first, and the program of the best, which alone gets a certificate;
-    None if it was not compiled with all microbatches. `refused`: the plans that the model does not allow.
+    None if it was not compiled with all microbatches and blocks. `runs`: of equal blocks. `refused`: the plans that the
+    model does not allow.
     """
 
     graph: Graph
     cluster: Cluster
     memory: int | None
     system: System
+    runs: Sequence[Sequence[Block]] = ()
     found: list[Found] = field(default_factory=list)
     refused: set[Choice] = field(default_factory=set)
     best: Program | None = None
 
     def compiled(self, choice: Choice, certified: bool = False) -> Found | None:
         """Return a plan that is compiled whole; None if the model does not allow it."""
-        way = self.memory, self.system, choice, certified
+        way = self.memory, self.system, choice, certified, self.runs
         try:
             prediction, program = predicted(self.graph, self.cluster, *way)
         except PlanError:
@@ -62,8 +66,8 @@ class Programs:
         return next((f.prediction for f in self.found if f.choice == choice), None)
 
     def certify(self) -> None:
-        """Certify the best plan. One that was not compiled with all microbatches, or whose microbatches do not repeat
-        as they seemed to, is compiled anew with all of them, and has its place by that.
+        """Certify the best plan. One that was not compiled with all microbatches and blocks, or whose microbatches do
+        not repeat as they seemed to, is compiled anew with all of them, and has its place by that.
         """
         certain = set[Choice]()
         while self.found and (choice := self.found[0].choice) not in certain:

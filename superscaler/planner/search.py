@@ -118,7 +118,7 @@ def find(
     space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
-    programs, errors = Programs(graph, devices, memory, system), _Errors()
+    programs, errors = Programs(graph, devices, memory, system, menu.runs), _Errors()
     found, waiting, ordered = programs.found, dict[Choice, Estimate](), None
     is_late = partial(_is_late, start + seconds)
 

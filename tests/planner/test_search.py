@@ -22,7 +22,7 @@ from superscaler.planner.programs import Found, Programs
 from superscaler.planner.search import Answer, _layouts, _proofs, find, search
 from superscaler.planner.space import Choice, Own, choices
 from superscaler.plans import resolve
-from superscaler.simulate.system import System
+from superscaler.simulate.system import PLAIN, System
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
@@ -235,7 +235,7 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
             tried.append(known[choice].bound)
             return one
 
-    known, found = dict(waiting), Compiled(graph_of(GPT), ss.Cluster.parse("a100:1x2"), None, False, [one])
+    known, found = dict(waiting), Compiled(graph_of(GPT), ss.Cluster.parse("a100:1x2"), None, PLAIN, found=[one])
     assert len(list(_proofs(waiting, inf, found))) == len(compiled)
     assert tried == compiled
     other = _estimate(0.5, pp=2, blocks=(2, 2))
