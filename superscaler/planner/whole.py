@@ -20,7 +20,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.loops import NONE
 from superscaler.ir.parts import Block
-from superscaler.ir.program import Backward, Instruction, Program, Update, calls
+from superscaler.ir.program import Instruction, Program, calls
 from superscaler.planner.kinds import of_batch, reduced
 from superscaler.planner.space import Choice
 from superscaler.plans import resolve
@@ -167,7 +167,7 @@ def _moments(few: Simulation, more: Simulation, pair: Sequence[DeviceMemory], ti
         for way in (1, -1):
             for kind, n, m in _alike(*(section[key][::way] for section in sections)):
                 found = second[m] + (second[m] - first[n]) * times
-                if kind is Update:
+                if kind.updates:
                     # Weights that are updated at once make no more.
                     found[TEMPORARY] = min(found[TEMPORARY], max(second[m][TEMPORARY], listed))
                 yield m, found
@@ -193,7 +193,7 @@ def _sections(program: Program, rank: int) -> dict[tuple[int, bool], list[_At]]:
     last = max((n for n, i in enumerate(code) if i.runs_segment), default=0)
     for n, i in enumerate(code):
         if i.runs_segment and i.task is not None:
-            is_back = isinstance(i, Backward) or (key[1] and key[0] == i.task.microbatch)
+            is_back = i.is_mirror or (key[1] and key[0] == i.task.microbatch)
             key = i.task.microbatch, is_back
         key = key if n <= last else (_END, True)
         found.setdefault(key, []).append(_At(n, (type(i), functions.get(i.task, 0) if i.task else 0)))
