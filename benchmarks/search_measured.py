@@ -25,7 +25,7 @@ from superscaler.planner.search import search
 from superscaler.plans import keys_of, names
 
 SIZES = "layers=4,hidden=256,heads=8,seq=128,vocab=2048,batch=16"
-MODELS = f"gpt2:{SIZES}", f"llama:{SIZES}"
+MODELS = f"gpt2:{SIZES}", f"llama:{SIZES},mlp=1024,kv_heads=8"
 # Plans that train on old weights.
 _OTHER = "pipedream", "pipedream_2bw"
 _FINALISTS = 4
