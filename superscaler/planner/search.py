@@ -15,7 +15,8 @@ from superscaler.planner.candidates import NEAR, Candidates
 from superscaler.planner.constraints import left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
-from superscaler.planner.orders.improve import improve
+from superscaler.planner.orders.improve import Improved, improve
+from superscaler.planner.own.stages import Fits
 from superscaler.planner.programs import Found, Programs
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use, choices, nearest
 from superscaler.simulate.predict import check_system
@@ -108,13 +109,8 @@ def find(
     constraints = read(where, devices.devices_per_server)
     menu, room = Menu(graph, devices, system), memory or kind.memory or inf
     estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
-    count, layouts = len(estimator.run_of), _layouts(menu, devices)
-    every = [c for rows in batches or [menu.batch] for c in choices(devices, rows, count, layouts)]
-    # A CUDA graph replays no copies to the hosts.
-    every = [c for c in every if c.swap == "none" or not system.cuda_graph]
-    every = [c for c in every if c.schedule != "3f1b" or estimator.has_passes]
-    if not every:
-        raise InputError(_undivided(devices, batches or [menu.batch], count))
+    layouts = _layouts(menu, devices)
+    every = _space(estimator, batches or [menu.batch], layouts)
     space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
@@ -148,7 +144,26 @@ def find(
         menu.keep()
     if not found:
         raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
+    return _answer(programs, candidates, errors, fits, room, ordered)
+
+
+def _space(estimator: Estimator, batches: Sequence[int], layouts: Sequence[str]) -> list[Choice]:
+    """Return the plans of the space. Raises InputError for batches that devices cannot divide."""
+    cluster, count = estimator.cluster, len(estimator.run_of)
+    every = [c for rows in batches for c in choices(cluster, rows, count, layouts)]
+    if not every:
+        raise InputError(_undivided(cluster, batches, count))
+    # A CUDA graph replays no copies to the hosts.
+    every = [c for c in every if c.swap == "none" or not estimator.menu.system.cuda_graph]
+    return [c for c in every if c.schedule != "3f1b" or estimator.has_passes]
+
+
+def _answer(
+    programs: Programs, candidates: Candidates, errors: _Errors, fits: Fits, room: float, ordered: Improved | None
+) -> Answer:
+    """Return the answer, whose best plan has a certificate. `ordered`: the plan with a better order, if any."""
     programs.certify()
+    found = programs.found
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
     list(candidates.beside((ordered.origin if ordered else found[0]).choice))
     estimates = [e for e in candidates.found.values() if e and e.choice not in programs.refused]
