@@ -145,6 +145,7 @@ def test_a_plan_satisfies_constraints_with_its_own_blocks(text: str, blocks: tup
     assert satisfies(read(text), Choice(1, 1, 2, 1, 4, blocks=blocks)) == holds
 
 
+@pytest.mark.slow
 def test_the_found_plan_has_its_blocks_and_the_embedding_where_they_are_asked_for() -> None:
     """By the devices of the operators of the compiled plan."""
     where = "tp <= 8, no swap, stage 0 has the embedding, stage 0 has 3 blocks, pp = 2, rows = 8, schedule = 1f1b"

@@ -19,7 +19,6 @@ from superscaler.planner.space import Choice, choices
 from superscaler.planner.stages.balance import NOTHING, balanced
 from superscaler.planner.stages.folded import Folded
 from tests.helpers.graphs import graph_of
-from tests.helpers.sweeps import slow
 
 # The head takes as long as the blocks.
 HEAVY = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=32768,batch=8,device=meta"
@@ -89,7 +88,8 @@ def test_equal_blocks_are_spread_evenly_beside_a_heavy_head() -> None:
     assert found == [0, 1, 3, 5, 5]
 
 
-@pytest.mark.parametrize("schedule", ["zbv", *slow("1f1b", "zb_h1")])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zbv", "1f1b", "zb_h1"])
 def test_a_search_finds_the_best_of_all_cuts(schedule: str) -> None:
     """Of a model with a heavy head on 2 devices, and on 4: no cut, compiled whole, is faster, and the bound is below
     all.

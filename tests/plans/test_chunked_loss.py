@@ -63,6 +63,7 @@ def test_the_bytes_are_those_of_data_parallelism() -> None:
     assert plain == parts > 0
 
 
+@pytest.mark.slow
 def test_microbatches_of_others_keep_the_activations_of_one() -> None:
     def kept(plan: str) -> int:
         (found, *_) = memories(

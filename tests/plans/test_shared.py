@@ -100,6 +100,7 @@ def test_a_stage_may_have_nothing_to_train(plan: str, frozen: tuple[int, ...]) -
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_examples_give_what_the_page_says() -> None:
     text = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     example = doctest.DocTestParser().get_doctest(text, {}, "plans.md", None, 0)

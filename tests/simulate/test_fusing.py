@@ -75,6 +75,7 @@ def test_fused_kernels_move_the_bytes_that_inductor_counts(
     assert sum(k.name == "fused" for k in found) < 40 < len(kernels(plan, is_compiled=False))
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_keeps_what_torch_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = captured(LLAMA, autocast="bf16")
     plan = ss.compile(graph, "single", "local:1")
@@ -131,6 +132,7 @@ def words(some: Sequence[Kernel]) -> list[Kernel]:
     return [k for k in some if any(kind == "int64" and len(shape) > 2 for shape, kind in k.outputs)]
 
 
+@pytest.mark.slow
 def test_halves_of_a_backward_have_the_kernels_of_the_whole() -> None:
     graph = captured(GPT2.replace("layers=1", "layers=2"))
     halved, whole = (ss.compile(graph, f"{p}:2,microbatches=2", "h100:1x2") for p in ("zb_h1", "pipeline_1f1b"))
