@@ -91,8 +91,8 @@ class _Lane(NamedTuple):
         return works, after
 
     def _computing(self) -> Iterator[tuple[Instruction, float, float]]:
-        """Yield what computes, in order: its seconds, without waits for other stages, and those without waits for the
-        other ends of communication.
+        """Yield each computing instruction in order, with two times: its seconds after waits for other stages, and its
+        seconds after all ends of its communication are there.
         """
         events, at = self.events, self.column
         for n in np.flatnonzero(events.stream == COMPUTE).tolist():
