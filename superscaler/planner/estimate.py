@@ -168,7 +168,11 @@ class Estimator:
             beside = self.cluster.seconds("all_reduce", [range(c.tp)], max(stage.gradients for stage in stages))
             sums -= (c.microbatches - 1) * beside * (1 - 1 / self.slowdown)
         # 1F1B fills and drains once through all other stages.
-        return c.microbatches * slowest + sums, (total - slowest) * IDLE.get(c.schedule, 1.0 / c.chunks)
+        idle, count = (total - slowest) * IDLE.get(c.schedule, 1.0 / c.chunks), c.microbatches
+        if c.schedule in IDLE:
+            # Few microbatches cannot fill it: the first goes through all stages both ways before other backwards.
+            idle = max(idle, (2 * total + (2 * count - 1) * stages[0].seconds) / 3 - count * slowest)
+        return count * slowest + sums, idle
 
     def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""

@@ -165,13 +165,14 @@ def _answer(
     programs.certify()
     found = programs.found
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
-    list(candidates.beside((ordered.origin if ordered else found[0]).choice))
     estimates = [e for e in candidates.found.values() if e and e.choice not in programs.refused]
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
     least = [_least(e, programs.prediction(e.choice), room) for e in estimates]
     bound = min(found[0].a_row, candidates.least(fits), *least)
+    # Estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
+    estimates += candidates.beside((ordered.origin if ordered else found[0]).choice)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in estimates]
     return Answer(found, bound * found[0].choice.batch, corrected)
 

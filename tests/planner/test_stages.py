@@ -110,6 +110,17 @@ def test_a_search_finds_the_best_of_all_cuts(schedule: str) -> None:
         assert schedule != "zbv" or answer.best.choice.blocks[-1] == 0
 
 
+def test_one_microbatch_goes_through_all_stages_before_a_zero_bubble_is_filled() -> None:
+    """The estimate of ZB-H1 and its bound are near the plan that is compiled whole."""
+    graph, cluster = graph_of(HEAVY.replace("32768", "1024")), ss.Cluster.parse("a100:1x2")
+    choice = Choice(1, 1, 2, 8, 1, schedule="zb_h1")
+    e = Estimator(graph, cluster, Menu(graph, cluster)).of(choice)
+    assert e is not None
+    step = ss.compile(graph, e.choice.spec, cluster).simulate().step_seconds
+    assert e.bound <= step * (1 + 1e-9)
+    assert e.bound > 0.94 * step
+
+
 @pytest.mark.slow
 def test_a_v_with_a_heavy_head_is_as_fast_as_stages_of_equal_flops() -> None:
     """And without an order of its own."""

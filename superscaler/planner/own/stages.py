@@ -27,7 +27,9 @@ class OwnStages:
     def __init__(self, estimator: Estimator, space: Iterable[Choice], layout: str, most: int, room: float) -> None:
         self.estimator, self.room = estimator, room
         plain = (c for c in space if c.pp > 1 and c.schedule in _SCHEDULES and c.zero < 2 and c.recompute in _OWN)
-        own = (c for c in plain if c.loss == "whole" and c.swap == "none" and c.tp <= most)
+        # Fewer microbatches do not fill the idle time of ZB-H1.
+        full = (c for c in plain if c.schedule == "1f1b" or c.microbatches >= c.pp)
+        own = (c for c in full if c.loss == "whole" and c.swap == "none" and c.tp <= most)
         self.groups = collect((_group(c), c) for c in own if c.layout == (layout if c.tp > 1 else "tensor"))
         self._given: dict[tuple[Choice, ...], Estimate | None] = {}
 
