@@ -51,7 +51,7 @@ import torch, superscaler as ss
 from superscaler.models import build
 built = build("mlp:layers=4")
 graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
-ss.compile(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=2", "local:8").save(folder)
+ss.compile(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=2", "local:8").save(folder, evaluation=False)
 """
 
 

@@ -196,7 +196,7 @@ def rank(folder: Path) -> None:
 
 @pytest.mark.dist
 def test_processes_with_other_batches_are_refused(tmp_path: Path) -> None:
-    plan("data_parallel").save(tmp_path / "plan")
+    plan("data_parallel").save(tmp_path / "plan", evaluation=False)
     launch(Path(__file__), [str(tmp_path)], 2)
     ranks = [json.loads((tmp_path / f"found{k}").read_text()) for k in range(2)]
     (alone,) = on_ranks(plan("single", 1), lambda step: [float(step(batch())) for _ in range(4)])

@@ -96,7 +96,7 @@ def make(bug: str, folder: Path) -> None:
         head, *lines = diff.splitlines()
         plan = plan_of(head.removeprefix("--- "))
         if lines[0].startswith("+++ "):
-            plan.save(folder)
+            plan.save(folder, evaluation=False)
             file = folder / lines[0].removeprefix("+++ plan/")
             file.write_text(edited(file.read_text(), lines[1:]))
             validate_directory(folder, manifest=False)

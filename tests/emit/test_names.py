@@ -108,7 +108,7 @@ def test_names_read_back_where_a_weight_or_a_module_is_called_as_gradients_begin
         captured(make),
         step_of(nn.Sequential(OrderedDict(d=nn.Linear(8, 8), loss=Mean())), torch.randn(8, 8)),
     ):
-        ss.compile(graph, "zero", "local:2").save(tmp_path)
+        ss.compile(graph, "zero", "local:2").save(tmp_path, evaluation=False)
         validate_directory(tmp_path)
 
 

@@ -43,7 +43,7 @@ class Context(NamedTuple):
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     graph, folder = capture(), tmp_path_factory.mktemp("calls")
     plan = ss.compile(graph, "single", "local:1")
-    plan.save(folder / "plan")
+    plan.save(folder / "plan", evaluation=False)
     (folder / "file").write_text("x")
     return Context(graph, plan, ss.load(folder / "plan"), folder)
 

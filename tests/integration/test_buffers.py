@@ -180,7 +180,7 @@ def test_a_checkpoint_of_training_is_evaluated(tmp_path: Path) -> None:
         ("train", ss.compile(ss.capture(module, kwargs=batch, optimizer=optimizer, check=False), "single", "local:1")),
         ("evaluate", ss.compile(ss.capture(fresh, kwargs=batch, optimizer=None, check=False), "single", "local:1")),
     ):
-        plan.save(str(tmp_path / name))
+        plan.save(str(tmp_path / name), evaluation=False)
     step = ss.load(tmp_path / "train")
     step(batch)
     step.save(tmp_path / "kept")

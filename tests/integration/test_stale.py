@@ -89,7 +89,7 @@ def test_a_resumed_plan_goes_on_with_all_its_versions(tmp_path: Path) -> None:
         ss.op_trans(graph, graph.forward_ops, ss.Stale(3))
         ss.op_assign(graph, graph.ops, 0)
 
-    ss.compile(graph, third, "local:1").save(tmp_path / "plan")
+    ss.compile(graph, third, "local:1").save(tmp_path / "plan", evaluation=False)
     first, second = (ss.load(tmp_path / "plan") for _ in range(2))
     for _ in range(4):
         first(batch)
@@ -116,7 +116,7 @@ def test_a_stale_plan_resumes_from_and_leaves_checkpoints_of_others(tmp_path: Pa
     plain = ss.compile(graph, "single", "local:1")
     older = ss.compile(graph, stale("single"), "local:1")
     for name, plan in (("plain", plain), ("stale", older)):
-        plan.save(tmp_path / name)
+        plan.save(tmp_path / name, evaluation=False)
     first, second = (ss.load(tmp_path / name) for name in ("plain", "stale"))
     first(batch)
     first.save(tmp_path / "a")

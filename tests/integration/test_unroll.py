@@ -127,8 +127,8 @@ def test_buffers_and_random_numbers_go_on_from_iteration_to_iteration(kind: type
 def test_checkpoints_of_unrolled_plans_and_of_others_resume_each_other(tmp_path: Path) -> None:
     graph = graph_of("mlp")
     batch = graph.captured.batch
-    ss.compile(graph, "single", "local:1").save(tmp_path / "plain")
-    ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "both")
+    ss.compile(graph, "single", "local:1").save(tmp_path / "plain", evaluation=False)
+    ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "both", evaluation=False)
     plain, both = ss.load(tmp_path / "plain"), ss.load(tmp_path / "both")
     plain(batch)
     plain.save(tmp_path / "a")
@@ -144,7 +144,7 @@ def test_one_learning_rate_is_that_of_all_iterations_of_a_step(tmp_path: Path) -
     graph = graph_of("mlp", "momentum")
     batch = graph.captured.batch
     for name, plan in (("plain", "single"), ("both", unrolled("single"))):
-        ss.compile(graph, plan, "local:1").save(tmp_path / name)
+        ss.compile(graph, plan, "local:1").save(tmp_path / name, evaluation=False)
     plain, both = ss.load(tmp_path / "plain"), ss.load(tmp_path / "both")
     for rate in (0.5, 0.01):
         plain.lr = both.lr = rate
@@ -162,7 +162,7 @@ def test_the_text_of_an_unrolled_model_reads_back() -> None:
 def test_a_step_takes_as_many_batches_as_it_has_iterations(tmp_path: Path) -> None:
     graph = graph_of("mlp")
     batch = graph.captured.batch
-    ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "plan")
+    ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "plan", evaluation=False)
     step = ss.load(tmp_path / "plan")
     for given, told in ((batch, "dict"), ([batch], "1 batches"), ([batch] * 3, "3 batches")):
         with pytest.raises(InputError, match=f"at once: a step takes a list of 2 batches, not {told}"):

@@ -141,7 +141,7 @@ def test_random_plans_are_joined_and_equal(seed: int) -> None:
 def test_a_plan_directory_has_the_code_of_compiled_steps(tmp_path: Path) -> None:
     """`ss.load` runs it with `torch_compile` alone, and it is checked as the other code is."""
     plan, folder = ss.compile(graph_of(GPT2), "single", "local:1"), tmp_path / "plan"
-    plan.save(folder)
+    plan.save(folder, evaluation=False)
     found = validate_directory(folder)
     assert (found["works"], found["compiled_works"]) == (5, 2)
     files = {ss.load(folder, torch_compile=k).form.function.__code__.co_filename for k in (False, True)}
@@ -155,7 +155,7 @@ def test_a_plan_directory_has_the_code_of_compiled_steps(tmp_path: Path) -> None
 
 
 def test_a_plan_that_is_as_long_as_it_can_be_has_one_program(tmp_path: Path) -> None:
-    ss.compile(graph_of(GPT2), "tensor_parallel", "local:2").save(tmp_path / "plan")
+    ss.compile(graph_of(GPT2), "tensor_parallel", "local:2").save(tmp_path / "plan", evaluation=False)
     assert not list((tmp_path / "plan").glob("compiled_*"))
     found = validate_directory(tmp_path / "plan")
     assert found["works"] == found["compiled_works"] == 27

@@ -236,6 +236,6 @@ def test_weights_that_a_plan_draws_fit_the_memory(monkeypatch: pytest.MonkeyPatc
     needed = sum(p.nbytes for p in built.module.parameters())
     monkeypatch.setattr(artifact, "free_memory", lambda: needed - 1)
     with pytest.raises(InputError, match="write the plan directory on a machine with more memory"):
-        plan.save(tmp_path / "plan")
+        plan.save(tmp_path / "plan", evaluation=False)
     monkeypatch.setattr(artifact, "free_memory", lambda: needed)
-    plan.save(tmp_path / "plan")
+    plan.save(tmp_path / "plan", evaluation=False)

@@ -45,7 +45,7 @@ def test_nothing_is_computed_twice(tmp_path: Path) -> None:
     found = {}
     for plan in ("single", "chunked_loss:parts=4", "chunked_loss:parts=4,microbatches=2"):
         folder = tmp_path / plan.replace(":", "_")
-        ss.compile(graph_of(WIDE), plan, "local:1").save(folder)
+        ss.compile(graph_of(WIDE), plan, "local:1").save(folder, evaluation=False)
         step = ss.load(folder)
         with FlopCounterMode(display=False) as counter:
             loss = float(step(batch))

@@ -56,11 +56,11 @@ def plans() -> dict[str, Plan]:
 
 @pytest.fixture(scope="module")
 def saved(plans: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The plans in directories, which no test changes."""
-    folder = tmp_path_factory.mktemp("plans")
-    for number, plan in enumerate(plans.values()):
-        plan.save(folder / str(number))
-    return {spec: folder / str(number) for number, spec in enumerate(plans)}
+    """Some plans in directories, which no test changes."""
+    folder, specs = tmp_path_factory.mktemp("plans"), ("data_parallel", "hybrid:dp=2,tp=2", PLANS[3][0])
+    for number, spec in enumerate(specs):
+        plans[spec].save(folder / str(number), evaluation=False)
+    return {spec: folder / str(number) for number, spec in enumerate(specs)}
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_diff_tells_splits_orders_and_bytes(
     assert f"  + {b:,} bytes on links" in out
     assert "model:" not in out
     assert plans[first].diff(plans[second]) == out.rstrip("\n")
-    plans[first].save(tmp_path / "again")
+    plans[first].save(tmp_path / "again", evaluation=False)
     assert run("diff", saved[first], tmp_path / "again", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["equal"], found["differences"]) == (True, [])
@@ -387,11 +387,11 @@ def test_a_changed_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("name", "is_removed"), [*((name, False) for name in FILES), *slow(("run.py", True))])
-def test_a_directory_that_was_touched_is_written_again(
-    name: str, is_removed: bool, directory: Path, plans: dict[str, Plan]
-) -> None:
-    plan, file = plans["data_parallel"], directory / name
-    assert plan.save(directory) is False
+def test_a_directory_that_was_touched_is_written_again(name: str, is_removed: bool, tmp_path: Path) -> None:
+    plan, directory = plan_of("data_parallel", "local:2", MLP), tmp_path / "plan"
+    assert plan.save(directory, evaluation=False) is True
+    assert plan.save(directory, evaluation=False) is False
+    file = directory / name
     whole = file.read_bytes()
     if is_removed:
         file.unlink()
@@ -400,17 +400,17 @@ def test_a_directory_that_was_touched_is_written_again(
     else:
         # In the weights, the last byte is of a number.
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert plan.save(directory) is True
+    assert plan.save(directory, evaluation=False) is True
     assert file.read_bytes() == whole
 
 
 def test_other_initial_weights_are_another_plan(tmp_path: Path) -> None:
     plan = plan_of("data_parallel", "local:2", MLP)
-    assert plan.save(tmp_path / "plan") is True
+    assert plan.save(tmp_path / "plan", evaluation=False) is True
     values = plan.compiled.graph.captured.values
     name = next(iter(values))
     values[name] = values[name] + 1
-    assert plan.save(tmp_path / "plan") is True
+    assert plan.save(tmp_path / "plan", evaluation=False) is True
 
 
 # wrong input

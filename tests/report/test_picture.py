@@ -108,7 +108,7 @@ def test_the_steps_move_what_the_plan_says(plan: Plan) -> None:
 
 def test_the_command_draws_what_the_plan_draws(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, file = tmp_path / "plan", tmp_path / "b.svg"
-    plan.save(directory)
+    plan.save(directory, evaluation=False)
     assert run("explain", str(directory), "--svg", str(file)) == 0
     assert capsys.readouterr().out == (
         f"the predicted step and {len(plan._account['paths'])} exchanges of several steps drawn in {file}\n"
@@ -118,7 +118,7 @@ def test_the_command_draws_what_the_plan_draws(plan: Plan, tmp_path: Path, capsy
 
 
 def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan.save(tmp_path / "plan")
+    plan.save(tmp_path / "plan", evaluation=False)
     for directory, file, message in (
         ("plan", "missing/a.svg", "name a file in a folder that exists"),
         ("plan", "plan", "name a file in a folder that exists"),
@@ -137,7 +137,7 @@ def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.C
 def test_a_full_disk_leaves_the_older_picture(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan.save(tmp_path / "plan")
+    plan.save(tmp_path / "plan", evaluation=False)
     plan.draw(tmp_path / "a.svg")
     before = (tmp_path / "a.svg").read_bytes()
 

@@ -71,7 +71,7 @@ def run(
     """Train some steps on threads and return what each rank has then: losses, weights."""
     made = ss.compile(graph, plan, f"local:{PLANS.get(plan, 2)}")
     if folder is not None:
-        made.save(folder)
+        made.save(folder, evaluation=False)
     found = made.compiled
 
     def work(step: Step) -> Any:
@@ -217,7 +217,7 @@ def test_a_finite_step_is_the_same_step() -> None:
 
 @pytest.mark.dist
 def test_processes_end_and_say_it(tmp_path: Path) -> None:
-    ss.compile(captured(Net(lambda h: (h - 100).log()), BATCH), *PIPELINE).save(tmp_path / "plan")
+    ss.compile(captured(Net(lambda h: (h - 100).log()), BATCH), *PIPELINE).save(tmp_path / "plan", evaluation=False)
     where = r"^rank 1 of 2 failed .* the forward of log \(blocks.2\) at segments.py:"
     with pytest.raises(RuntimeFailure, match=where) as end:
         train(tmp_path / "plan", world=2, steps=2, check_finite=True)

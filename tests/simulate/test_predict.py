@@ -278,7 +278,7 @@ def test_documents_are_given_to_a_model_that_has_some(tmp_path: Path, capfd: pyt
     assert "rows of documents of 128, 64, 64 tokens" in printed["assumed"]
     inside = (128 * 129 // 2 + 2 * 64 * 65 // 2) * 2 * 4 // 2
     assert printed["attention"]["scores"] == [inside, inside]
-    ss.compile(graph_of(PACKED), "tensor_parallel", "a100:1x2").save(tmp_path / "plan")
+    ss.compile(graph_of(PACKED), "tensor_parallel", "a100:1x2").save(tmp_path / "plan", evaluation=False)
     printed, _ = answer(capfd, "simulate", str(tmp_path / "plan"), "--documents", "64")
     assert printed["attention"]["scores"] == [4 * 64 * 65 // 2 * 2 * 4 // 2] * 2
     # A CUDA graph has one shape for all packings.
@@ -305,7 +305,7 @@ def test_a_saved_plan_is_predicted_on_another_cluster_of_its_size(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan = ss.compile(graph_of("mlp:layers=1,hidden=8"), "data_parallel", "local:2")
-    plan.save(tmp_path / "plan")
+    plan.save(tmp_path / "plan", evaluation=False)
     given = "simulate", tmp_path / "plan"
     assert run(*given) == 2
     assert "nothing is known about the speed of local:2" in capfd.readouterr().err

@@ -108,22 +108,22 @@ def plans() -> list[ss.Plan]:
 def test_a_full_disk_leaves_the_older_plan(
     what: str, plans: list[ss.Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans[0].save(tmp_path / "plan")
+    plans[0].save(tmp_path / "plan", evaluation=False)
     before = contents(tmp_path)
     monkeypatch.setattr(store, what, full)
     with pytest.raises(InputError, match=rf"{tmp_path}/plan cannot be written: No space left on device; choose"):
-        plans[1].save(tmp_path / "plan")
+        plans[1].save(tmp_path / "plan", evaluation=False)
     assert contents(tmp_path) == before
     read_plan(tmp_path / "plan").check()
     with pytest.raises(InputError, match="No space left"):
-        plans[1].save(tmp_path / "new" / "plan")
+        plans[1].save(tmp_path / "new" / "plan", evaluation=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan"]
 
 
 def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
     plans: list[ss.Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans[0].save(tmp_path)
+    plans[0].save(tmp_path, evaluation=False)
     (tmp_path / "notes.txt").write_text("mine")
     replaced: list[str] = []
 
@@ -137,13 +137,13 @@ def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
-            plans[1].save(tmp_path)
+            plans[1].save(tmp_path, evaluation=False)
     assert (tmp_path / NEW / "plan.json").is_file()
     with pytest.raises(InputError, match=rf"{tmp_path}/\S+ is not what compile wrote there"):
         ss.load(tmp_path)
     # Whatever is written next: what was aside comes first.
     for plan, world in ((plans[0], 2), (plans[1], 1)):
-        assert plan.save(tmp_path) is True
+        assert plan.save(tmp_path, evaluation=False) is True
         found = read_plan(tmp_path)
         found.check()
         assert found.head["world"] == world
@@ -153,9 +153,9 @@ def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_removed(plans: list[ss.Plan], tmp_path: Path) -> None:
-    plans[0].save(tmp_path)
+    plans[0].save(tmp_path, evaluation=False)
     (tmp_path / "journal.txt").unlink()
     (tmp_path / "journal.txt").mkdir()
     with pytest.raises(InputError, match=r"journal\.txt is not of the plan there; move it"):
-        plans[1].save(tmp_path)
+        plans[1].save(tmp_path, evaluation=False)
     assert read_plan(tmp_path).head["world"] == 2
