@@ -1,9 +1,7 @@
 """The reason why no order exists: a shortest cycle, with the work of each device until it is stuck."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
 
 from superscaler.ir.graph import KINDS
 from superscaler.ir.grid import place_name
@@ -12,43 +10,81 @@ from superscaler.ir.orders import Action, Row, timetable
 from superscaler.schedule.dependencies import DependencyGraph, Node
 from superscaler.schedule.transfers import BACKWARD, FORWARD, Transfer
 
+# The nodes that are visited at most, again and again, for a shorter cycle than the first.
+_VISITS = 200_000
 
 def shortest_cycle(nodes: DependencyGraph, sorted_nodes: Sequence[Node]) -> list[Node]:
-    """Return a cycle with the least work among the nodes that could not be sorted."""
-    done = np.zeros(len(nodes.names), dtype=bool)
-    done[[nodes.number[n] for n in sorted_nodes]] = True
-    best: list[int] = []
-    limit = len(nodes.names) + 1
-    left = sorted(np.flatnonzero(~done).tolist(), key=nodes.is_work, reverse=True)
-    for start in left[:2000]:
+    """Return a cycle with the least work among the nodes that could not be sorted. Of large graphs, a cycle through
+    each of the nodes is looked for until there were enough visits.
+    """
+    done = {nodes.number[n] for n in sorted_nodes}
+    left = [n for n in range(len(nodes.names)) if n not in done]
+    around, work = _Around(nodes, left), [nodes.is_work(n) for n in range(len(nodes.names))]
+    best, limit, visits = list[int](), len(nodes.names) + 1, 0
+    for start in sorted(left, key=work.__getitem__, reverse=True):
         # Orders of communication alone may form a cycle, too.
-        if best and not nodes.is_work(start):
+        if best and (visits > _VISITS or not work[start]):
             break
-        if path := _cycle_from(nodes, start, done, limit):
-            best, limit = path, sum(map(nodes.is_work, path))
+        if start in around.after:
+            path, seen = _cycle_from(around.after, work, start, limit)
+            visits += seen
+            if path:
+                best, limit = path, sum(work[n] for n in path)
+            # All cycles through it are known.
+            around.remove(start)
     return [nodes.names[n] for n in best if nodes.names[n].kind != "E"]
 
 
-def _cycle_from(nodes: DependencyGraph, start: int, done: np.ndarray, limit: int) -> list[int]:
-    """Return a cycle through `start` with less work than `limit`; transfers and orders count as no work."""
+class _Around:
+    """The nodes around cycles: each has one before it and one after it. `after`: those after each."""
+
+    def __init__(self, nodes: DependencyGraph, left: Iterable[int]) -> None:
+        own = {*left}
+        self.after = {n: [after for after in nodes.after[n] if after in own] for n in own}
+        self.before: dict[int, list[int]] = {n: [] for n in self.after}
+        for n, some in self.after.items():
+            for after in some:
+                self.before[after].append(n)
+        self.counts = {n: [len(self.before[n]), len(some)] for n, some in self.after.items()}
+        for n in [n for n, both in self.counts.items() if 0 in both]:
+            self.remove(n)
+
+    def remove(self, node: int) -> None:
+        """Remove a node, and those that are no longer around a cycle."""
+        ends = [node]
+        while ends:
+            node = ends.pop()
+            for side, others in enumerate((self.after.pop(node, ()), self.before.pop(node, ()))):
+                for other in others:
+                    self.counts[other][side] -= 1
+                    if self.counts[other][side] == 0:
+                        ends.append(other)
+
+
+def _cycle_from(
+    nexts: Mapping[int, Sequence[int]], work: Sequence[bool], start: int, limit: int
+) -> tuple[list[int], int]:
+    """Return a cycle through `start` with less work than `limit`, and the number of nodes that were visited; transfers
+    and orders count as no work.
+    """
     came = {start: -1}
     depth = {start: 1}
     queue = deque([start])
     while queue:
         here = queue.popleft()
-        for after in nodes.after[here]:
+        for after in nexts[here]:
             if after == start:
                 path = [here]
                 while came[path[-1]] != -1:
                     path.append(came[path[-1]])
-                return path[::-1]
-            if done[after] or after in came:
+                return path[::-1], len(came)
+            if after in came or after not in nexts:
                 continue
-            depth[after] = depth[here] + nodes.is_work(after)
+            depth[after] = depth[here] + work[after]
             if depth[after] < limit:
                 came[after] = here
-                (queue.append if nodes.is_work(after) else queue.appendleft)(after)
-    return []
+                (queue.append if work[after] else queue.appendleft)(after)
+    return [], len(came)
 
 
 # Why an op reads several microbatches, and the remedy where their order is impossible.
