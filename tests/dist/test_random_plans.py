@@ -38,8 +38,8 @@ WORLD, ROOT = 4, Path(__file__).parents[1]
 # One plan of each way to communicate; the others of the library run on threads.
 LIBRARY = {
     "gpt2:size=tiny": [
-        "interlaced:2 x data_parallel:2", "zero:stage=3", "ring_attention", "ulysses",
-        "hybrid:dp=1,tp=2,pp=2,microbatches=2", "hybrid:pp=2,dp=2+1,tp=1+2,microbatches=2,zero=1", "swap:what=both,microbatches=2",
+        "interlaced:2 x data_parallel:2", "zero:stage=3", "ring_attention",
+        "hybrid:dp=1,tp=2,pp=2,microbatches=2", "hybrid:pp=2,dp=2+1,tp=1+2,microbatches=2,zero=1",
         f"{ROOT}/materialize/test_buckets.py:zero",
     ],
     MIXTRAL: ["dualpipe:2,microbatches=6 x expert_parallel:2,capacity=2.0"],
@@ -51,7 +51,7 @@ SWEPT = {
     "gpt2:size=tiny,layers=4,batch=16,hidden=16,heads=4,seq=8,vocab=32": [
         "chimera", "interlaced", "dualpipe_v:2 x zero:2", "seq1f1b:2,slices=2 x data_parallel:2",
     ],
-    "llama:size=tiny": ["swap:what=both,microbatches=2"],
+    "llama:size=tiny": ["swap:what=both,microbatches=2", "ulysses"],
 }  # fmt: skip
 Values = Mapping[str, Tensor]
 # A plan in float64 with what it runs on, and what tells from the steps of all ranks whether they are the model's.

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+from torch import random
 from torch._C import _dispatch_get_registrations_for_dispatch_key
 from torch._ops import OperatorBase
 from torch._subclasses.fake_impls import op_implementations_dict
@@ -20,7 +22,8 @@ from torch.utils import _pytree
 
 def quick_exports() -> None:
     """Let an export look for operators once, build once what it registers for all of them, write the code of graphs
-    that are called only, name each kind of node once, and see only the frames of the model.
+    that are called only, name each kind of node once, see only the frames of the model, and seed what there is: for
+    each kind of GPU that is not there, torch writes down all calls that led to its seed.
     """
     collect, known = exported_program._collect_all_valid_cia_ops, dict[tuple[str, ...], set[OperatorBase]]()
 
@@ -44,6 +47,8 @@ def quick_exports() -> None:
     _pytree.is_namedtuple_class = cache(_pytree.is_namedtuple_class)
     # Strides and formats of results, which are printed only.
     proxy_tensor._extract_tensor_metadata = lambda result: None  # type: ignore[assignment]
+    if not torch.cuda.is_available():
+        random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))  # type: ignore[assignment]
     _use_lazy_graph_module(True).__enter__()
 
 

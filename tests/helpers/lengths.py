@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Programs:
 
     def __init__(self, graph: ss.Graph, plan: str, world: int, shapes: Sequence[Shape]) -> None:
         self.base = exact(graph, plan, world)
-        self.others = [exact(graph_at(graph.captured, one), plan, world) for one in listed(graph.captured, shapes)]
+        self.others = [exact(graph, plan, world) for graph in _graphs(graph, shapes)]
 
         self.saved = [_saved(one) for one in self.others]
 
@@ -119,6 +119,19 @@ class Programs:
             return found
 
         return self.run(work)
+
+
+# By captured graph and shape: plans of a graph share its captures at other shapes.
+_AT: dict[tuple[int, str], tuple[object, ss.Graph]] = {}
+
+
+def _graphs(graph: ss.Graph, shapes: Sequence[Shape]) -> Iterator[ss.Graph]:
+    """Yield a graph at other shapes."""
+    for one in listed(graph.captured, shapes):
+        key = id(graph.captured), repr(one)
+        if key not in _AT:
+            _AT[key] = graph.captured, graph_at(graph.captured, one)
+        yield _AT[key][1]
 
 
 def _saved(compiled: Compiled) -> Saved:

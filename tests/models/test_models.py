@@ -82,20 +82,19 @@ EXPERTS = "mlp=768,experts=128,chosen=8,vocab=151936"
         ("llama:device=meta", 1_235_814_400),
         ("llama:size=8b,device=meta", 8_030_261_248),
         ("llama:size=7b,device=meta", 6_738_415_616),
-        ("llama:size=13b,device=meta", 13_015_864_320),
+        *slow(("llama:size=13b,device=meta", 13_015_864_320)),
         # BERT, T5, ViT and Mixtral as published with these configs (T5: tied once; ViT: 1000 classes).
         ("bert:device=meta", 109_514_298),
-        ("bert:size=large,device=meta", 335_174_458),
+        *slow(("bert:size=large,device=meta", 335_174_458)),
         ("t5:device=meta", 60_506_624),
-        ("t5:size=base,device=meta", 222_903_552),
+        *slow(("t5:size=base,device=meta", 222_903_552)),
         *slow(("t5:size=large,device=meta", 737_668_096)),
         *slow(("t5:size=3b,device=meta", 2_851_598_336)),
         *slow(("t5:size=11b,device=meta", 11_307_321_344)),
         ("vit:device=meta", 86_567_656),
-        ("vit:size=large,device=meta", 304_326_632),
-        ("vit:size=huge,device=meta", 632_045_800),
+        *slow(("vit:size=large,device=meta", 304_326_632), ("vit:size=huge,device=meta", 632_045_800)),
         ("mixtral:device=meta,batch=1", 46_702_792_704),
-        ("mixtral:size=8x22b,device=meta,batch=1", 140_630_071_296),
+        *slow(("mixtral:size=8x22b,device=meta,batch=1", 140_630_071_296)),
         # The shape of Qwen3-30B-A3B, less its norms of queries and keys.
         *slow(
             (
@@ -130,7 +129,7 @@ SIZES = [(name, size) for name, sizes in PAPER.items() for size in sizes]
 
 
 # The largest take seconds to build.
-@pytest.mark.parametrize(("name", "size"), few(SIZES, *range(4), *range(9, 12)))
+@pytest.mark.parametrize(("name", "size"), few(SIZES, 0, 1, 9))
 def test_the_papers_sizes_on_meta(name: str, size: str) -> None:
     billions, layers, hidden, heads = PAPER[name][size]
     built = build(f"{name}:size={size},batch=1,device=meta")

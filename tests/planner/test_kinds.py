@@ -12,7 +12,8 @@ PLANS = ("hybrid:dp=2,tp=2,pp=1,microbatches=2,recompute=full", "sequence_parall
 
 @pytest.mark.parametrize("family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "bert"))])
 def test_a_reduced_model_is_the_smaller_one(family: str) -> None:
-    large, small = (graph_of(f"{family}:size=tiny,layers={n},batch={rows}") for n, rows in ((4, 16), (2, 8)))
+    # As small as it is named: two blocks, and eight rows.
+    large, small = (graph_of(f"{family}:size=tiny{sizes}") for sizes in (",layers=4,batch=16", ""))
     (blocks,) = runs(large)
     assert len(blocks) == 4
     few = reduced(large, [blocks], [2], 8)
@@ -44,7 +45,7 @@ def test_blocks_that_differ_are_runs_of_their_own() -> None:
 
 def test_blocks_that_take_turns_are_one_block_of_a_run() -> None:
     """Layers of Swin have windows, and shifted windows, in turns; paths are dropped at a rate that grows with depth."""
-    found = runs(graph_of("swin:size=tiny,depths=2-6"))
+    found = runs(graph_of("swin:size=tiny,depths=2-4"))
     assert [[block.path for block in run] for run in found][-1] == [
-        f"swinv2.encoder.layers.1.blocks.{n}" for n in (0, 2, 4)
+        f"swinv2.encoder.layers.1.blocks.{n}" for n in (0, 2)
     ]

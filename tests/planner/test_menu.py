@@ -56,7 +56,7 @@ def test_costs_add_up_to_the_step_of_the_model() -> None:
     assert total.seconds + total.once + total.update == pytest.approx(plan.simulate().step_seconds, rel=0.01)
 
 
-@pytest.mark.parametrize("recompute", ["full", "co_shard"])
+@pytest.mark.parametrize("recompute", ["full", *slow("co_shard")])
 @pytest.mark.parametrize("layout", ["tensor", *slow("sequence")])
 def test_a_recomputed_block_keeps_its_input_alone(recompute: str, layout: str) -> None:
     """What is gathered again inside of it, and what its parts read, exists for a moment."""

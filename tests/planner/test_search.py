@@ -25,6 +25,7 @@ from superscaler.plans import resolve
 from superscaler.simulate.system import PLAIN, System
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
 from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
@@ -75,7 +76,7 @@ def test_the_plans_of_an_answer_hold_and_fit() -> None:
         assert answer.bound <= found.prediction.step_seconds
     seconds = [found.prediction.step_seconds for found in answer.plans]
     assert seconds == sorted(seconds)
-    assert ss.compile(graph, answer.best.spec, "local:2").verify()["equal"]
+    equal(graph_of(GPT, "SGD"), answer.best.spec)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_plans_beyond_megatrons_are_found_where_they_are_better(
 def test_a_choice_is_the_plan_that_its_text_names(choice: Choice) -> None:
     """It is compiled for its devices and its batch, and equals the model."""
     count = choice.dp * choice.tp * choice.pp
-    assert ss.compile(graph_of(GPT), choice.spec, f"local:{count}").verify()["equal"]
+    equal(graph_of(GPT, "SGD"), choice.spec, count)
 
 
 @pytest.mark.slow
@@ -310,9 +311,9 @@ def test_a_constraint_that_holds_nowhere_is_refused(text: str, why: str) -> None
 def test_the_command_prints_and_writes_a_plan_to_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file is for the batch that was chosen, with the command that compiles it."""
     file = tmp_path / "own.py"
-    given = ["search", GPT, "--cluster", "a100:1x2", "--where", FEW, "--json", "--batch", "4"]
+    given = ["search", GPT, "--cluster", "a100:1x2", "--where", f"{FEW}, pp = 1", "--batch", "4", "--precision", "fp32"]
     more = ["--why-not", "zero:2,stage=3", "--why-not", "tensor_parallel:3 x data_parallel"]
-    assert run(*given, *more, "--out", file, "--precision", "fp32") == 0
+    assert run(*given, *more, "--out", file, "--json") == 0
     found = json.loads(capfd.readouterr().out)
     resolve(found["plan"])
     assert found["bound"] <= found["plans"][found["plan"]]["step_seconds"]
@@ -324,7 +325,7 @@ def test_the_command_prints_and_writes_a_plan_to_own(capfd: pytest.CaptureFixtur
     compiled = f"superscaler compile {model} --plan {file} --cluster a100:1x2 --precision fp32 --out own"
     assert f"\n    {compiled}\n" in own["__doc__"]
     assert f"what holds it back: {found['held_back']}\n" in own["__doc__"]
-    assert run(*given[:5], f"{FEW}, tp = 2", "--memory", "1MB", "--top", "1") == 1
+    assert run(*given, "--memory", "1MB", "--top", "1") == 1
     assert "no plan of the space fits" in capfd.readouterr().out
 
 

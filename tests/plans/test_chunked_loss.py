@@ -13,6 +13,8 @@ from superscaler.models import build
 from superscaler.simulate.memory import memories
 from tests.helpers.counted import counted
 from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
+from tests.helpers.sweeps import slow
 
 # The scores take most of the memory.
 WIDE = "gpt2:size=tiny,layers=2,seq=64,vocab=4096,batch=16"
@@ -23,10 +25,17 @@ SCORES = 16 * 64 * 4096 * 4
     ("plan", "beside", "devices", "less"),
     [
         ("chunked_loss:parts=8", "single", 1, SCORES),
-        ("chunked_loss:1,parts=8 x zero:2,stage=3", "zero:stage=3", 2, SCORES // 2),
+        *slow(("chunked_loss:1,parts=8 x zero:2,stage=3", "zero:stage=3", 2, SCORES // 2)),
         # Its steps of a loss keep scores of all parts, unless these are in order.
         ("chunked_loss:1,parts=8 x tensor_parallel:2", "tensor_parallel", 2, SCORES),
-        ("chunked_loss:1,parts=8 x pipeline_1f1b:2,microbatches=1", "pipeline_1f1b:2,microbatches=1", 2, SCORES // 2),
+        *slow(
+            (
+                "chunked_loss:1,parts=8 x pipeline_1f1b:2,microbatches=1",
+                "pipeline_1f1b:2,microbatches=1",
+                2,
+                SCORES // 2,
+            )
+        ),
     ],
 )
 def test_the_scores_of_all_tokens_never_exist_together(plan: str, beside: str, devices: int, less: int) -> None:
@@ -57,7 +66,7 @@ def test_nothing_is_computed_twice(tmp_path: Path) -> None:
 def test_the_bytes_are_those_of_data_parallelism() -> None:
     """The gradient of the head is summed over devices once, after its last part."""
     plain, parts = (
-        ss.compile(graph_of("llama:size=tiny,tied=False"), plan, "local:2").verify()["bytes_moved"]
+        equal(graph_of("llama:size=tiny,tied=False"), plan).found["bytes_moved"]
         for plan in ("data_parallel", "chunked_loss:parts=4")
     )
     assert plain == parts > 0

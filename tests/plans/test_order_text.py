@@ -10,6 +10,7 @@ from superscaler.plans.lib import schedules
 from superscaler.plans.lib.order_text import is_order, print_order, table_of_order
 from superscaler.report.block_summary import summary
 from tests.helpers.graphs import graph_of
+from tests.helpers.ran import equal
 from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
@@ -45,7 +46,7 @@ def test_the_tables_of_rules_are_orders_as_text(name: str, text: str) -> None:
 )
 def test_an_order_trains_as_one_device_does(plan: str) -> None:
     count = 4 if "data_parallel" in plan else 2
-    assert ss.compile(graph_of(GPT), plan, f"local:{count}").verify()["equal"]
+    equal(graph_of(GPT, "SGD"), plan, count)
 
 
 def test_the_work_of_an_order_is_in_its_rows() -> None:

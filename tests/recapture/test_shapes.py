@@ -258,11 +258,14 @@ def test_data_of_several_lengths_is_filled_up_to_the_smallest_shape(tmp_path: Pa
         assert float(step(batch)) == pytest.approx(float(module(**batch).detach()), rel=1e-6)
 
 
+MODEL = "gpt2:size=tiny,layers=1"
+
+
 def test_a_mixture_of_lengths_is_the_mean_of_their_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Each length is predicted as a model that is captured at it."""
     way = ["--plan", "data_parallel", "--cluster", "a100:1x2", "--precision", "fp32"]
-    found, _ = answer(capsys, "simulate", "gpt2:size=tiny", *way, "--lengths", "8:3,32:1")
-    built, steps = build("gpt2:size=tiny,device=meta"), {}
+    found, _ = answer(capsys, "simulate", MODEL, *way, "--lengths", "8:3,32:1")
+    built, steps = build(f"{MODEL},device=meta"), {}
     for length in (8, 32):
         batch = {name: x[:, :length] for name, x in built.kwargs.items()}
         optimizer = named_optimizer("adamw", [*built.module.parameters()], 1e-3, ())
@@ -272,7 +275,7 @@ def test_a_mixture_of_lengths_is_the_mean_of_their_steps(capsys: pytest.CaptureF
     assert found["tokens_per_second"] == pytest.approx((0.75 * 64 + 0.25 * 256) / found["step_seconds"])
     assert found["peak_bytes"] == steps[32].fullest.peak_bytes > steps[8].fullest.peak_bytes
     assert found["lengths"]["8"]["share"] == 0.75
-    assert run("simulate", "gpt2:size=tiny", *way, "--lengths", "8:3", "--compare", "fsdp") == 2
+    assert run("simulate", MODEL, *way, "--lengths", "8:3", "--compare", "fsdp") == 2
     assert "leave one of them out" in capsys.readouterr().err
 
 

@@ -27,6 +27,7 @@ from superscaler.runtime.tapes import record
 from tests.helpers.commands import answer
 from tests.helpers.graphs import graph_of, step_of
 from tests.helpers.ran import as_in, exact, on_ranks
+from tests.helpers.sweeps import slow
 from tests.runtime.test_replay import assert_replayed
 
 # Plans of GPT-2 and their devices: the ways in which a tape is kept, dropped, moved, halved, or read in parts.
@@ -100,7 +101,9 @@ class Layers(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("plan", ["zb_h1:2,microbatches=2", "zero:stage=3", "pipeline_1f1b:2,microbatches=4,offload=2"])
+@pytest.mark.parametrize(
+    "plan", ["zb_h1:2,microbatches=2", *slow("zero:stage=3"), "pipeline_1f1b:2,microbatches=4,offload=2"]
+)
 def test_tapes_are_halved_gathered_again_and_moved_as_before(plan: str, plain: Plain) -> None:
     graph = step_of(Layers(), torch.rand(8, 4))
     expected = trained(graph, plan, 2, is_compiled=False)
@@ -253,7 +256,7 @@ def test_graphs_train_in_the_trained_dtypes_as_before(plan: str, way: dict[str, 
     assert plain.graphs
 
 
-@pytest.mark.parametrize("plan", ["zero:stage=3", "zb_h1:2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["zero:stage=3", *slow("zb_h1:2,microbatches=2")])
 def test_frozen_weights_and_two_optimizers_train_as_before(plan: str, plain: Plain) -> None:
     module = Layers()
     module.layers[1].requires_grad_(False)

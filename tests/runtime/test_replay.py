@@ -28,6 +28,7 @@ from superscaler.runtime.step import Step, build_step
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import as_in, captured, exact
 from tests.helpers.replays import Emulator, Recording, differences, on_recorders
+from tests.helpers.sweeps import slow
 
 DEEP = "gpt2:size=tiny,layers=4,batch=16"
 # Of plans of the library: models and options that they need, and devices of those that use one.
@@ -109,7 +110,7 @@ def assert_replayed(compiled: Compiled, recordings: int = 2, rtol: float = 1e-12
 @pytest.mark.parametrize(
     ("plan", "devices"),
     [("single", 1), ("gradient_accumulation:microbatches=2", 1), ("recompute", 1), ("zero:stage=3", 2),
-     ("pipeline_1f1b:2,microbatches=4", 2), ("zb_h1:2,microbatches=4", 2)],
+     ("zb_h1:2,microbatches=4", 2), *slow(("pipeline_1f1b:2,microbatches=4", 2))],
 )  # fmt: skip
 def test_replays_of_a_small_plan_train_as_its_steps(plan: str, devices: int) -> None:
     compiled = exact(small(momentum=0.9), plan, devices)

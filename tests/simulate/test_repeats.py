@@ -33,7 +33,7 @@ def program_of(spec: str) -> Program:
     return ss.compile(chain(8, 40), resolve(spec), ss.Cluster.local(PLANS[spec])).compiled.program
 
 
-@pytest.mark.parametrize("spec", PLANS)
+@pytest.mark.parametrize("spec", few(PLANS, 0, 1))
 def test_loops_that_repeat_are_cut_short_and_nothing_changes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = list[int]()
     step = Liveness.step
