@@ -101,7 +101,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = cast(Any, SimpleNamespace(device=torch.device("cpu")))
         rank = Rank(device, {"weights": [], "draws": draws}, {}, ("SGD", (), False), torch.float32)
         rank.compiled = self.compiled
-        with FakeTensorMode(allow_non_fake_inputs=True) as self.made.mode:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            # `Made` has all results; to look for them in torch's own cache, too, takes as long as to make them.
+            self.made.mode, mode.cache_enabled = mode, False
             strides, placed = dict(call.strides), partial(run, parts=call.parts) if call.parts else run
             placed.__dict__.update(run.__dict__, __name__=run.__name__)
             inputs = [_empty(shape, strides.get(n), dtype) for n, (shape, dtype) in enumerate(metas)]

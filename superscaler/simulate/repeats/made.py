@@ -12,20 +12,25 @@ from torch.utils._pytree import tree_leaves
 
 from superscaler.simulate.works import Kernel, Meta
 
-# Of the results of a call: shape, strides, dtype and device.
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+# Of the results of a call: shape, strides, the place in the storage, dtype and device.
+Form = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
 # What calls make, by the call; None: it is made anew each time.
 _KNOWN: dict[Hashable, Known | None] = {}
 _MOST = 1 << 14
+# A view by another name, whose result counts as a new tensor for autograd.
+_UNSAFE = torch.ops.aten._unsafe_view.default
 
 
 class Known(NamedTuple):
-    """What a call makes: new tensors of some `forms`, one or several, or an argument that is `written`; its kernel."""
+    """What a call makes: tensors of some `forms`, in a tuple or a list, or one; an argument that is `written`; its
+    kernel. `viewed`: the number of the argument whose storage the tensors share; None: each has one of its own.
+    """
 
     forms: tuple[Form, ...]
-    is_one: bool
+    many: type[tuple[Any, ...]] | type[list[Any]] | None
+    viewed: int | None
     written: int | str | None
-    kernel: Kernel
+    kernel: Kernel | None
 
 
 class Made:
@@ -37,9 +42,11 @@ class Made:
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | None]:
         """Return the result of an operator, and its kernel; None if that is not known."""
-        if func.namespace != "aten" or func.is_view:
+        if func.namespace != "aten":
             return func(*args, **kwargs), None
-        key = _key((func, args, kwargs))
+        # The place of an argument in its storage is that of a view; other results do not depend on it.
+        is_view = func.is_view or func is _UNSAFE
+        key = _key((func, args, kwargs), is_view)
         if known := None if key is None else _KNOWN.get(key):
             return self._again(known, args, kwargs), known.kernel
         made = func(*args, **kwargs)
@@ -47,41 +54,57 @@ class Made:
             if len(_KNOWN) >= _MOST:
                 _KNOWN.clear()
             # A result may be resized.
-            is_same = key == _key((func, args, kwargs))
-            known_of = _written if func._schema.is_mutable else _formed
-            _KNOWN[key] = known_of(args, kwargs, made, kernel_of(func, args, kwargs, made)) if is_same else None
+            is_same = key == _key((func, args, kwargs), is_view)
+            known_of = _written if func._schema.is_mutable else _viewed if is_view else _formed
+            kernel = None if func.is_view else kernel_of(func, args, kwargs, made)
+            _KNOWN[key] = known_of(args, kwargs, made, kernel) if is_same else None
         return made, None
 
     def _again(self, known: Known, args: Any, kwargs: Any) -> Any:
         if known.written is not None:
             return args[known.written] if isinstance(known.written, int) else kwargs[known.written]
-        results = tuple(map(self._fake, known.forms))
-        return results[0] if known.is_one else results
+        source = None if known.viewed is None else args[known.viewed].untyped_storage()
+        results = [self._fake(form, source) for form in known.forms]
+        return results[0] if known.many is None else known.many(results)
 
-    def _fake(self, form: Form) -> Tensor:
-        shape, strides, dtype, device = form
+    def _fake(self, form: Form, source: torch.UntypedStorage | None) -> Tensor:
+        shape, strides, start, dtype, device = form
         with torch._C._DisableTorchDispatch():
-            return FakeTensor(self.mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+            if source is None:
+                own = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            else:
+                own = torch.empty(0, dtype=dtype, device="meta").set_(source, start, shape, strides)
+            return FakeTensor(self.mode, own, device)
 
 
-def _written(args: Any, kwargs: Any, made: Any, kernel: Kernel) -> Known | None:
+def _written(args: Any, kwargs: Any, made: Any, kernel: Kernel | None) -> Known | None:
     """Return the memory of an operator that returns the argument that it writes."""
     given = [*enumerate(args), *kwargs.items()]
     found = next((at for at, x in given if x is made and isinstance(x, Tensor)), None)
-    return None if found is None else Known((), True, found, kernel)
+    return None if found is None else Known((), None, None, found, kernel)
 
 
-def _formed(args: Any, kwargs: Any, made: Any, kernel: Kernel) -> Known | None:
+def _formed(args: Any, kwargs: Any, made: Any, kernel: Kernel | None) -> Known | None:
     """Return the memory of an operator whose results are new tensors, each with a storage of its size."""
-    results = (made,) if isinstance(made, Tensor) else made
-    if not isinstance(results, tuple) or not results or not all(type(x) is FakeTensor for x in results):
-        return None
     given = {x.untyped_storage()._cdata for x in tensors_of((args, kwargs))}
-    own = {x.untyped_storage()._cdata for x in results}
-    if len(own) < len(results) or own & given or any(map(_has_gaps, results)):
+    own = [x.untyped_storage()._cdata for x in tensors_of(made)]
+    if len({*own}) < len(own) or not given.isdisjoint(own) or any(map(_has_gaps, tensors_of(made))):
         return None
-    forms = tuple((tuple(x.shape), x.stride(), x.dtype, x.fake_device) for x in results)
-    return Known(forms, isinstance(made, Tensor), None, kernel)
+    return _tensors(made, None, kernel)
+
+
+def _viewed(args: Any, kwargs: Any, made: Any, kernel: Kernel | None) -> Known | None:
+    """Return the memory of an operator whose results share the storage of its first argument."""
+    own = {x.untyped_storage()._cdata for x in tensors_of((args[:1], made))}
+    return _tensors(made, 0, kernel) if len(own) == 1 else None
+
+
+def _tensors(made: Any, viewed: int | None, kernel: Kernel | None) -> Known | None:
+    results = [made] if isinstance(made, Tensor) else made
+    if not isinstance(results, (tuple, list)) or not results or not all(type(x) is FakeTensor for x in results):
+        return None
+    forms = tuple((tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.fake_device) for x in results)
+    return Known(forms, None if isinstance(made, Tensor) else type(made), viewed, None, kernel)
 
 
 def _has_gaps(x: Tensor) -> bool:
@@ -90,17 +113,20 @@ def _has_gaps(x: Tensor) -> bool:
     return x.storage_offset() != 0 or x.untyped_storage().nbytes() != last * x.element_size()
 
 
-def _key(value: Any) -> Hashable | None:
-    """Return a key of arguments, equal for equal ones; None if there is none, as for tensors with values."""
+def _key(value: Any, has_place: bool) -> Hashable | None:
+    """Return a key of arguments, equal for equal ones; None if there is none, as for tensors with values. `has_place`:
+    tensors are equal in one place of their storages only.
+    """
     if isinstance(value, Tensor):
         if type(value) is not FakeTensor or value.dtype.is_complex or value.constant is not None:
             return None
-        return value.shape, value.stride(), value.dtype, value.fake_device, value.storage_offset()
+        start = value.storage_offset() if has_place else 0
+        return value.shape, value.stride(), value.dtype, value.fake_device, start
     if isinstance(value, (tuple, list)):
-        inner = [_key(x) for x in value]
+        inner = [_key(x, has_place) for x in value]
         return None if None in inner else (type(value), *inner)
     if isinstance(value, dict):
-        return _key([*value.items()])
+        return _key([*value.items()], has_place)
     # 1, 1.0 and True are equal, but not alike; None is a value.
     return type(value), value
 
