@@ -75,6 +75,7 @@ def test_the_page_shows_the_plan_of_two_grids() -> None:
     assert shown.splitlines() == [line for line in own if '"""' not in line]
 
 
+@pytest.mark.slow
 def test_an_encoder_on_all_devices_is_predicted_faster_than_one_in_the_first_stage() -> None:
     plans = (multimodal.two_grids, "hybrid:tp=2,pp=2,microbatches=4")
     own, usual = (ss.compile(multimodal_graph(), plan, "a100:1x4").simulate() for plan in plans)
@@ -141,6 +142,7 @@ def test_the_picture_shows_the_plan_of_the_examples(folder: Path) -> None:
     assert all(f">{escape(line)}</text>" in picture for line in lines)
 
 
+@pytest.mark.slow
 def test_the_pictures_of_concepts_are_those_of_their_plans() -> None:
     for name, drawn in runpy.run_path(str(ROOT / "docs" / "concepts.py"))["pictures"]().items():
         assert (ROOT / "docs" / "images" / f"concept_{name}.svg").read_text() == drawn, "python docs/concepts.py"

@@ -211,7 +211,7 @@ def test_plans_update_copies_as_torch_does(plan: str, world: int) -> None:
     assert (found["reference"], found["trained_dtype"]) == ("eager", "bfloat16")
 
 
-@pytest.mark.parametrize("wrong", ["copy", "weight"])
+@pytest.mark.parametrize("wrong", ["copy", *slow("weight")])
 def test_verify_finds_a_wrong_copy_and_a_wrong_weight(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(self: torch.optim.Optimizer, closure: Any = None) -> None:
         WithCopies.step(self)  # type: ignore[arg-type]

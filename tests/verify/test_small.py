@@ -26,7 +26,7 @@ def plan_of(spec: str, plan: object, devices: int) -> Plan:
     ("spec", "plan", "devices"),
     [
         *slow(("t5:size=tiny", "tensor_parallel", 4), ("swin:size=tiny", "tensor_parallel", 4)),
-        ("vit:size=tiny,layers=1", "data_parallel", 8),
+        *slow(("vit:size=tiny,layers=1", "data_parallel", 8)),
         ("gpt2:size=tiny,layers=4,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2),
     ],
 )

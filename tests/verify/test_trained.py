@@ -13,6 +13,7 @@ from superscaler.runtime import optimizer
 from superscaler.runtime.compiled.in_parts import InParts
 from superscaler.runtime.updates import Pairs, Updates
 from tests.helpers.graphs import step_of
+from tests.helpers.sweeps import slow
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -49,7 +50,7 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plan", "dtype", "fault", "where"),
     [
-        ("data_parallel", torch.float32, nothing, ""),
+        *slow(("data_parallel", torch.float32, nothing, "")),
         ("tensor_parallel", torch.bfloat16, nothing, ""),
         ("data_parallel", torch.bfloat16, fused_halves, "in bfloat16, after its update first.weight"),
         ("tensor_parallel", torch.float32, rounded_gradients, "in float32, the gradient of "),
