@@ -147,8 +147,8 @@ def test_weights_of_equal_layers_at_the_root_are_named_by_layer() -> None:
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the gradients of each layer are a bucket of their own.
     monkeypatch.setattr("superscaler.materialize.buckets.BUCKET_BYTES", 20_000)
-    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
-    files = equal(graph, "hybrid:dp=2,tp=1,pp=2,microbatches=8", 4).compiled.emitted.files
+    graph = graph_of("gpt2:size=tiny,layers=6,batch=32")
+    files = equal(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=16", 8).compiled.emitted.files
     assert "{l: rt.sums(" in files["program_0.py"]
 
 
