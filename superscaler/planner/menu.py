@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from superscaler.cluster import Cluster
 from superscaler.cluster.links import Link
 from superscaler.compiler import compile_graph
-from superscaler.errors import PlanError
+from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
@@ -64,6 +65,18 @@ class Menu:
     def batch(self) -> int:
         """Return the rows of the batch."""
         return batch_of(self.graph)
+
+    @cached_property
+    def coupling(self) -> str:
+        """Return why no microbatch of a step can have its backward before the next one's forward; "" if it can: a
+        mixture whose loss balances experts over the batch reads all of them.
+        """
+        graph = reduced(self.graph, self.runs, [1 for _ in self.runs], 2)
+        try:
+            compile_graph(graph, resolve(Choice(1, 1, 1, 1, 2).spec), Cluster.parse("local:1"), certified=False)
+        except ScheduleError as error:
+            return str(error).partition(", but ")[0]
+        return ""
 
     def sizes(self) -> list[int]:
         """Return the number of blocks, as `blocks=` of a pipeline counts them, in each block of the runs."""

@@ -112,6 +112,8 @@ def find(
     layouts = _layouts(menu, devices)
     every = _space(estimator, batches or [menu.batch], layouts)
     space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
+    if menu.coupling:
+        note(f"plans have one microbatch: {menu.coupling}")
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
     programs, errors = Programs(graph, devices, memory, system, menu.runs), _Errors()
@@ -150,7 +152,7 @@ def find(
 def _space(estimator: Estimator, batches: Sequence[int], layouts: Sequence[str]) -> list[Choice]:
     """Return the plans of the space. Raises InputError for batches that devices cannot divide."""
     cluster, count = estimator.cluster, len(estimator.run_of)
-    every = [c for rows in batches for c in choices(cluster, rows, count, layouts)]
+    every = [c for rows in batches for c in choices(cluster, rows, count, layouts, bool(estimator.menu.coupling))]
     if not every:
         raise InputError(_undivided(cluster, batches, count))
     # A CUDA graph replays no copies to the hosts.

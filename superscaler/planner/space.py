@@ -208,13 +208,15 @@ class Choice:
         return ",".join([f"{name}:{self.pp}", count, *more])
 
 
-def choices(cluster: Cluster, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR) -> Iterator[Choice]:
+def choices(
+    cluster: Cluster, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR, is_coupled: bool = False
+) -> Iterator[Choice]:
     """Yield the plans for a batch of so many rows and a model of so many blocks; some may not hold for a model.
 
     `layouts`: tensor, or sequence for models that can be cut along it; experts and dap for those that have experts, or
-    two axes.
+    two axes. `is_coupled`: all rows of a device are one microbatch.
     """
-    return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, layouts)
+    return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, layouts, is_coupled)
 
 
 def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
@@ -234,16 +236,21 @@ def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
 
 
 def _choices(
-    count: int, per_server: int, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR
+    count: int, per_server: int, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR, is_coupled: bool = False
 ) -> Iterator[Choice]:
     for pp in (n for n in divisors(count) if n <= max(blocks, 1)):
         for tp in (n for n in divisors(count // pp) if n <= _SERVERS * per_server):
             dp = count // pp // tp
-            for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS) if batch % dp == 0 else ():
+            for rows in _rows(batch // dp, is_coupled) if batch % dp == 0 else ():
                 for layout in layouts if tp > 1 else _TENSOR:
                     if layout != "experts" or rows % tp == 0:
                         yield from _variants(Choice(dp, tp, pp, rows, batch // dp // rows, layout), blocks)
                 yield from _thrifty(Choice(dp, tp, pp, rows, batch // dp // rows, layouts[0] if tp > 1 else "tensor"))
+
+
+def _rows(rows: int, is_coupled: bool) -> list[int]:
+    """Return the rows that a microbatch of a device may have."""
+    return [rows] if is_coupled else [n for n in divisors(rows) if n <= MOST_ROWS]
 
 
 def _variants(c: Choice, blocks: int) -> Iterator[Choice]:

@@ -13,6 +13,7 @@ from superscaler.schedule.transfers import BACKWARD, FORWARD, Transfer
 # The nodes that are visited at most, again and again, for a shorter cycle than the first.
 _VISITS = 200_000
 
+
 def shortest_cycle(nodes: DependencyGraph, sorted_nodes: Sequence[Node]) -> list[Node]:
     """Return a cycle with the least work among the nodes that could not be sorted. Of large graphs, a cycle through
     each of the nodes is looked for until there were enough visits.
