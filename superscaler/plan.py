@@ -189,25 +189,22 @@ class Plan:
 
     @checked
     def simulate(
-        self,
-        capacity: int | None = None,
-        torch_compile: bool = False,
-        cuda_graph: bool = False,
-        attention: str = "",
-        fused: bool = False,
-        overlap: str = "",
-        documents: Sequence[int] = (),
-        balance: float = 1.0,
-        sum_halves: bool = False,
-    ) -> Prediction:
+        self, capacity: int | None = None, torch_compile: bool = False, cuda_graph: bool = False, attention: str = "",
+        fused: bool = False, overlap: str = "", documents: Sequence[int] = (), balance: float = 1.0,
+        sum_halves: bool = False, no_prefetch: bool = False,
+    ) -> Prediction:  # fmt: skip
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
         `torch_compile`, `cuda_graph`: the step is loaded with it. The others say how its system differs:
         its kernel of `attention` (flash1), `fused` norms, activations, loss and sums (Megatron-LM), `overlap` (bulk or
-        pipelined), `documents` of a row, `balance` of experts, gradients summed in 16 bits; see `simulate.system`.
+        pipelined), `documents` of a row, `balance` of experts, gradients summed in 16 bits, no
+        work beside gathers of weights; see `simulate.system`.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
-        system = System(torch_compile, cuda_graph, attention, fused, overlap, tuple(documents), balance, sum_halves)
+        packed = tuple(documents)
+        system = System(
+            torch_compile, cuda_graph, attention, fused, overlap, packed, balance, sum_halves, no_prefetch
+        )  # fmt: skip
         with phase("simulate"):
             return predict(self.compiled.program, self.compiled.cluster, capacity, system)
 

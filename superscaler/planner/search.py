@@ -72,6 +72,7 @@ def search(
     documents: Sequence[int] = (),
     balance: float = 1.0,
     sum_halves: bool = False,
+    no_prefetch: bool = False,
 ) -> Answer:
     """Return the best plans of the space for a graph on a cluster, the best first: `ss.search(graph, "a100:1x8").best`.
 
@@ -83,7 +84,10 @@ def search(
     The others say how steps run, as of `Plan.simulate`. Raises InputError if the speeds of the devices are unknown, for
     a constraint that no plan satisfies, and if no plan of the space holds for the model.
     """
-    system = System(torch_compile, cuda_graph, attention, fused, overlap, tuple(documents), balance, sum_halves)
+    packed = tuple(documents)
+    system = System(
+        torch_compile, cuda_graph, attention, fused, overlap, packed, balance, sum_halves, no_prefetch
+    )  # fmt: skip
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     return find(graph, devices, memory, where, system, seconds, note, batches)
 

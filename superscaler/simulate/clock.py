@@ -9,7 +9,7 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -40,6 +40,8 @@ Moved = Callable[[Cohort, Task], int]
 Starts = Callable[[Cohort, int], tuple[float | Floats, float | Floats]]
 # What hides the collective with a number in the code of a cohort.
 Hidden = Callable[[Cohort, int], Beside | None]
+# The numbers of the collectives, in the code of a cohort, that their devices wait for at once.
+Awaited = Callable[[Cohort], Set[int]]
 
 
 def clock(
@@ -53,6 +55,7 @@ def clock(
     moved: Moved = lambda cohort, task: 0,
     hidden: Hidden = lambda cohort, at: None,
     starts: Starts = lambda cohort, at: (0.0, 0.0),
+    awaited: Awaited = lambda cohort: frozenset(),
 ) -> Timetable:
     """Return the times of a step.
 
@@ -60,21 +63,21 @@ def clock(
     starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. `moved`, `hidden`, `starts`: see
-    `Moved`, `Hidden`, `Starts`.
+    those of one direction with one peer. `moved`, `hidden`, `starts`, `awaited`: see
+    `Moved`, `Hidden`, `Starts`, `Awaited`.
     Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, awaited).run()
 
 
 class _Clock:
     def __init__(
         self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved, hidden: Hidden, starts: Starts,
+        moved: Moved, hidden: Hidden, starts: Starts, awaited: Awaited,
     ) -> None:  # fmt: skip
         self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
-        self.starts = starts
+        self.starts, self.awaited = starts, awaited
         self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
         for run in self.runs:
             run.going = self._going(run)
@@ -109,7 +112,9 @@ class _Clock:
                 yield from self._work(run, step, even(given))
             match step.first.meets:
                 case Meets.GROUP:
-                    self.communication.collective(run, step, turn, self.hidden(run.cohort, at))
+                    post = self.communication.collective(run, step, turn, self.hidden(run.cohort, at))
+                    if at in self.awaited(run.cohort):
+                        yield from self._wait(run, post)
                 case Meets.PEER:
                     self.communication.message(run, step, turn)
                 case Meets.HOST:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import Speeds
 from superscaler.errors import InputError, unknown
-from superscaler.ir.cohorts import cohorts
+from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, width
-from superscaler.ir.program import Instruction, Program, reads
+from superscaler.ir.program import Collective, Instruction, Program, reads
 from superscaler.runtime.functions.documents import packing
 from superscaler.runtime.functions.tracing import recorded as static
 from superscaler.simulate.kernels import Kernels
@@ -44,6 +45,8 @@ class System:
     documents   the lengths of the documents of each row, again and again; nothing: a row is one document
     balance     how many times the mean tokens the experts of the busiest device have: the others wait for it
     sum_halves  gradients that are sent in 16 bits are also summed over microbatches in these, as in torch's own `.grad`
+    no_prefetch no work runs beside gathers of weights: updated weights are whole before a step goes on, as under ZeRO 1
+                and 2 of DeepSpeed, in InternEvo, and in Megatron-LM without its --overlap-param-gather
     """
 
     torch_compile: bool = False
@@ -54,6 +57,7 @@ class System:
     documents: tuple[int, ...] = ()
     balance: float = 1.0
     sum_halves: bool = False
+    no_prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap not in ("", *OVERLAPS):
@@ -100,6 +104,17 @@ class System:
         functions = tuple(replace(function, wide=()) for function in program.functions)
         return program if functions == program.functions else replace(program, functions=functions)
 
+    def awaited(self, program: Program) -> Callable[[Cohort], Set[int]]:
+        """Return a function that gives the numbers of the collectives of a cohort beside which no work runs."""
+        weights = parameters(program) if self.no_prefetch else frozenset[str]()
+
+        @cache
+        def found(cohort: Cohort) -> Set[int]:
+            code = enumerate(cohort.code[:]) if weights else ()
+            return {at for at, i in code if isinstance(i, Collective) and _moves_weight(i, weights)}
+
+        return found
+
     def check(self, targets: Set[str], cluster: Cluster, is_gpu: bool) -> None:
         """Raise InputError for a balance of experts that a model with operators of these targets does not have, and for
         a CUDA graph on a cluster without GPUs.
@@ -132,6 +147,8 @@ class System:
             yield "all rows of each expert's capacity in use"
         if self.sum_halves:
             yield "gradients summed in 16 bits"
+        if self.no_prefetch:
+            yield "no work beside gathers of weights"
         if self.cuda_graph:
             yield "replayed as a CUDA graph"
         if self.documents:
@@ -159,6 +176,10 @@ class System:
 
 def _sends_gradient(i: Instruction, weights: Set[str]) -> bool:
     return any(value.is_gradient and value.name in weights for value in reads(i))
+
+
+def _moves_weight(i: Instruction, weights: Set[str]) -> bool:
+    return any(value.name in weights and not value.is_gradient for value in reads(i))
 
 
 def reads_documents(op: Op) -> bool:

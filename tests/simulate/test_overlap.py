@@ -9,8 +9,11 @@ import pytest
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir import program as p
-from superscaler.ir.program import CollectiveArg, Instruction, Task, Value
+from superscaler.ir.program import Collective, CollectiveArg, Instruction, Task, Value
 from superscaler.simulate.clock import clock
+from superscaler.simulate.predict import simulate
+from superscaler.simulate.system import System
+from superscaler.simulate.timetable import COMPUTE, Events
 from superscaler.simulate.transfers.beside import Beside, Overlap
 from superscaler.simulate.works import Kernel
 from tests.helpers.graphs import graph_of
@@ -105,3 +108,49 @@ def test_a_system_overlaps_its_tensor_parallelism() -> None:
     assert plain.links == pipelined.links
     with pytest.raises(InputError, match=r"--overlap: unknown overlap 'tensor'.* Known: bulk, pipelined"):
         plan.simulate(overlap="tensor")
+
+
+@pytest.mark.parametrize(("awaited", "seconds"), [(frozenset[int](), 8), ({0}, 13)])
+def test_the_clock_runs_nothing_beside_collectives_that_are_awaited(awaited: frozenset[int], seconds: float) -> None:
+    """5 seconds of work after the start of 8 of communication, beside it or behind it."""
+    code = [reduced("g", [0, 1], 8), run(5.0), wait("g"), END]
+    table = clock(made_of(code, code), cluster(1, 2), work, awaited=lambda cohort: awaited)
+    assert table.seconds == seconds
+    assert table.exposed.tolist() == [seconds - 5] * 2
+
+
+def _beside(lane: Events, kind: str) -> float:
+    """Return the seconds of work beside collectives of a kind."""
+    starts, ends = lane.start[:, 0], lane.end[:, 0]
+    is_work = (lane.stream == COMPUTE) & (lane.waited < 0)
+    found = 0.0
+    for n in (lane.stream != COMPUTE).nonzero()[0]:
+        i = lane.code[int(lane.instruction[n])]
+        if isinstance(i, Collective) and i.kind == kind:
+            both = ends[is_work].clip(max=ends[n]) - starts[is_work].clip(min=starts[n])
+            found += float(both.clip(min=0.0).sum())
+    return found
+
+
+@pytest.mark.parametrize("plan", ["zero:4,stage=1,microbatches=2", "fsdp"])
+def test_a_system_without_prefetch_gathers_weights_beside_no_work(plan: str) -> None:
+    model = "gpt3:layers=4,hidden=1024,heads=16,seq=512,vocabulary=1024,batch=8,device=meta"
+    compiled = ss.compile(graph_of(model), plan, "a100:1x4")
+    lanes = {
+        is_off: simulate(compiled.compiled.program, compiled.compiled.cluster, system=System(no_prefetch=is_off)).table
+        for is_off in (False, True)
+    }
+    kinds = "all_gather", "reduce_scatter"
+    weights, gradients = ([_beside(lanes[is_off].lanes[0], kind) for is_off in lanes] for kind in kinds)
+    assert weights[1] == 0.0 < weights[0]
+    # Sums of gradients are beside the backward in both.
+    assert min(gradients) > 0.0
+    # What no work hides is waited for, and the same bytes move.
+    assert lanes[True].exposed[0] > lanes[False].exposed[0] + 0.5 * weights[0]
+    assert lanes[True].bytes == lanes[False].bytes
+    assert "no work beside gathers of weights" in compiled.simulate(no_prefetch=True).assumed
+
+
+def test_a_system_without_prefetch_has_nothing_to_wait_for_where_weights_are_whole() -> None:
+    plan = ss.compile(graph_of("gpt3:size=tiny,device=meta"), "data_parallel:4", "a100:1x4")
+    assert plan.simulate(no_prefetch=True).step_seconds == plan.simulate().step_seconds

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from superscaler.simulate.system import System
 
 
+_FLAGS = ("torch_compile", "cuda_graph", "fused", "sum_halves", "no_prefetch")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SystemOptions:
     """The memory of a device, and how a step runs on it."""
@@ -50,6 +53,10 @@ class SystemOptions:
         bool,
         typer.Option("--sum-halves", help="Of a system that sums gradients in the 16 bits in which it sends them."),
     ] = False
+    no_prefetch: Annotated[
+        bool,
+        typer.Option("--no-prefetch", help="Of a system that gathers weights beside no work, as ZeRO 1 of DeepSpeed."),
+    ] = False
 
     def check(self) -> None:
         """Raise InputError for an option that cannot be read; it needs no torch."""
@@ -72,7 +79,7 @@ class SystemOptions:
 
         return System(
             self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance,
-            self.sum_halves,
+            self.sum_halves, self.no_prefetch,
         )  # fmt: skip
 
     @property
@@ -87,7 +94,7 @@ class SystemOptions:
     @property
     def said(self) -> str:
         """Return the options of how steps run, as they are given."""
-        flags = [name for name in ("torch_compile", "cuda_graph", "fused", "sum_halves") if getattr(self, name)]
+        flags = [name for name in _FLAGS if getattr(self, name)]
         values = {name: getattr(self, name) for name in ("attention", "overlap", "documents", "balance")}
         texts = [*flags, *(f"{name} {value}" for name, value in values.items() if value not in ("", 1.0))]
         return " ".join(f"--{text.replace('_', '-')}" for text in texts)

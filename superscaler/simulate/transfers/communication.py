@@ -76,14 +76,14 @@ class Communication:
         self._sides: dict[Hashable, Side] = {}
         self._ways: dict[Hashable, _Way] = {}
 
-    def collective(self, run: Run, step: Step, turn: int, beside: Beside | None = None) -> None:
+    def collective(self, run: Run, step: Step, turn: int, beside: Beside | None = None) -> Post:
         """Start a collective. `beside`: the part that products hide."""
         i = cast("Collective", step.first)
         if len(i.group) == 1:
             # Nothing moves.
             done = Post(run, run.at, run.clock, len(run.own), [], met=run.clock, end=run.clock)
             run.handles |= dict.fromkeys(step.handles_at(turn), done)
-            return
+            return done
         key = run.cohort.number, i.kind, i.group, i.root, i.bytes, beside
         way = self._way(key, lambda: self._collective(run, i, beside))
         number = run.count[way.side.key]
@@ -93,6 +93,7 @@ class Communication:
         run.handles |= dict.fromkeys(step.handles_at(turn), post)
         if ONE in KINDS[i.kind].ends:
             run.unflushed.append(post)
+        return post
 
     def _collective(self, run: Run, i: Collective, beside: Beside | None) -> _Way:
         side = self._side(run, i.group, lambda: Side.of(Ends.of(run.cohort.devices, run.cohort.data(run.at, "group"))))
