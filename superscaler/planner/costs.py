@@ -86,11 +86,11 @@ class Costs(NamedTuple):
         return Costs(blocks, self.rest.towards(other.rest, share), self.beyond.towards(other.beyond, share))
 
 
-def differences(base: Cost, larger: Sequence[Cost], held: Sequence[Beyond]) -> Costs:
-    """Return the costs of a block of each run, and of what is left of a model with one of each. `held`: what that model
-    and the larger ones hold beside their weights.
+def differences(base: Cost, pairs: Sequence[tuple[Cost, Cost]], held: Sequence[Beyond]) -> Costs:
+    """Return the costs of a block of each run, and of what is left of a model with one of each. `pairs`: with
+    a block more, and with one less. `held`: what that model and the larger ones hold beside their weights.
     """
-    blocks, rest = tuple(cost - base for cost in larger), base
+    blocks, rest = tuple(more - less for more, less in pairs), base
     for cost in blocks:
         rest -= cost
     kept = sum(cost.kept for cost in blocks)

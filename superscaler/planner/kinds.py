@@ -96,17 +96,41 @@ def _is_next(model: Model, first: Block, second: Block) -> bool:
     return any(after in made and before not in made for before, after in ends)
 
 
-def reduced(graph: Graph, repeated: Sequence[Sequence[Block]], counts: Sequence[int], rows: int) -> Graph:
-    """Return the graph with the first `counts` blocks of each of its `runs`, each 1 or more, and with so many rows.
+def bypass(model: Model, block: Block) -> dict[str, str] | None:
+    """Return, for each result of a block that others read, what they read in a model without the block: the one value
+    of the same shape that the block gets. None if there is no such value.
+    """
+    names, made = {op.name for op in block.ops}, {o.tensor for op in block.ops for o in op.outputs}
+    others = (op for op in model.forward_ops if op.name not in names)
+    results = dict.fromkeys(o.tensor for op in others for o in op.inputs if o.tensor in made)
+    given = {o.tensor for op in block.ops for o in op.inputs if o.tensor in model.producers} - made
+    found = dict[str, str]()
+    for name in results:
+        like = [x for x in given if _meta(model, x) == _meta(model, name)]
+        if len(like) != 1:
+            return None
+        found[name] = like[0]
+    return found
 
-    What reads the last block of a run reads the last kept one instead. Updates of other blocks are gone. It has no
-    values: it is compiled and simulated, not run.
+
+def _meta(model: Model, name: str) -> tuple[object, ...]:
+    return model.tensors[name].shape, model.tensors[name].dtype
+
+
+def reduced(graph: Graph, repeated: Sequence[Sequence[Block]], counts: Sequence[int], rows: int) -> Graph:
+    """Return the graph with the first `counts` blocks of each of its `runs`, and with so many rows.
+
+    What reads the last block of a run reads the last kept one instead; without any, what that block gets (`bypass`).
+    Updates of other blocks are gone. It has no values: it is compiled and simulated, not run.
     """
     model, other = graph.model, dict[str, str]()
     dropped = set[str]()
     for run, count in zip(repeated, counts, strict=True):
         for block in run[count:]:
             dropped |= {op.name for op in block.ops}
+            if count == 0:
+                other |= bypass(model, block) or {}
+                continue
             pairs = zip(run[count - 1].ops, block.ops, strict=True)
             other |= {b.tensor: a.tensor for x, y in pairs for a, b in zip(x.outputs, y.outputs, strict=True)}
     forward = [_reading(op, other) for op in model.forward_ops if op.name not in dropped]

@@ -1,8 +1,8 @@
 """The menu: what a block of each kind, and what is outside of the blocks, takes on the devices of a stage.
 
-The model with one block of each run, and with one more, is compiled with the real verbs and simulated. Differences are
-the seconds and the bytes of a block. They are kept on disk: a model is not measured again on more or fewer servers, or
-under other constraints.
+The model with one block of each run, and with one more of a run, or without the only one of a run, is compiled with the
+real verbs and simulated. Differences are the seconds and the bytes of a block. They are kept on disk: a model is not
+measured again on more or fewer servers, or under other constraints.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -27,7 +28,7 @@ from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
 from superscaler.ir.text.model import print_model
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
-from superscaler.planner.kinds import reduced, runs
+from superscaler.planner.kinds import bypass, reduced, runs
 from superscaler.planner.memory import Beyond, beyond, kept_bytes
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
@@ -48,6 +49,8 @@ _LARGER = 0.96
 _ALL = 10**9
 # A link that takes no time.
 _FREE = Link(0.0, 1e30)
+# The cost of a small model on slow and on fast devices, and its bytes beyond weights.
+Small = tuple[Cost, Cost, Beyond]
 
 
 class Menu:
@@ -142,16 +145,30 @@ class Menu:
         count = range(len(self.runs))
         try:
             base = self._simulated(use, [1 for _ in count])
-            # A block without an equal one is a part of the rest.
-            larger = [
-                self._simulated(use, [1 + (n == k) for k in count]) if len(self.runs[n]) > 1 else base for n in count
-            ]
+            pairs = [self._beside(use, n, base) for n in count]
         except PlanError:
             return None
-        slow, fast, held = zip(base, *larger, strict=True)
-        return differences(slow[0], slow[1:], held), differences(fast[0], fast[1:], held)
+        held = [base[2], *(more[2] for more, _ in pairs)]
+        slow = differences(base[0], [(more[0], less[0]) for more, less in pairs], held)
+        return slow, differences(base[1], [(more[1], less[1]) for more, less in pairs], held)
 
-    def _simulated(self, use: Use, counts: Sequence[int]) -> tuple[Cost, Cost, Beyond]:
+    def _beside(self, use: Use, run: int, base: Small) -> tuple[Small, Small]:
+        """Return the costs of two small models that differ in a block of a run; `base` has one block of each. A block
+        that no model can be without is a part of the rest, and costs nothing by itself.
+        """
+        if len(self.runs[run]) > 1:
+            return self._simulated(use, [1 + (n == run) for n in range(len(self.runs))]), base
+        return base, self._without(use, run) or base
+
+    def _without(self, use: Use, run: int) -> Small | None:
+        """Return the costs of a small model without the only block of a run; None if it needs the block."""
+        if len(self.runs) == 1 or bypass(self.graph.model, self.runs[run][0]) is None:
+            return None
+        with suppress(PlanError):
+            return self._simulated(use, [int(n != run) for n in range(len(self.runs))])
+        return None
+
+    def _simulated(self, use: Use, counts: Sequence[int]) -> Small:
         """Return the cost of a small model on slow and on fast devices, and its bytes beyond weights."""
         dp = 1 + use.is_gathered
         graph, links = reduced(self.graph, self.runs, counts, dp * use.rows), self.cluster.links

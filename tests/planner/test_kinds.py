@@ -3,7 +3,7 @@
 import pytest
 
 import superscaler as ss
-from superscaler.planner.kinds import reduced, runs
+from superscaler.planner.kinds import bypass, reduced, runs
 from superscaler.simulate.prediction import Prediction
 from tests.helpers.graphs import graph_of
 
@@ -49,3 +49,16 @@ def test_blocks_that_take_turns_are_one_block_of_a_run() -> None:
     assert [[block.path for block in run] for run in found][-1] == [
         f"swinv2.encoder.layers.1.blocks.{n}" for n in (0, 2)
     ]
+
+
+def test_a_model_can_be_without_a_block_whose_results_have_an_input_of_their_shape() -> None:
+    """Swin without its first block has all other ops. The first block of T5 makes biases, too, and stays."""
+    graph = graph_of("swin:size=tiny,depths=2-6")
+    found = runs(graph)
+    assert len(found[0]) == 1
+    small = reduced(graph, found, [0, *map(len, found[1:])], 1)
+    dropped = {op.name for op in found[0][0].ops}
+    assert {op.name for op in graph.forward_ops} - dropped == {op.name for op in small.forward_ops}
+    assert ss.compile(small, "single", "a100:1x1").simulate().model_flops > 0
+    t5 = graph_of("t5:size=tiny,layers=3")
+    assert bypass(t5.model, runs(t5)[0][0]) is None

@@ -17,10 +17,14 @@ MODEL = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=8192,batch=32,device=m
 CLUSTER = "a100:1x4"
 
 
+# The first blocks, each without an equal one, have most tokens; the last ones most weights.
+SWIN = "swin:hidden=64,heads=4,depths=2-2-4-2,image=224,window=7,batch=8,device=meta"
+
+
 @cache
-def estimator() -> Estimator:
+def estimator(model: str = MODEL) -> Estimator:
     """Return the estimator of tensors alone, without what a process has beside them."""
-    graph, cluster = graph_of(MODEL), ss.Cluster.parse(CLUSTER)
+    graph, cluster = graph_of(model), ss.Cluster.parse(CLUSTER)
     found = Estimator(graph, cluster, Menu(graph, cluster))
     found.overheads = NO_OVERHEADS
     return found
@@ -60,6 +64,20 @@ def test_the_bytes_of_an_estimate_are_those_of_the_whole_plan(choice: Choice) ->
     assert estimate.bound < 1.05 * whole.step_seconds
     row = whole.fullest
     assert estimate.peak == pytest.approx(row.peak_bytes - row.memory["overhead"], rel=0.08)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    slow(Choice(1, 1, 4, 1, 8), Choice(1, 2, 2, 1, 8)),
+    ids=lambda choice: choice.spec,
+)
+def test_blocks_without_equal_ones_have_bytes_and_seconds_of_their_own(choice: Choice) -> None:
+    estimate = estimator(SWIN).of(choice)
+    assert estimate is not None
+    whole = ss.compile(graph_of(SWIN), estimate.choice.spec, CLUSTER).simulate()
+    row = whole.fullest
+    assert estimate.peak == pytest.approx(row.peak_bytes - row.memory["overhead"], rel=0.08)
+    assert estimate.seconds == pytest.approx(whole.step_seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
