@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from math import prod
 from types import FrameType, SimpleNamespace
@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.emit.segments import draws_of, emit_segments
@@ -32,11 +33,11 @@ from superscaler.runtime.emitted_lines import op_at
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.load import modules
 from superscaler.runtime.saved_tensors import storage_of
-from superscaler.simulate.repeats.made import Made, kernel_of, tensors_of
+from superscaler.simulate.repeats.made import Made, kernel_of, metas_of, tensors_of
 from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
 from superscaler.specs.registered import REGISTERED
 
-_DEVICE = torch.ops.prim.device.default
+_DEVICE, _RMS_NORM = torch.ops.prim.device.default, torch.ops.aten.rms_norm.default
 Tensors = Sequence[Tensor]
 # Random numbers by their number in a segment.
 Draw = Callable[[int], Tensor]
@@ -110,7 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rank._names = {id(inputs[n]): "" for n in weights}
             # Their numbers are their places.
             list(map(self._number, inputs))
-            with self:
+            is_run = self.on_gpu and self.compiled is None
+            with self, _Norms(self.kernels) if is_run else nullcontext():
                 outputs = rank.forward(_TASK, placed, inputs, call.tape, 0 if any(draws) else None)
             forward = self._work(0, 0, 0)
             results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
@@ -205,6 +207,43 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ended[self.numbers.pop(key)] = len(self.levels)
         else:
             self.alive -= self.others.pop(key)[0]
+
+
+class _Norms(TorchFunctionMode):
+    """Norms by the root of the mean square as a GPU runs them: a kernel forward and one backward, which keep the input
+    and a number a row. A CPU runs several, and keeps copies in float32; so does a GPU if input and weight differ in
+    dtype.
+    """
+
+    def __init__(self, kernels: list[Kernel]) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _RMS_NORM:
+            x, shape, weight = (*args, None)[:3]
+            if weight is None or weight.dtype == x.dtype:
+                return _Norm.apply(self.kernels, x, len(shape), weight)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: list[Kernel], x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
+        rows = *x.shape[:-dims], *(1,) * dims
+        out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+        kernels.append(Kernel("_fused_rms_norm", metas_of(tensors_of((x, weight))), metas_of([out, scale])))
+        ctx.kernels = kernels
+        ctx.save_for_backward(x, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, weight = ctx.saved_tensors
+        made = [None if tensor is None else torch.empty_like(tensor) for tensor in (x, weight)]
+        read = metas_of(tensors_of((gradients, x, scale, weight)))
+        ctx.kernels.append(Kernel("_fused_rms_norm_backward", read, metas_of(tensors_of(made))))
+        return None, made[0], None, made[1]
 
 
 def _op(frame: FrameType | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from superscaler.plans import resolve
 from superscaler.simulate.kernels import Segments, Works, _orthogonal
 from superscaler.simulate.rates import bytes_of, class_of
 from superscaler.simulate.recording import Recorder
+from superscaler.simulate.repeats.made import metas_of, tensors_of
 from superscaler.simulate.works import Kernel, Segment, Tape, Work
 from tests.helpers.graphs import graph_of
 
@@ -58,6 +60,52 @@ def test_a_segment_has_the_kernels_and_the_tape_of_torch() -> None:
     (made,) = segment.gradients
     assert sorted(segment.sizes[n] for n in made.values()) == [B, W, W]
     assert sorted(segment.elements.values()) == [4 * 64, W, W]
+
+
+class Normed(nn.Module):
+    """A product of the norm of a product, in bfloat16."""
+
+    def __init__(self, **norm: Any) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.norm = nn.RMSNorm(16, **norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)).bfloat16()).square().mean()
+
+
+def _norms(module: nn.Module, on_gpu: bool) -> tuple[list[Kernel], Tape]:
+    """Return the kernels of norms, and the tape."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    graph = ss.capture(module, (torch.randn(4, 8, 16).bfloat16(),), optimizer=optimizer, check=False)
+    program = compile_graph(graph, resolve("single"), ss.Cluster.local(1)).program
+    code = program.devices[0].instructions
+    forward, backward = (next(i for i in code if isinstance(i, kind)) for kind in (Forward, Backward))
+    segment = Segments(program, on_gpu).of(forward, backward)
+    kernels = (k for work in (segment.forward, *segment.backward) for k in work.kernels)
+    return [k for k in kernels if "norm" in k.name], segment.tapes[0]
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_a_gpu_runs_a_root_mean_square_norm_in_one_kernel_each_way(has_weight: bool) -> None:
+    """torch's own operators say which tensors they make."""
+    x = torch.empty(4, 8, 16, dtype=torch.bfloat16, device="meta")
+    weight = x[0, 0] if has_weight else None
+    out, scale = torch.ops.aten._fused_rms_norm.default(x, [16], weight, 1e-6)
+    made = torch.ops.aten._fused_rms_norm_backward.default(out, x, [16], scale, weight, [True, has_weight])
+    kernels, tape = _norms(Normed(elementwise_affine=has_weight, dtype=torch.bfloat16), on_gpu=True)
+    assert [k.name for k in kernels] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+    assert [k.outputs for k in kernels] == [metas_of(tensors_of(some)) for some in ((out, scale), made)]
+    # Both products and the norm, and the numbers of 32 rows in a block of 512 bytes.
+    assert tape.bytes == 3 * 4 * 8 * 16 * 2 + 512
+
+
+def test_norms_in_several_kernels_keep_float32() -> None:
+    """Those of a CPU, and those of a GPU whose weight has another dtype than the input."""
+    (_, fused), (none, cpu) = (_norms(Normed(dtype=torch.bfloat16), on_gpu) for on_gpu in (True, False))
+    mixed, gpu = _norms(Normed(dtype=torch.float32), on_gpu=True)
+    assert not [*none, *mixed]
+    assert min(cpu.bytes, gpu.bytes) >= fused.bytes + 4 * 8 * 16 * 2
 
 
 def test_copies_do_not_read_what_they_overwrite() -> None:
