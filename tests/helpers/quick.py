@@ -60,15 +60,18 @@ os._exit(code)
 _SIZE = struct.Struct("<Q")
 
 
-def quick_python(folder: Path) -> Path:
-    """Start the process that forks; it ends with this one. Returns the program, which waits until that is ready."""
+def quick_python(folder: Path, is_warm: bool = True) -> Path:
+    """Start the process that forks; it ends with this one. Returns the program, which waits until that is ready.
+
+    `is_warm`: it has done what a command does, and not imported torch alone.
+    """
     address, program = str(folder / "socket"), folder / "python"
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen(64)
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(server.fileno()), str(os.getpid())]
+    command = [sys.executable, __file__, str(server.fileno()), str(os.getpid()), str(int(is_warm))]
     process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
     atexit.register(lambda: (process.kill(), process.wait()))
     server.close()
@@ -77,9 +80,12 @@ def quick_python(folder: Path) -> Path:
     return program
 
 
-def serve(server: socket.socket, parent: int) -> NoReturn:
+def serve(server: socket.socket, parent: int, is_warm: bool) -> NoReturn:
     """Fork for whoever asks, until the process that started this one has ended."""
-    _warm()
+    import torch  # noqa: F401
+
+    if is_warm:
+        _warm()
     base = [p for p in sys.path if p not in (*_python_path(), str(Path(__file__).parent))]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
@@ -237,4 +243,4 @@ def _end(work: Any) -> int:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3] == "1")
