@@ -14,7 +14,7 @@ from superscaler.errors import InputError, unknown
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, width
-from superscaler.ir.program import Collective, Instruction, Program, reads
+from superscaler.ir.program import Instruction, Meets, Program, reads
 from superscaler.runtime.functions.documents import packing
 from superscaler.runtime.functions.tracing import recorded as static
 from superscaler.simulate.kernels import Kernels
@@ -111,7 +111,7 @@ class System:
         @cache
         def found(cohort: Cohort) -> Set[int]:
             code = enumerate(cohort.code[:]) if weights else ()
-            return {at for at, i in code if isinstance(i, Collective) and _moves_weight(i, weights)}
+            return {at for at, i in code if i.meets is Meets.GROUP and _moves_weight(i, weights)}
 
         return found
 
