@@ -19,6 +19,7 @@ from superscaler.store.checkpoint import check_folder, lock
 from superscaler.store.pieces import whole
 from superscaler.store.tensors import open_checkpoint
 from tests.helpers.commands import answer, run
+from tests.helpers.sweeps import slow
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"
@@ -162,7 +163,7 @@ def test_a_full_disk_ends_training_where_that_is_asked_for(tmp_path: Path) -> No
     assert error.startswith("error: 1 checkpoint was not saved; the first: the checkpoint of step 2 was not saved: ")
 
 
-@pytest.mark.parametrize(("made", "why"), [("None", "returned a NoneType as batches"), ("[{}]", "no 'x', but")])
+@pytest.mark.parametrize(("made", "why"), [("None", "returned a NoneType as batches"), *slow(("[{}]", "no 'x', but"))])
 def test_an_evaluation_that_fails_at_the_end_loses_no_training(
     made: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

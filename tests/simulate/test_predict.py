@@ -31,6 +31,7 @@ from superscaler.simulate.times import Floats
 from superscaler.simulate.works import block
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny"
 
@@ -129,7 +130,7 @@ def test_the_kernel_of_attention_and_fused_operators_are_assumptions() -> None:
         measured.simulate(attention="flash1")
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, *slow(True)])
 def test_the_busiest_device_of_experts_sets_the_pace(is_compiled: bool) -> None:
     """Forward and backward of experts take as much longer, and what they keep is as much more."""
     sizes = "layers=1,hidden=256,mlp=1024,experts=8,seq=512,batch=64,balance=0,vocab=64,device=meta"

@@ -26,7 +26,7 @@ from superscaler.plans import resolve
 from superscaler.translation.check import check_translation
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import Around, captured, equal, exact
-from tests.helpers.sweeps import slow
+from tests.helpers.sweeps import few, slow
 from tests.translation.edits import drawn
 
 GPT, DEEP = "gpt2:size=tiny", "gpt2:size=tiny,layers=4,batch=16"
@@ -161,7 +161,7 @@ def refusal(of: Compiled, **changed: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), [*PLANS, *slow(*OTHERS)])
+@pytest.mark.parametrize(("model", "plan", "devices"), [*few(PLANS, 0, 1), *slow(*OTHERS)])
 def test_edits_of_code_are_refused(model: str, plan: str, devices: int) -> None:
     of = compiled(model, plan, devices)
     files = of.emitted.files
@@ -171,7 +171,7 @@ def test_edits_of_code_are_refused(model: str, plan: str, devices: int) -> None:
     assert not missed, missed[0]
 
 
-@pytest.mark.parametrize(("model", "plan", "devices"), PLANS)
+@pytest.mark.parametrize(("model", "plan", "devices"), few(PLANS, 0, 1))
 def test_edits_of_data_are_refused(model: str, plan: str, devices: int) -> None:
     of = compiled(model, plan, devices)
     tables = list(of.emitted.tables)
