@@ -214,9 +214,9 @@ class Estimator:
         gradients = sum(stage.gradients for stage in own) / (c.dp if c.zero == 3 else 1)
         # Those of one microbatch are divided at once.
         last = gradients / shards if c.zero == 1 and c.microbatches == 1 else gradients
-        outer = beyond.outer / (c.pp if c.schedule == "interlaced" else 1)
+        outer, again = beyond.outer / (c.pp if c.schedule == "interlaced" else 1), self._again(c, costs)
         works = [
-            sum(alive * stage.kept for alive, stage in zip(moment.alive, own, strict=True))
+            sum((a + again * b) * stage.kept for a, b, stage in zip(moment.alive, moment.between, own, strict=True))
             + (max(outer, beyond.inner) if moment.is_last else beyond.inner) + gradients * moment.has_gradients
             for moment in moments(c)[device]
         ]  # fmt: skip
@@ -224,6 +224,14 @@ class Estimator:
         # The numbers may be arrays, of stages of all blocks.
         peak = rest + reduce(np.maximum, [*works, ends, last + beyond.update / shards])
         return (1 + self.overheads.fragmentation) * peak + overhead(c, bool(beyond.added), self.overheads)
+
+    def _again(self, c: Choice, costs: Costs) -> float:
+        """Return the activations of blocks after they are computed again, in those that they keep until then."""
+        plain = self.menu.known(c.use.plain) if c.recompute != "none" else None
+        if plain is None:
+            return 1.0
+        kept, every = (sum(own.runs[n].kept for n in self.run_of) for own in (costs, plain))
+        return every / kept if kept else 1.0
 
     def collective(self, c: Choice, kind: str, size: float) -> float:
         """Return the seconds of one collective of all data-parallel groups, on so many bytes of each device."""

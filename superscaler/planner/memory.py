@@ -67,17 +67,19 @@ NONE = Beyond(0.0, 0.0, 0.0, 0.0)
 
 
 class Moment(NamedTuple):
-    """A moment of a device of a pipeline: whether the last stage works, whether gradients are there, and for how many
-    microbatches the blocks of each of its stages keep activations.
+    """A moment of a device of a pipeline: whether the last stage works, whether gradients are there, for how many
+    microbatches the blocks of each of its stages keep activations until their backward, and for how many between its
+    halves, which is a share of all activations, also of blocks that are recomputed.
     """
 
     is_last: bool
     has_gradients: bool
     alive: tuple[float, ...]
+    between: tuple[float, ...]
 
     def below(self, other: Moment) -> bool:
         """Return whether another moment has as much of everything."""
-        pairs = zip(self.alive, other.alive, strict=True)
+        pairs = zip((*self.alive, *self.between), (*other.alive, *other.between), strict=True)
         return self.is_last <= other.is_last and self.has_gradients <= other.has_gradients and all(
             a <= b for a, b in pairs
         )  # fmt: skip
@@ -136,7 +138,7 @@ def moments(c: Choice) -> Sequence[Sequence[Moment]]:
     """Return the moments of each device of a plan's pipeline in which it can need most."""
     if c.schedule == "interlaced":
         alive = (min(c.microbatches, _INTERLACED * (c.pp - device)) for device in range(c.pp))
-        return [[Moment(True, True, (some,))] for some in alive]
+        return [[Moment(True, True, (some,), (0.0,))] for some in alive]
     name, count = SCHEDULES[c.schedule], min(c.microbatches, _STEADY * c.pp)
     return _moments(name if name in RULES else SCHEDULES["1f1b"], c.pp, count, c.chunks)
 
@@ -148,7 +150,7 @@ def _moments(schedule: str, devices: int, microbatches: int, chunks: int) -> Seq
         table, _ = table_of(schedule, devices, {"microbatches": microbatches, **options})
     except InputError:
         # The plan is refused, too.
-        return [[Moment(True, True, (0.0,) * chunks)]] * devices
+        return [[Moment(True, True, (0.0,) * chunks, (0.0,) * chunks)]] * devices
     last = max(work.stage for row in table for work in row)
     return [_largest(_walked(row, last)) for row in table]
 
@@ -156,11 +158,12 @@ def _moments(schedule: str, devices: int, microbatches: int, chunks: int) -> Seq
 def _walked(row: Sequence[Action], last: int) -> Iterator[Moment]:
     """Yield a moment for each work of a device."""
     alive = dict.fromkeys(sorted({work.stage for work in row}), 0.0)
-    has_gradients = False
+    between, has_gradients = dict(alive), False
     for work in row:
         alive[work.stage] += work.kind == "F"
-        yield Moment(work.stage == last, has_gradients, tuple(alive.values()))
-        alive[work.stage] -= {"B": 1.0, "I": 1.0 - _BETWEEN, "W": _BETWEEN}.get(work.kind, 0.0)
+        yield Moment(work.stage == last, has_gradients, tuple(alive.values()), tuple(between.values()))
+        alive[work.stage] -= work.kind in "BI"
+        between[work.stage] += {"I": _BETWEEN, "W": -_BETWEEN}.get(work.kind, 0.0)
         has_gradients |= work.kind in "BW"
 
 

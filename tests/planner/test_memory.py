@@ -50,6 +50,7 @@ def estimator(model: str = MODEL) -> Estimator:
             Choice(2, 1, 2, 4, 4, recompute="full"),
             Choice(2, 1, 2, 4, 4, schedule="zbv", chunks=2),
             Choice(2, 1, 2, 4, 4, schedule="zb_h1"),
+            Choice(2, 1, 2, 4, 4, schedule="zb_h1", recompute="full"),
         ),
     ],
     ids=lambda choice: choice.spec,
@@ -91,5 +92,5 @@ def test_blocks_without_equal_ones_have_bytes_and_seconds_of_their_own(choice: C
     ],
 )
 def test_a_device_keeps_as_many_microbatches_as_its_schedule_has_on_the_way(choice: Choice, alive: list[int]) -> None:
-    found = [max(sum(moment.alive) for moment in device) for device in moments(choice)]
+    found = [max(sum((*moment.alive, *moment.between)) for moment in device) for device in moments(choice)]
     assert found == pytest.approx(alive)
