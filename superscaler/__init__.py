@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from superscaler.plans.lib.shared import decompose_losses as decompose_losses
     from superscaler.plans.lib.shared import tensor_splits as tensor_splits
     from superscaler.plans.lib.stages import stages as stages
+    from superscaler.simulate.system import System as System
     from superscaler.store.tensors import load_weights as load_weights
     from superscaler.train.feed import batches as batches
     from superscaler.verbs import Action as Action
@@ -74,6 +75,7 @@ _HOMES = {
     "along_axis": "superscaler.plans.lib.products",
     "load_weights": "superscaler.store.tensors",
     "search": "superscaler.planner.search",
+    "System": "superscaler.simulate.system",
     "register": "superscaler.frontend.users.register",
     "schedule_1f1b": "superscaler.plans.lib.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),

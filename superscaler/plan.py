@@ -37,7 +37,7 @@ from superscaler.runtime.step import Step
 from superscaler.simulate.memory import DeviceMemory
 from superscaler.simulate.predict import fullest, memory_line, precision_of, predict
 from superscaler.simulate.prediction import Prediction
-from superscaler.simulate.system import System
+from superscaler.simulate.system import PLAIN, System
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
 from superscaler.store.plan import remove_evaluation, remove_shapes
@@ -188,23 +188,12 @@ class Plan:
         return self._write(folder / SHAPES / str(number), seed, is_shape=True)
 
     @checked
-    def simulate(
-        self, capacity: int | None = None, torch_compile: bool = False, cuda_graph: bool = False, attention: str = "",
-        fused: bool = False, overlap: str = "", documents: Sequence[int] = (), balance: float = 1.0,
-        sum_halves: bool = False, no_prefetch: bool = False,
-    ) -> Prediction:  # fmt: skip
+    def simulate(self, capacity: int | None = None, system: System = PLAIN) -> Prediction:
         """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
-        `torch_compile`, `cuda_graph`: the step is loaded with it. The others say how its system differs:
-        its kernel of `attention` (flash1), `fused` norms, activations, loss and sums (Megatron-LM), `overlap` (bulk or
-        pipelined), `documents` of a row, `balance` of experts, gradients summed in 16 bits, no
-        work beside gathers of weights; see `simulate.system`.
+        `system`: how the step is loaded, and what differs in the system that runs it: `ss.System(torch_compile=True)`.
 
         Raises InputError if the speeds of the cluster's devices are unknown, and if no CUDA graph replays the step.
         """
-        packed = tuple(documents)
-        system = System(
-            torch_compile, cuda_graph, attention, fused, overlap, packed, balance, sum_halves, no_prefetch
-        )  # fmt: skip
         with phase("simulate"):
             return predict(self.compiled.program, self.compiled.cluster, capacity, system)
 

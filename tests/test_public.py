@@ -154,8 +154,12 @@ CALLS: dict[str, Call] = {
     "search": (
         ss.search,
         {"graph": captured(), "cluster": "a100:1x2", "where": "rows = 8, tp = 1"}
-        | {"memory": 10**9, "torch_compile": False, "seconds": 1.0, "batches": [8]}
-        | {"cuda_graph": False, "attention": "", "fused": False, "overlap": "", "documents": (), "balance": 1.0},
+        | {"memory": 10**9, "system": ss.System(), "seconds": 1.0, "batches": [8]},
+    ),
+    "System": (
+        ss.System,
+        dict.fromkeys(("torch_compile", "cuda_graph", "fused", "sum_halves", "no_prefetch"), False)
+        | {"attention": "", "overlap": "", "documents": (), "balance": 1.0},
     ),
     "load": (ss.load, {"directory": "none", "manifest": True, "torch_compile": False, "cuda_graph": False}),
     "load_weights": (ss.load_weights, {"module": Net(), "path": "none", "ema": False}),
@@ -176,7 +180,7 @@ CALLS: dict[str, Call] = {
     "Plan.save": (lambda **k: plan().save("plan", **k), {"seed": 0, "evaluation": None}),
     "Plan.simulate": (
         lambda **k: plan().simulate(**k),
-        {"capacity": None, "torch_compile": False, "cuda_graph": False},
+        {"capacity": None, "system": ss.System()},
     ),
     "Plan": (lambda other: plan().diff(other), {"other": None}),
     "Graph": (lambda **k: graph().select(**k), {"module": None, "ops": None, "microbatch": None, "kind": "F"}),

@@ -61,33 +61,22 @@ def search(
     cluster: Cluster | str,
     memory: int | None = None,
     where: str = "",
-    torch_compile: bool = False,
+    system: System = PLAIN,
     seconds: float = inf,
     note: Callable[[str], None] = lambda line: None,
     batches: Sequence[int] = (),
-    cuda_graph: bool = False,
-    attention: str = "",
-    fused: bool = False,
-    overlap: str = "",
-    documents: Sequence[int] = (),
-    balance: float = 1.0,
-    sum_halves: bool = False,
-    no_prefetch: bool = False,
 ) -> Answer:
     """Return the best plans of the space for a graph on a cluster, the best first: `ss.search(graph, "a100:1x8").best`.
 
     memory         bytes of a device; default: those of the cluster
     where          constraints, as "tp <= 8, no recompute" (docs/search.md)
+    system         how steps run, as of `Plan.simulate`
     seconds        after which no further plan is compiled whole
     note           gets a line for each stage of the search
     batches        rows of a step to choose among; default: those that were captured
-    The others say how steps run, as of `Plan.simulate`. Raises InputError if the speeds of the devices are unknown, for
-    a constraint that no plan satisfies, and if no plan of the space holds for the model.
+    Raises InputError if the speeds of the devices are unknown, for a constraint that no plan satisfies, and if no plan
+    of the space holds for the model.
     """
-    packed = tuple(documents)
-    system = System(
-        torch_compile, cuda_graph, attention, fused, overlap, packed, balance, sum_halves, no_prefetch
-    )  # fmt: skip
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     return find(graph, devices, memory, where, system, seconds, note, batches)
 

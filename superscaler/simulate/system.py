@@ -24,6 +24,7 @@ from superscaler.simulate.rates import is_attention, scores_of
 from superscaler.simulate.timetable import Timetable
 from superscaler.simulate.transfers.beside import Overlap
 from superscaler.simulate.works import Kernel
+from superscaler.specs.arguments import checked_class
 
 # NeMo's words.
 _BULK, _PIPELINED = OVERLAPS = ("bulk", "pipelined")
@@ -32,6 +33,7 @@ _BULK, _PIPELINED = OVERLAPS = ("bulk", "pipelined")
 EXPERTS, ROWS = "ss.experts", "ss.expert_rows"
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class System:
     """The assumptions of a prediction.

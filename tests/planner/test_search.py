@@ -97,10 +97,10 @@ def test_the_plans_of_an_answer_hold_and_fit() -> None:
 def test_plans_are_found_by_steps_as_they_run(way: dict[str, Any]) -> None:
     """Each is predicted as its text is, with the same options; the bound is below all."""
     graph, where = graph_of(GPT), f"{FEW}, no pp, no zero, tp = 1"
-    answer = ss.search(graph, "a100:1x2", where=where, **way)
+    answer = ss.search(graph, "a100:1x2", where=where, system=ss.System(**way))
     for found in answer.plans:
         plan, step = ss.compile(graph, found.spec, "a100:1x2"), found.prediction.step_seconds
-        assert plan.simulate(**way) == found.prediction
+        assert plan.simulate(system=ss.System(**way)) == found.prediction
         assert answer.bound <= step < 0.9 * plan.simulate().step_seconds
 
 

@@ -109,7 +109,7 @@ def test_a_compiled_forward_keeps_what_torch_saves(monkeypatch: pytest.MonkeyPat
 
 def test_products_and_attention_are_those_of_the_segment_and_the_rest_takes_less() -> None:
     plan = ss.compile(captured(LLAMA, precision="bf16"), "single", "h100:1x1")
-    plain, compiled = plan.simulate(), plan.simulate(torch_compile=True)
+    plain, compiled = plan.simulate(), plan.simulate(system=ss.System(torch_compile=True))
     assert compiled.step_seconds < plain.step_seconds
     assert compiled.fullest.memory["activations"] < plain.fullest.memory["activations"]
     own, fused = (kernels(plan, is_compiled) for is_compiled in (False, True))
@@ -124,7 +124,7 @@ def test_dropout_is_drawn_by_the_kernels_that_read_it() -> None:
     own, compiled = (words(kernels(plan, is_compiled)) for is_compiled in (False, True))
     assert own
     assert not compiled
-    assert plan.simulate(torch_compile=True).step_seconds < plan.simulate().step_seconds
+    assert plan.simulate(system=ss.System(torch_compile=True)).step_seconds < plan.simulate().step_seconds
 
 
 def words(some: Sequence[Kernel]) -> list[Kernel]:
@@ -140,7 +140,7 @@ def test_halves_of_a_backward_have_the_kernels_of_the_whole() -> None:
         both = [backwards(plan, rank, is_compiled=True) for plan in (halved, whole)]
         assert both[0] == both[1]
         assert total(both[0]) < 0.95 * total(backwards(halved, rank, is_compiled=False))
-    assert halved.simulate(torch_compile=True).step_seconds < halved.simulate().step_seconds
+    assert halved.simulate(system=ss.System(torch_compile=True)).step_seconds < halved.simulate().step_seconds
 
 
 def backwards(plan: ss.Plan, rank: int, is_compiled: bool) -> Counter[Kernel]:

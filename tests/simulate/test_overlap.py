@@ -98,16 +98,16 @@ def test_the_clock_moves_what_is_left_after_products(beside: Beside | None, seco
 def test_a_system_overlaps_its_tensor_parallelism() -> None:
     model = "gpt3:layers=1,hidden=2048,heads=16,seq=2048,vocabulary=1024,batch=1,device=meta"
     plan = ss.compile(graph_of(model), "sequence_parallel:4,regather=true", "h100:1x4")
-    plain, bulk, pipelined = (plan.simulate(overlap=way) for way in ("", "bulk", "pipelined"))
+    plain, bulk, pipelined = (plan.simulate(system=ss.System(overlap=way)) for way in ("", "bulk", "pipelined"))
     assert pipelined.step_seconds < bulk.step_seconds < plain.step_seconds
     # The same work, and communication that is not waited for.
     assert pipelined.mean("compute") == bulk.mean("compute") == plain.mean("compute")
     assert pipelined.mean("communication") < 0.5 * plain.mean("communication")
     assert "beside products (pipelined)" in pipelined.assumed
-    assert "beside products (bulk)" in plan.simulate(fused=True).assumed
+    assert "beside products (bulk)" in plan.simulate(system=ss.System(fused=True)).assumed
     assert plain.links == pipelined.links
     with pytest.raises(InputError, match=r"--overlap: unknown overlap 'tensor'.* Known: bulk, pipelined"):
-        plan.simulate(overlap="tensor")
+        plan.simulate(system=ss.System(overlap="tensor"))
 
 
 @pytest.mark.parametrize(("awaited", "seconds"), [(frozenset[int](), 8), ({0}, 13)])
@@ -148,9 +148,9 @@ def test_a_system_without_prefetch_gathers_weights_beside_no_work(plan: str) -> 
     # What no work hides is waited for, and the same bytes move.
     assert lanes[True].exposed[0] > lanes[False].exposed[0] + 0.5 * weights[0]
     assert lanes[True].bytes == lanes[False].bytes
-    assert "no work beside gathers of weights" in compiled.simulate(no_prefetch=True).assumed
+    assert "no work beside gathers of weights" in compiled.simulate(system=ss.System(no_prefetch=True)).assumed
 
 
 def test_a_system_without_prefetch_has_nothing_to_wait_for_where_weights_are_whole() -> None:
     plan = ss.compile(graph_of("gpt3:size=tiny,device=meta"), "data_parallel:4", "a100:1x4")
-    assert plan.simulate(no_prefetch=True).step_seconds == plan.simulate().step_seconds
+    assert plan.simulate(system=ss.System(no_prefetch=True)).step_seconds == plan.simulate().step_seconds

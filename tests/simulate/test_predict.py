@@ -115,19 +115,23 @@ def test_the_parts_of_a_step_are_said_in_seconds_that_add_up_and_so_is_what_is_a
 
 def test_the_kernel_of_attention_and_fused_operators_are_assumptions() -> None:
     plan = ss.compile(graph_of(GPT), "gradient_accumulation:microbatches=2", "a100:1x1")
-    plain, compiled, fused = plan.simulate(), plan.simulate(torch_compile=True), plan.simulate(fused=True)
+    plain, compiled, fused = (
+        plan.simulate(),
+        plan.simulate(system=ss.System(torch_compile=True)),
+        plan.simulate(system=ss.System(fused=True)),
+    )
     # Sums of gradients are in the products.
     assert fused.step_seconds < compiled.step_seconds < plain.step_seconds
     assert fused.assumed.startswith("norms, activations, loss and sums of gradients fused")
-    assert plan.simulate(attention="flash1").assumed.endswith("attention of flash1")
+    assert plan.simulate(system=ss.System(attention="flash1")).assumed.endswith("attention of flash1")
     with pytest.raises(
         InputError, match=r"--attention on a100:1x1: unknown attention 'flash3'.* Known: flash1, flash2,"
     ):
-        plan.simulate(attention="flash3")
+        plan.simulate(system=ss.System(attention="flash3"))
     lab = "{preset: local, servers: 1, devices_per_server: 1, device: {memory: 1e9, flops: {}, speeds: "
     measured = ss.compile(graph_of(GPT), "single", lab + "{products: {float32: 1e9}, memory: 1e10}}}")
     with pytest.raises(InputError, match="--attention flash1: only one attention is known on"):
-        measured.simulate(attention="flash1")
+        measured.simulate(system=ss.System(attention="flash1"))
 
 
 @pytest.mark.parametrize("is_compiled", [False, *slow(True)])
@@ -136,7 +140,7 @@ def test_the_busiest_device_of_experts_sets_the_pace(is_compiled: bool) -> None:
     sizes = "layers=1,hidden=256,mlp=1024,experts=8,seq=512,batch=64,balance=0,vocab=64,device=meta"
     graph = graph_of(f"mixtral:size=tiny,{sizes}")
     alone, plan = (ss.compile(graph, spec, "a100:1x4") for spec in ("data_parallel", "expert_parallel"))
-    even, busy = (plan.simulate(torch_compile=is_compiled, balance=b) for b in (1.0, 1.5))
+    even, busy = (plan.simulate(system=ss.System(torch_compile=is_compiled, balance=b)) for b in (1.0, 1.5))
     assert "as many tokens for each expert" in even.assumed
     assert "1.5 times the mean tokens for the experts of the busiest device" in busy.assumed
     kernels = [
@@ -159,18 +163,18 @@ def test_the_busiest_device_of_experts_sets_the_pace(is_compiled: bool) -> None:
         kept = busy.fullest.memory["activations"] - even.fullest.memory["activations"]
         assert kept > 0.5 * rows * 4 * 1024 * 2
     # Where each device has all experts, none is busier.
-    assert alone.simulate(balance=1.5).step_seconds == alone.simulate().step_seconds
+    assert alone.simulate(system=ss.System(balance=1.5)).step_seconds == alone.simulate().step_seconds
 
 
 def test_a_balance_that_a_plan_does_not_have_is_refused() -> None:
     mixtral = graph_of("mixtral:size=tiny,batch=8,balance=0")
     with pytest.raises(InputError, match=r"experts of this plan have as many rows.* expert_parallel:capacity=1\.3\."):
-        ss.compile(mixtral, "expert_parallel:capacity=2.0", "a100:1x2").simulate(balance=1.3)
+        ss.compile(mixtral, "expert_parallel:capacity=2.0", "a100:1x2").simulate(system=ss.System(balance=1.3))
     plan = ss.compile(graph_of(GPT), "single", "a100:1x1")
     with pytest.raises(InputError, match="the model has no mixture of experts; leave it out"):
-        plan.simulate(balance=1.3)
+        plan.simulate(system=ss.System(balance=1.3))
     with pytest.raises(InputError, match=r"--balance 0\.5: give 1 \(as many tokens each\) or more"):
-        plan.simulate(balance=0.5)
+        plan.simulate(system=ss.System(balance=0.5))
 
 
 def test_products_of_a_dtype_without_a_speed_take_the_slowest_one() -> None:
@@ -254,7 +258,10 @@ PACKED = "llama:size=tiny,layers=1,seq=256,batch=2,documents=128+64+64"
 def test_attention_is_priced_by_the_documents_of_rows() -> None:
     """Two rows of four heads, on four devices of a ring: each has 64 queries of each row."""
     plan = ss.compile(graph_of(PACKED), "ring_attention", "h100:1x4")
-    whole, inside = plan.simulate(documents=[256]).attention, plan.simulate(documents=[128, 64, 64]).attention
+    whole, inside = (
+        plan.simulate(system=ss.System(documents=(256,))).attention,
+        plan.simulate(system=ss.System(documents=(128, 64, 64))).attention,
+    )
     assert whole is not None
     assert inside is not None
     own = 64 * 65 // 2
@@ -268,7 +275,7 @@ def test_attention_is_priced_by_the_documents_of_rows() -> None:
 @pytest.mark.slow
 def test_chunks_of_a_ring_are_priced_by_the_documents_of_rows() -> None:
     even = ss.compile(graph_of(PACKED), "ring_attention:zigzag=documents,documents=128+64+64,chunks=4", "h100:1x2")
-    found = even.simulate(documents=[128, 64, 64])
+    found = even.simulate(system=ss.System(documents=(128, 64, 64)))
     assert found.attention is not None
     assert found.attention.imbalance < 1.01
 
@@ -286,9 +293,9 @@ def test_documents_are_given_to_a_model_that_has_some(tmp_path: Path, capfd: pyt
     printed, _ = answer(capfd, "simulate", str(tmp_path / "plan"), "--documents", "64", "--cuda-graph")
     assert printed["attention"]["scores"] == [256 * 256 * 2 * 4 // 2] * 2
     with pytest.raises(InputError, match="--documents 64: the model has no attention inside documents; give one with"):
-        ss.compile(graph_of(GPT), "tensor_parallel", "a100:1x2").simulate(documents=[64])
+        ss.compile(graph_of(GPT), "tensor_parallel", "a100:1x2").simulate(system=ss.System(documents=(64,)))
     with pytest.raises(InputError, match=r"documents=\[64, 0\]: a document has one token or more"):
-        ss.compile(graph_of(PACKED), "tensor_parallel", "a100:1x2").simulate(documents=[64, 0])
+        ss.compile(graph_of(PACKED), "tensor_parallel", "a100:1x2").simulate(system=ss.System(documents=(64, 0)))
 
 
 def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
