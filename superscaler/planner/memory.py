@@ -14,9 +14,7 @@ from superscaler.planner.space import SCHEDULES, Choice
 from superscaler.plans.lib.schedules import RULES, table_of
 from superscaler.simulate.memory import Overheads
 from superscaler.simulate.predict import Simulation
-from superscaler.simulate.segments import Segments
 from superscaler.simulate.storages import GATHERED, GRADIENTS, OPTIMIZER, VALUES, WEIGHTS
-from superscaler.simulate.system import PLAIN, System
 from superscaler.verbs import Action
 
 # The activations of an interlaced pipeline in those of 1F1B.
@@ -112,12 +110,10 @@ def _added(program: Program) -> float:
     return float(any(value.is_gradient and value.name in weights for i in code for value in reads(i)))
 
 
-def kept_bytes(program: Program, system: System = PLAIN) -> int:
+def kept_bytes(found: Simulation) -> int:
     """Return the bytes that the first device keeps of its first microbatch from its forward to its backward."""
-    segments = Segments(program, True, system.is_compiled, system.cuda_graph, system.balance)
-    device = program.devices[0]
-    with system.run(program):
-        tasks = segments.tasks(device)
+    program, device = found.program, found.program.devices[0]
+    tasks = found.segments.tasks(device)
     weights = {weight.name for weight in device.weights}
     code = [i for _, i in calls(device.instructions[:]) if i.task.microbatch <= 0]
     again = {i.function for i in code if any(op.origin for op in program.functions[i.function].ops)}

@@ -182,7 +182,7 @@ class Menu:
         spec = Choice(dp, use.tp, 1, use.rows, 1, use.layout, use.recompute, zero, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster, certified=False).program
         found = simulate(program, cluster, None, self.system, among=_ALL)
-        p, kept = found.prediction, kept_bytes(found.program, self.system)
+        p, kept = found.prediction, kept_bytes(found)
         update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
         inside = {op.name for run in self.runs for block in run for op in block.ops}
         weights = memory["weights"] + memory["gathered"]

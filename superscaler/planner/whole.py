@@ -35,7 +35,7 @@ _FEW, _MORE = 3, 4
 # The step of fewer than so many for each stage is compiled with all of them.
 _MANY = 2 * _MORE
 # The blocks of the smaller model in the longest run, and the further ones of the larger.
-_SHORT, _FURTHER = 6, 3
+_SHORT, _FURTHER = 4, 2
 # Models whose longest run has fewer blocks are compiled with all of them.
 _DEEP = 24
 # The waits for the host that further blocks may add, in seconds of the step. From the block on where the host is late,

@@ -30,7 +30,7 @@ from superscaler.simulate.rates import (
     rate_of,
     seconds,
 )
-from superscaler.simulate.segments import count, products
+from superscaler.simulate.segments import Segments, count, products
 from superscaler.simulate.system import PLAIN, System, attention_of, reads_documents
 from superscaler.simulate.times import Floats
 from superscaler.simulate.timetable import Events, Timetable
@@ -44,10 +44,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The prediction for a step of a program, with the times and the memory behind it."""
+    """The prediction for a step of a program, with the segments, the times and the memory behind it."""
 
     program: Program
     cluster: Cluster
+    segments: Segments
     table: Timetable
     memories: Sequence[DeviceMemory]
     prediction: Prediction
@@ -129,7 +130,7 @@ def _simulated(
         assumed=", ".join(system.words(speeds.units > 0, targets)),
         attention=attention_of(table, work.known, work.kernel) if system.documents else None,
     )
-    return Simulation(program, cluster, table, found, prediction)
+    return Simulation(program, cluster, work.works.segments, table, found, prediction)
 
 
 def check_speeds(cluster: Cluster) -> DeviceKind:

@@ -15,6 +15,8 @@ from superscaler.errors import InputError, brief, named
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+# Kinds that anything is of.
+_OPEN = TypeVar, ParamSpec
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -65,7 +67,7 @@ def fits(value: Any, kind: Any, has_items: bool = True) -> bool:
     >>> fits(2, int), fits(True, int), fits("2", int), fits([2], list[int]), fits(["2"], list[int]), fits([], int | str)
     (True, False, False, True, False, False)
     """
-    if kind is Any or isinstance(kind, TypeVar | ParamSpec):
+    if kind is Any or isinstance(kind, _OPEN):
         return True
     origin, inner = _parts(kind)
     if origin in (typing.Union, UnionType):

@@ -96,11 +96,13 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
         return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."
     if not isinstance(axis.name, str):
         return f"has the name {named(axis.name)}; give the name of an axis of a mesh, as 'dp', or leave it out."
-    if not isinstance(axis.at, tuple) or not fits(axis.at, tuple[int, ...]) or min(axis.at, default=0) < 0:
+    if not isinstance(axis.at, tuple) or (axis.at and (not fits(axis.at, tuple[int, ...]) or min(axis.at) < 0)):
         return f"has the places {named(axis.at)}; give a tuple of numbers from 0, as (0, 1)."
     if axis.at and len(axis.at) != len(listed):
         return f"has the places {axis.at} for {len(listed)} parts; give each one from 0 on."
-    if not isinstance(axis.partial_inputs, tuple) or not fits(axis.partial_inputs, tuple[int, ...]):
+    if not isinstance(axis.partial_inputs, tuple) or (
+        axis.partial_inputs and not fits(axis.partial_inputs, tuple[int, ...])
+    ):
         return f"shares out the addends of {named(axis.partial_inputs)}; give a tuple of numbers of inputs, as (0,)."
     if not isinstance(axis.is_microbatch, bool):
         return f"has is_microbatch {named(axis.is_microbatch)}; give True or False."

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,9 @@ import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
+from superscaler.planner import menu as menus
 from superscaler.planner import programs
+from superscaler.planner import whole as wholes
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
@@ -22,6 +25,8 @@ from superscaler.planner.programs import Found, Programs
 from superscaler.planner.search import Answer, _layouts, _proofs, find, search
 from superscaler.planner.space import Choice, Own, choices
 from superscaler.plans import resolve
+from superscaler.simulate import segments
+from superscaler.simulate.recording import Recorder
 from superscaler.simulate.system import PLAIN, System
 from tests.helpers.commands import answer, run
 from tests.helpers.graphs import graph_of
@@ -422,3 +427,28 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
     for words, is_kept in (("measuring", True), (": step ", False)):
         with pytest.raises(KeyboardInterrupt):
             find(graph, cluster, where=FEW, note=interrupting(words), is_kept=is_kept)
+
+
+def test_a_search_simulates_few_small_models_and_records_each_segment_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """These are most of the time of a search: for each of two ways to use devices, models with one block and with two,
+    of one row and of four.
+    """
+    counts = Counter[str]()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for known in ("_RECORDED", "_KERNELS"):
+        monkeypatch.setattr(segments, known, {})
+    monkeypatch.setattr(menus, "simulate", counted("small models", menus.simulate))
+    monkeypatch.setattr(wholes, "simulate", counted("whole plans", wholes.simulate))
+    monkeypatch.setattr(Recorder, "segment", counted("segments", Recorder.segment))
+    search(graph_of(GPT), "a100:1x2", where=f"{FEW}, tp = 1, no pp")
+    assert counts == {"small models": 2 * 2 * 2, "whole plans": 2, "segments": 35}

@@ -31,6 +31,7 @@ class Cuts:
         self._known: dict[tuple[Use, int, bool, bool], Bounds] = {}
         self._folded: dict[tuple[Use, int], Folded] = {}
         self._best: dict[tuple[Use, int, int], list[int]] = {}
+        self._parts: dict[int, Bounds] = {}
 
     def best(self, c: Choice) -> Bounds:
         """Return the stages with the shortest step; None for more than the model has, or limits that none keep."""
@@ -79,7 +80,12 @@ class Cuts:
         return found
 
     def _even(self, count: int) -> Bounds:
-        """Return the stages as schedules cut the model themselves."""
+        """Return the stages as schedules cut the model themselves, whatever these take."""
+        if count not in self._parts:
+            self._parts[count] = self._cut(count)
+        return self._parts[count]
+
+    def _cut(self, count: int) -> Bounds:
         try:
             parts = cut_stages(self.graph, count)
         except InputError:

@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from superscaler.planner.costs import Costs
 from superscaler.planner.orders.measured import MANY
@@ -20,6 +21,8 @@ from superscaler.plans.lib.schedules import RULES
 _HALVINGS = 12
 # The microbatches of each device in a step by which stages are compared, and the works of all these steps.
 _FEW, _WORKS = 2, 12_000
+# Sums in another order differ by less.
+_ROUNDED = 1e-12
 # The share of the slowest stage that counts beside a step.
 _UNEVEN = 0.1
 
@@ -35,6 +38,9 @@ class Folded:
             np.full((len(self.until),) * 2, inf), -1
         )
         self.allowed = [allowed(stage, 2 * devices) for stage in range(2 * devices)]
+        # The least seconds of a stage of 0, 1, ... blocks.
+        count = len(self.until)
+        self.shortest = np.maximum.accumulate([self.inner.diagonal(n).min() for n in range(count)])
 
     @cached_property
     def least(self) -> list[int]:
@@ -43,8 +49,7 @@ class Folded:
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if self._reached(middle)[-1].diagonal().min() < inf else (middle, high)
-        # Sums in another order.
-        high *= 1 + 1e-12
+        high *= 1 + _ROUNDED
         return self._traced(self._reached(high), high)
 
     def _slowest(self, bounds: Sequence[int]) -> float:
@@ -62,10 +67,11 @@ class Folded:
         """
         found = [np.full(self.inner.shape, inf)]
         found[0][0, -1] = self.inner[0, -1]
+        most = int(np.searchsorted(self.shortest, limit * (1 + _ROUNDED), side="right"))
         for device in range(self.devices):
-            into, out = (np.where(self.allowed[k], 0.0, inf) for k in (device, 2 * self.devices - 1 - device))
-            moved = (found[-1][:, None, :] + into[:, :, None]).min(axis=0)
-            before = (moved[:, None, :] + out[None, :, :]).min(axis=2)
+            into, out = (self.allowed[k] for k in (device, 2 * self.devices - 1 - device))
+            # The stage on the way out ends where the later ones begin: the same, from the other end of the model.
+            before = _least(_least(found[-1], into, most).T[::-1], out.T[::-1, ::-1], most)[::-1].T
             is_within = before + (0.0 if device else self.rest) <= limit + np.where(self.inner < inf, self.inner, -inf)
             found.append(np.where(is_within, self.inner, inf))
         return found
@@ -128,6 +134,17 @@ class Folded:
         sends, rooms = (0.0,) * (len(place) - 1), (MANY,) * self.devices
         works = Works(place, stages, sends, rooms, (0.0,) * self.devices, count, frozenset(range(len(place))))
         return finish(works, _rows(self.devices, count)) + _UNEVEN * max(seconds)
+
+
+def _least(table: Floats, allowed: NDArray[np.bool_], most: int) -> Floats:
+    """Return for each end of a stage the least of the rows of a table at its allowed beginnings, fewer than `most`
+    blocks before.
+    """
+    found = np.full(table.shape, inf)
+    for length in range(most):
+        rows = np.where(allowed.diagonal(length)[:, None], table[: len(table) - length], inf)
+        np.minimum(found[length:], rows, out=found[length:])
+    return found
 
 
 @cache
