@@ -451,4 +451,4 @@ def test_a_search_simulates_few_small_models_and_records_each_segment_once(
     monkeypatch.setattr(wholes, "simulate", counted("whole plans", wholes.simulate))
     monkeypatch.setattr(Recorder, "segment", counted("segments", Recorder.segment))
     search(graph_of(GPT), "a100:1x2", where=f"{FEW}, tp = 1, no pp")
-    assert counts == {"small models": 2 * 2 * 2, "whole plans": 2, "segments": 35}
+    assert counts == {"small models": 2 * 2 * 2, "whole plans": 2, "segments": 53}

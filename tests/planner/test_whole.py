@@ -3,6 +3,7 @@
 import pytest
 
 import superscaler as ss
+from superscaler.planner import whole as whole_plans
 from superscaler.planner.kinds import runs
 from superscaler.planner.programs import Programs
 from superscaler.planner.space import Choice
@@ -81,8 +82,11 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("model", "choice"), WAYS, ids=str)
-def test_a_model_of_many_blocks_is_on_the_line_through_two_of_few(model: str, choice: Choice) -> None:
-    """Beside the plan that is compiled with all of them."""
+def test_a_model_of_many_blocks_is_on_the_line_through_two_of_few(
+    monkeypatch: pytest.MonkeyPatch, model: str, choice: Choice
+) -> None:
+    """Beside the plan that is compiled with all of them. Twice as many as in the larger model are enough for this."""
+    monkeypatch.setattr(whole_plans, "_DEEP", 12)
     graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x8")
     found, program = predicted(graph, cluster, None, PLAIN, choice, runs=runs(graph))
     assert program is None
