@@ -158,7 +158,7 @@ CALLS: dict[str, Call] = {
     ),
     "System": (
         ss.System,
-        dict.fromkeys(("torch_compile", "cuda_graph", "fused", "sum_halves", "no_prefetch"), False)
+        dict.fromkeys(("torch_compile", "cuda_graph", "fused", "sum_halves", "no_prefetch", "broadcast"), False)
         | {"attention": "", "overlap": "", "documents": (), "balance": 1.0},
     ),
     "load": (ss.load, {"directory": "none", "manifest": True, "torch_compile": False, "cuda_graph": False}),

@@ -9,7 +9,7 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -42,6 +42,8 @@ Starts = Callable[[Cohort, int], tuple[float | Floats, float | Floats]]
 Hidden = Callable[[Cohort, int], Beside | None]
 # The numbers of the collectives, in the code of a cohort, that their devices wait for at once.
 Awaited = Callable[[Cohort], Set[int]]
+# By the number of a collective, the broadcasts in its place.
+Owned = Callable[[Cohort], Mapping[int, float]]
 
 
 def clock(
@@ -56,6 +58,7 @@ def clock(
     hidden: Hidden = lambda cohort, at: None,
     starts: Starts = lambda cohort, at: (0.0, 0.0),
     awaited: Awaited = lambda cohort: frozenset(),
+    owned: Owned = lambda cohort: {},
 ) -> Timetable:
     """Return the times of a step.
 
@@ -63,21 +66,21 @@ def clock(
     starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. `moved`, `hidden`, `starts`, `awaited`: see
-    `Moved`, `Hidden`, `Starts`, `Awaited`.
+    those of one direction with one peer. `moved`, `hidden`, `starts`, `awaited`,
+    `owned`: see `Moved`, `Hidden`, `Starts`, `Awaited`, `Owned`.
     Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, awaited).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, awaited, owned).run()
 
 
 class _Clock:
     def __init__(
         self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved, hidden: Hidden, starts: Starts, awaited: Awaited,
+        moved: Moved, hidden: Hidden, starts: Starts, awaited: Awaited, owned: Owned,
     ) -> None:  # fmt: skip
         self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
-        self.starts, self.awaited = starts, awaited
+        self.starts, self.awaited, self.owned = starts, awaited, owned
         self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
         for run in self.runs:
             run.going = self._going(run)
@@ -112,7 +115,8 @@ class _Clock:
                 yield from self._work(run, step, even(given))
             match step.first.meets:
                 case Meets.GROUP:
-                    post = self.communication.collective(run, step, turn, self.hidden(run.cohort, at))
+                    beside, parts = self.hidden(run.cohort, at), self.owned(run.cohort).get(at, 0.0)
+                    post = self.communication.collective(run, step, turn, beside, parts)
                     if at in self.awaited(run.cohort):
                         yield from self._wait(run, post)
                 case Meets.PEER:

@@ -103,7 +103,7 @@ def _simulated(
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
     table = clock(
         program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved,
-        hidden=work.hidden, starts=work.starts, awaited=system.awaited(program),
+        hidden=work.hidden, starts=work.starts, awaited=system.awaited(program), owned=system.owned(program),
     )  # fmt: skip
     made = products(program.model)
     flops, needed = count(made, flops_of), count(made, needed_of)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
+from typing import cast
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.devices import Speeds
@@ -14,7 +15,7 @@ from superscaler.errors import InputError, unknown
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.grid import Ints
 from superscaler.ir.model import Op, width
-from superscaler.ir.program import Instruction, Meets, Program, reads
+from superscaler.ir.program import Collective, Instruction, Meets, Program, reads
 from superscaler.runtime.functions.documents import packing
 from superscaler.runtime.functions.tracing import recorded as static
 from superscaler.simulate.kernels import Kernels
@@ -49,6 +50,8 @@ class System:
     sum_halves  gradients that are sent in 16 bits are also summed over microbatches in these, as in torch's own `.grad`
     no_prefetch no work runs beside gathers of weights: updated weights are whole before a step goes on, as under ZeRO 1
                 and 2 of DeepSpeed, in InternEvo, and in Megatron-LM without its --overlap-param-gather
+    broadcast   devices update whole weights, which they broadcast one by one, as in InternEvo, in place of slices that
+                are gathered in buckets
     """
 
     torch_compile: bool = False
@@ -60,6 +63,7 @@ class System:
     balance: float = 1.0
     sum_halves: bool = False
     no_prefetch: bool = False
+    broadcast: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap not in ("", *OVERLAPS):
@@ -109,11 +113,19 @@ class System:
     def awaited(self, program: Program) -> Callable[[Cohort], Set[int]]:
         """Return a function that gives the numbers of the collectives of a cohort beside which no work runs."""
         weights = parameters(program) if self.no_prefetch else frozenset[str]()
+        return cache(lambda cohort: {at for at, _ in _gathers(cohort, weights)})
+
+    def owned(self, program: Program) -> Callable[[Cohort], Mapping[int, float]]:
+        """Return a function that gives, by the number of a gather of a cohort, the broadcasts in its place. A device
+        sends all of its weights together: so there are at most as many as devices, of all weights.
+        """
+        weights = parameters(program) if self.broadcast else frozenset[str]()
 
         @cache
-        def found(cohort: Cohort) -> Set[int]:
-            code = enumerate(cohort.code[:]) if weights else ()
-            return {at for at, i in code if i.meets is Meets.GROUP and _moves_weight(i, weights)}
+        def found(cohort: Cohort) -> Mapping[int, float]:
+            gathers = list(_gathers(cohort, weights))
+            every = {source for _, i in gathers for source in i.sources}
+            return {at: len(i.sources) * min(1.0, len(i.group) / len(every)) for at, i in gathers}
 
         return found
 
@@ -151,6 +163,8 @@ class System:
             yield "gradients summed in 16 bits"
         if self.no_prefetch:
             yield "no work beside gathers of weights"
+        if self.broadcast:
+            yield "weights broadcast one by one"
         if self.cuda_graph:
             yield "replayed as a CUDA graph"
         if self.documents:
@@ -180,8 +194,11 @@ def _sends_gradient(i: Instruction, weights: Set[str]) -> bool:
     return any(value.is_gradient and value.name in weights for value in reads(i))
 
 
-def _moves_weight(i: Instruction, weights: Set[str]) -> bool:
-    return any(value.name in weights and not value.is_gradient for value in reads(i))
+def _gathers(cohort: Cohort, weights: Set[str]) -> Iterator[tuple[int, Collective]]:
+    """Yield each gather of weights of a cohort with its number."""
+    for at, i in enumerate(cohort.code[:] if weights else ()):
+        if i.meets is Meets.GROUP and any(v.name in weights and not v.is_gradient for v in reads(i)):
+            yield at, cast("Collective", i)
 
 
 def reads_documents(op: Op) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir import program as p
+from superscaler.ir.cohorts import cohorts
 from superscaler.ir.program import Collective, CollectiveArg, Instruction, Task, Value
 from superscaler.simulate.clock import clock
 from superscaler.simulate.predict import simulate
@@ -119,6 +121,14 @@ def test_the_clock_runs_nothing_beside_collectives_that_are_awaited(awaited: fro
     assert table.exposed.tolist() == [seconds - 5] * 2
 
 
+@pytest.mark.parametrize(("owned", "seconds"), [({}, 3 + 3 * 8), ({0: 1.0}, 3 + 32), ({0: 3.0}, 3 * 3 + 32)])
+def test_the_clock_broadcasts_one_by_one_in_place_of_a_gather(owned: dict[int, float], seconds: float) -> None:
+    """Of 8 bytes of each of 4 devices, in a chain of 3 links of one second each, all 32 pass each link."""
+    gather = replace(reduced("g", range(4), 8), kind="all_gather")
+    table = clock(made_of(*[[gather, wait("g"), END]] * 4), cluster(1, 4, 1.0), work, owned=lambda cohort: owned)
+    assert table.seconds == seconds
+
+
 def _beside(lane: Events, kind: str) -> float:
     """Return the seconds of work beside collectives of a kind."""
     starts, ends = lane.start[:, 0], lane.end[:, 0]
@@ -154,3 +164,19 @@ def test_a_system_without_prefetch_gathers_weights_beside_no_work(plan: str) -> 
 def test_a_system_without_prefetch_has_nothing_to_wait_for_where_weights_are_whole() -> None:
     plan = ss.compile(graph_of("gpt3:size=tiny,device=meta"), "data_parallel:4", "a100:1x4")
     assert plan.simulate(system=ss.System(no_prefetch=True)).step_seconds == plan.simulate().step_seconds
+
+
+@pytest.mark.parametrize("count", [4, 64])
+def test_devices_broadcast_weights_together_or_one_by_one(count: int) -> None:
+    """One has several of the tensors, or one of them at most."""
+    model = f"gpt3:size=tiny,layers=2,hidden=256,batch={count},device=meta"
+    plan = ss.compile(graph_of(model), f"zero:{count},stage=1", f"a100:{max(1, count // 8)}x{min(count, 8)}")
+    program = plan.compiled.program
+    (cohort,) = cohorts(program)
+    gathers = [i for i in cohort.code[:] if isinstance(i, Collective) and i.kind == "all_gather"]
+    tensors = sum(len(i.sources) for i in gathers)
+    assert 4 < tensors < 64
+    assert sum(System(broadcast=True).owned(program)(cohort).values()) == pytest.approx(min(count, tensors))
+    one, every = (plan.simulate(system=System(no_prefetch=True, broadcast=way)) for way in (True, False))
+    assert (one.step_seconds > every.step_seconds) is (count == 64)
+    assert "weights broadcast one by one" in one.assumed

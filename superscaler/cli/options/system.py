@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from superscaler.simulate.system import System
 
 
-_FLAGS = ("torch_compile", "cuda_graph", "fused", "sum_halves", "no_prefetch")
+_FLAGS = ("torch_compile", "cuda_graph", "fused", "sum_halves", "no_prefetch", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,9 @@ class SystemOptions:
         bool,
         typer.Option("--sum-halves", help="Of a system that sums gradients in the 16 bits in which it sends them."),
     ] = False
+    broadcast: Annotated[
+        bool, typer.Option("--broadcast", help="Of a system that broadcasts whole updated weights, as InternEvo.")
+    ] = False
     no_prefetch: Annotated[
         bool,
         typer.Option("--no-prefetch", help="Of a system that gathers weights beside no work, as ZeRO 1 of DeepSpeed."),
@@ -79,7 +82,7 @@ class SystemOptions:
 
         return System(
             self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance,
-            self.sum_halves, self.no_prefetch,
+            self.sum_halves, self.no_prefetch, self.broadcast,
         )  # fmt: skip
 
     @property

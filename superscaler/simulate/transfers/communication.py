@@ -76,16 +76,18 @@ class Communication:
         self._sides: dict[Hashable, Side] = {}
         self._ways: dict[Hashable, _Way] = {}
 
-    def collective(self, run: Run, step: Step, turn: int, beside: Beside | None = None) -> Post:
-        """Start a collective. `beside`: the part that products hide."""
+    def collective(
+        self, run: Run, step: Step, turn: int, beside: Beside | None = None, broadcasts: float = 0.0
+    ) -> Post:  # fmt: skip
+        """Start a collective. `beside`: the part that products hide; `broadcasts`: in place of a gather."""
         i = cast("Collective", step.first)
         if len(i.group) == 1:
             # Nothing moves.
             done = Post(run, run.at, run.clock, len(run.own), [], met=run.clock, end=run.clock)
             run.handles |= dict.fromkeys(step.handles_at(turn), done)
             return done
-        key = run.cohort.number, i.kind, i.group, i.root, i.bytes, beside
-        way = self._way(key, lambda: self._collective(run, i, beside))
+        key = run.cohort.number, i.kind, i.group, i.root, i.bytes, beside, broadcasts
+        way = self._way(key, lambda: self._collective(run, i, beside, broadcasts))
         number = run.count[way.side.key]
         run.count[way.side.key] += 1
         meeting = self._meet((way.side.key, number), way)
@@ -95,16 +97,17 @@ class Communication:
             run.unflushed.append(post)
         return post
 
-    def _collective(self, run: Run, i: Collective, beside: Beside | None) -> _Way:
+    def _collective(self, run: Run, i: Collective, beside: Beside | None, broadcasts: float) -> _Way:
         side = self._side(run, i.group, lambda: Side.of(Ends.of(run.cohort.devices, run.cohort.data(run.at, "group"))))
         # Devices have a stream for each set of devices, in whatever order.
         is_world = len(i.group) == self.program.world
         # Clusters price the only receiver as the last of its group.
         groups = side.groups if i.root < 0 else np.delete(side.groups, i.root, axis=1)
         groups = groups if i.root < 0 else np.append(groups, side.groups[:, i.root, None], axis=1)
+        kind, size = ("broadcast", i.bytes * len(i.group)) if broadcasts else (i.kind, i.bytes)
         return _Way(
             side,
-            self.ports.route(i.kind, groups, i.bytes, beside),
+            self.ports.route(kind, groups, size, beside, broadcasts or 1.0),
             len(set(self._cohort_of[side.groups[0]].tolist())),
             _WORLD if is_world else frozenset(i.group),
             "all devices" if is_world else f"devices {', '.join(map(str, i.group))}",

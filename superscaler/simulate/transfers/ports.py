@@ -110,19 +110,21 @@ class Ports:
         # When transfers began on routes whose ports were all free, in order, until `_busy` and `_last` have it.
         self._alone: dict[Route, Times] = {}
 
-    def route(self, kind: str, groups: Ints, size: float, beside: Beside | None = None) -> Route:
+    def route(
+        self, kind: str, groups: Ints, size: float, beside: Beside | None = None, count: float = 1.0
+    ) -> Route:  # fmt: skip
         """Return the route of a collective in groups of several devices [groups, members]. `beside`: what products
-        hide of it.
+        hide of it; `count`: as many, one after the other, share the size.
         """
-        key = kind, size, groups.shape, groups.tobytes(), beside
+        key = kind, size, groups.shape, groups.tobytes(), beside, count
         if key not in self._routes:
-            found = self._route(kind, groups, size)
+            found = self._route(kind, groups, size, count)
             self._routes[key] = found if beside is None else found.left(beside)
             self._join(self._routes[key])
         return self._routes[key]
 
-    def _route(self, kind: str, groups: Ints, size: float) -> Route:
-        way = self.cluster.way(kind, groups.tolist(), size)
+    def _route(self, kind: str, groups: Ints, size: float, count: float) -> Route:
+        way = self.cluster.way(kind, groups.tolist(), size).times(1.0, count)
         for port in way.loads:
             self._number.setdefault(port, len(self._number))
         more = np.zeros(len(self._number) - len(self._busy))
