@@ -307,9 +307,9 @@ _MEGATRON_MIXTRAL = 438e12
 class Row:
     """A published step. `late`: gradients are sent after the backward. `attention`: its kernel, if not torch's.
     `unseen`: nothing was changed after the row was predicted. `fused`: its system has fused norms and activations.
-    `sum_halves`: its system sums gradients in 16 bits. `no_prefetch`: it gathers weights beside no work. `seconds`:
-    `inf` if it ran out of memory. `table`: its own, if not that of its model and cluster. `norms`: its system has fused
-    norms, and nothing else that is fused.
+    `sum_halves`: its system sums gradients in 16 bits. `no_prefetch`: it gathers weights beside no work. `broadcast`:
+    it broadcasts them one by one. `seconds`: `inf` if it ran out of memory. `table`: its own, if not that of its model
+    and cluster. `norms`: its system has fused norms, and nothing else that is fused.
     """
 
     source: str
@@ -327,6 +327,7 @@ class Row:
     no_prefetch: bool = False
     table: str = ""
     norms: bool = False
+    broadcast: bool = False
 
 
 def rows() -> Iterator[Row]:
@@ -393,7 +394,7 @@ def _even(layers: int, stages: int, less: int = 0) -> str:
 
 def unseen_rows() -> Iterator[Row]:
     """Yield rows of sources that were read after the last change of the simulator."""
-    halves = {"sum_halves": True, "no_prefetch": True}
+    halves = {"sum_halves": True, "no_prefetch": True, "broadcast": True}
     nics, size = "links: {network: {bandwidth: 12e9}, nics: 4}", "seq=2048,vocabulary=103168"
     for (tp, shard), speeds in _INTERNEVO.items():
         for count, speed in ((8 << k, speed) for k, speed in enumerate(speeds)):
@@ -501,14 +502,16 @@ def simulated(
     more = f"{',' if ':' in row.plan else ':'}gather_halves=true" * shards
     plan = ss.compile(graph, row.plan + more, row.cluster)
     is_fused = fused or row.fused
-    return plan.simulate(
+    system = ss.System(
         torch_compile=torch_compile,
         attention=row.attention,
         fused=is_fused,
         overlap=overlap,
         sum_halves=row.sum_halves,
         no_prefetch=row.no_prefetch,
+        broadcast=row.broadcast,
     )
+    return plan.simulate(system=system)
 
 
 def fuse_norms(module: Module) -> None:
