@@ -2,7 +2,7 @@
 
     python benchmarks/search.py [--cases 20] [--seed 0] [--part 60] [--keep FILE]
     python benchmarks/search.py --bounds [--models llama]     # ten models and clusters
-    python benchmarks/search.py --paper [--models mbart] [--devices 8,32]      # search_paper.py
+    python benchmarks/search.py --paper [--models mbart] [--devices 8,32] [--where "no swap"]      # search_paper.py
     python benchmarks/search.py --measured [--models gpt2] [--devices 2,4]     # search_measured.py
 
 Cases are drawn: a GPT-2 or llama of 2 to 6 blocks, 2 to 8 devices of a preset, a batch, a memory. Each plan of the
@@ -166,11 +166,12 @@ def main() -> None:
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--models", default="")
     parser.add_argument("--devices", default="")
+    parser.add_argument("--where", default="")
     options = parser.parse_args()
     if options.paper or options.measured:
         chosen = [int(text) for text in options.devices.split(",") if text]
         if options.paper:
-            run_paper([f for f in FAMILIES if options.models in f], chosen or [8, 32])
+            run_paper([f for f in FAMILIES if options.models in f], chosen or [8, 32], options.where)
         else:
             run_measured([m for m in MODELS if options.models in m], chosen or [2, 4])
         return

@@ -63,12 +63,12 @@ def progress(line: str) -> None:
     print(f"  {time.process_time():5.0f} s: {line}", file=sys.stderr, flush=True)
 
 
-def compare(family: str, devices: int) -> None:
+def compare(family: str, devices: int, where: str) -> None:
     """Print the found plan beside that of the best system."""
     model = captured(f"{shallow(MODELS[family][devices])},batch={SAMPLES},device=meta")
     system, point, row = min(systems(family, devices), key=lambda found: float(found[2]["seconds"]))
     start = time.process_time()
-    answer = search(Graph(of_batch(model, point.batch)), CLUSTERS[devices], round(CAPACITY), note=progress)
+    answer = search(Graph(of_batch(model, point.batch)), CLUSTERS[devices], round(CAPACITY), where, note=progress)
     found, spent = answer.best.prediction, time.process_time() - start
     step, peak, best = found.step_seconds, found.fullest.peak_bytes / 1e9, simulated(point, model)
     print(ROW.format(family, devices, step, best["seconds"], step / best["seconds"], spent, answer.best.spec))
@@ -77,9 +77,9 @@ def compare(family: str, devices: int) -> None:
     print(f"  {peak:.1f} GB, {fits}; {system}, {words}: {point.spec_of(point.whole)}", flush=True)
 
 
-def run(families: Sequence[str], devices: Sequence[int]) -> None:
-    """Print a row for each family on so many devices."""
+def run(families: Sequence[str], devices: Sequence[int], where: str) -> None:
+    """Print a row for each family on so many devices. `where`: constraints of the searches."""
     print(HEAD.format("model", "GPUs", "found s", "system s", "ratio", "CPU s", "found plan"))
     for family in families:
         for count in devices:
-            compare(family, count)
+            compare(family, count, where)
