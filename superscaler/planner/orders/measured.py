@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from superscaler.groups import collect
 from superscaler.ir.program import Instruction, Meets, Program
 from superscaler.planner.orders.works import Rows, Work, Works, kept_by
 from superscaler.simulate.predict import Simulation
@@ -82,12 +83,14 @@ class _Lane(NamedTuple):
                 now = stages[i.task.segment], kind, i.task.microbatch
             found[now] += seconds + (waiting if i.is_mirror else 0.0)
             waiting = 0.0 if i.is_mirror else waiting
-        # Parts of a stage that are not split run with its first halves.
-        split, several = {stage for stage, kind, _ in found if kind == "W"}, defaultdict[Work, list[float]](list)
-        counts = Counter((stage, kind) for stage, kind, _ in found)
-        for (stage, kind, _), seconds in found.items():
-            several[stage, "I" if kind == "B" and stage in split else kind].append(seconds)
-        works = {work: sum(some) / counts[work] for work, some in several.items() if counts[work] and work[0] >= 0}
+        # Parts of a stage that are not split run with its first halves; without second halves, nothing is split.
+        split = {stage for stage, kind, _ in found if kind == "W"}
+        each = defaultdict[tuple[int, str, int], float](float)
+        for (stage, kind, microbatch), seconds in found.items():
+            own = ("I" if stage in split else "B") if kind in "IB" else kind
+            each[stage, own, microbatch] += seconds
+        several = collect(((stage, kind), seconds) for (stage, kind, _), seconds in each.items() if stage >= 0)
+        works = {work: fmean(some) for work, some in several.items()}
         return works, after
 
     def _computing(self) -> Iterator[tuple[Instruction, float, float]]:
