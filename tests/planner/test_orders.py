@@ -192,6 +192,19 @@ def test_works_take_the_seconds_of_the_simulated_step(plan: str, rows: Rows) -> 
     assert step == pytest.approx(found.prediction.step_seconds, rel=0.005)
 
 
+def test_a_stage_without_second_halves_has_whole_backwards() -> None:
+    """Of the first stage of a small Mixtral, one part has all gradients of weights, and is not split."""
+    cluster, plan = ss.Cluster.parse("a100:1x4"), "zb_h1:2,microbatches=1 x expert_parallel:2"
+    program = compile_graph(graph_of("mixtral:size=tiny,batch=16,device=meta"), resolve(plan), cluster, False).program
+    found, rows = simulate(program, cluster), [[(stage, kind) for kind in "FIW"] for stage in (0, 1)]
+    works = measured(found, rows)
+    assert works is not None
+    assert works.halved == {1}
+    whole = replace(works, split=works.halved)
+    step = finish(whole, [[(0, "F"), (0, "B")], rows[1]])
+    assert step == pytest.approx(found.prediction.step_seconds, rel=0.05)
+
+
 @cache
 def answer() -> Answer:
     """Return the answer of a search among plans of one stage on each device."""
