@@ -29,8 +29,9 @@ from superscaler.specs.sizes import duration, size
 MOST, _LEAST = 25, 3
 # A bound below so many times the best step is raised, by so many more whole plans at most.
 _CLOSE, _PROOFS = 0.95, 4
-# Estimates of bytes that are compiled whole, in those of a device.
-_ALMOST = 1.04
+# Estimates of bytes that are compiled whole, in those of a device: to find a plan that fits, and to see how far the
+# least is from that.
+_ALMOST, _FAR = 1.04, 1.5
 # The weight of the whole plans of the same kind beside that of the estimate itself.
 _TRUST = 0.25
 
@@ -120,6 +121,7 @@ def find(
 
     try:
         while (new := candidates.more(_best(found), fits)) and not (found and is_late()):
+            menu.keep()
             waiting |= {e.choice: e for e in new}
             note(f"{len(new)} plans estimated; compiling the best")
             for whole in _whole_plans(waiting, room, errors, programs.compiled, _best(found), len(found)):
@@ -217,7 +219,7 @@ def _whole_plans(
             return
         nearest = min(map(errors.corrected, waiting.values()), key=rank)
         is_over, is_known, _ = rank(nearest)
-        is_hopeless = is_over and (is_known or best < inf)
+        is_hopeless = is_over and (is_known or best < inf or nearest.peak > _FAR * room)
         if count >= _LEAST and (is_hopeless or nearest.a_row > NEAR * best):
             return
         estimate = waiting.pop(nearest.choice)
