@@ -256,6 +256,12 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
     assert not list(_proofs({**known, other.choice: other}, inf, found))
 
 
+def test_few_plans_are_compiled_whole_where_none_nearly_fits() -> None:
+    found = search(graph_of(GPT), "a100:1x2", 10**6, where=f"{FEW}, no pp")
+    assert len(found.plans) == 3 < len(found.estimates)
+    assert not found.best.prediction.fits
+
+
 @pytest.mark.slow
 def test_what_saves_memory_is_measured_only_where_no_plainer_plan_fits() -> None:
     """Beside the best plan, only what differs in recomputation is, so that it has a reason. Little memory is another
