@@ -12,7 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.planner.candidates import NEAR, Candidates
-from superscaler.planner.constraints import left, read, satisfies
+from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
 from superscaler.planner.orders.improve import Improved, improve
@@ -106,6 +106,7 @@ def find(
     layouts = _layouts(menu, devices)
     every = _space(estimator, batches or [menu.batch], layouts)
     space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
+    space = _uncut(menu, space, devices.devices_per_server, constraints) or space
     if menu.coupling:
         note(f"plans have one microbatch: {menu.coupling}")
     note(f"{len(space)} plans in the space; measuring blocks")
@@ -153,6 +154,19 @@ def _space(estimator: Estimator, batches: Sequence[int], layouts: Sequence[str])
     # A CUDA graph replays no copies to the hosts.
     every = [c for c in every if c.swap == "none" or not estimator.menu.system.cuda_graph]
     return [c for c in every if c.schedule != "3f1b" or estimator.has_passes]
+
+
+def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequence[Constraint]) -> list[Choice]:
+    """Return the space with whole sequences where the model does not allow to cut them among so many devices, as the
+    windows of Swin among eight.
+    """
+    sizes = {min(c.tp, per_server) for c in space if c.layout == "sequence"}
+    uncut = {tp for tp in sizes if menu.costs(Use(tp, "sequence", "none", "whole", 1)) is None}
+    if not uncut:
+        return space
+    is_cut = (c.layout == "sequence" and min(c.tp, per_server) in uncut for c in space)
+    every = (replace(c, layout="tensor") if cut else c for c, cut in zip(space, is_cut, strict=True))
+    return [c for c in dict.fromkeys(every) if all(one.allows(c, None) for one in constraints)]
 
 
 def _answer(

@@ -22,8 +22,8 @@ from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
 from superscaler.planner.programs import Found, Programs
-from superscaler.planner.search import Answer, _layouts, _proofs, find, search
-from superscaler.planner.space import Choice, Own, choices
+from superscaler.planner.search import Answer, _layouts, _proofs, _uncut, find, search
+from superscaler.planner.space import Choice, Own, Use, choices
 from superscaler.plans import resolve
 from superscaler.simulate import segments
 from superscaler.simulate.recording import Recorder
@@ -77,6 +77,17 @@ def test_a_model_that_couples_microbatches_has_plans_of_one() -> None:
     found = search(graph, "a100:1x2", where="dp = 2, no recompute, zero = 0", note=lines.append)
     assert {(e.choice.rows, e.choice.microbatches) for e in found.estimates} == {(18, 1)}
     assert "reads histc" in lines[0]
+
+
+def test_where_the_sequence_cannot_be_cut_tensor_parallelism_leaves_it_whole() -> None:
+    """Windows of a small Swin are cut among two devices, but not among four."""
+    graph = graph_of("swin:size=tiny,batch=4,device=meta")
+    menu = Menu(graph, ss.Cluster.parse("a100:1x4"))
+    whole, cut = (menu.costs(Use(4, layout, "none", "whole", 1)) for layout in ("tensor", "sequence"))
+    assert whole is not None
+    assert cut is None
+    space = [Choice(4 // tp, tp, 1, tp, 1, layout="sequence") for tp in (2, 4)]
+    assert [(c.tp, c.layout) for c in _uncut(menu, space, 4, ())] == [(2, "sequence"), (4, "tensor")]
 
 
 def test_the_plans_of_an_answer_hold_and_fit() -> None:
