@@ -105,10 +105,10 @@ def find(
     estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
     layouts = _layouts(menu, devices)
     every = _space(estimator, batches or [menu.batch], layouts)
-    space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
-    space = _uncut(menu, space, devices.devices_per_server, constraints) or space
     if menu.coupling:
         note(f"plans have one microbatch: {menu.coupling}")
+    space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
+    space = _uncut(menu, space, devices.devices_per_server, constraints) or space
     note(f"{len(space)} plans in the space; measuring blocks")
     candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
     programs, errors = Programs(graph, devices, memory, system, menu.runs), _Errors()
