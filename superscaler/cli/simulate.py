@@ -183,7 +183,7 @@ def _found(
     batches: Sequence[int],
 ) -> tuple[Answer, dict[str, float]]:
     """Return the answer of a search, and the seconds of the steps that were measured."""
-    from superscaler.planner.search import find
+    from superscaler.planner.search import search as find
 
     limit, say = options.seconds or float("inf"), printer.progress.say
     answer = find(graph, cluster, options.capacity, options.where, options.system, limit, say, batches)

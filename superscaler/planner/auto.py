@@ -37,12 +37,12 @@ class _Auto:
 
     def __call__(self, graph: Graph, cluster: Cluster) -> None:
         # It loads torch: texts of plans are read before that.
-        from superscaler.planner.search import find
+        from superscaler.planner.search import search
         from superscaler.simulate.system import System
 
         if not self._found:
             # Ctrl-C ends the work that the plan is for.
-            answer = find(graph.copy(), cluster, self._memory, system=System(**self._system), is_kept=False)
+            answer = search(graph.copy(), cluster, self._memory, system=System(**self._system), is_kept=False)
             self._found = answer.best.spec
             log = logging.getLogger(__name__)
             log.warning("auto: the plan is %s; give this text to have it again.", self._found)

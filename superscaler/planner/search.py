@@ -66,6 +66,7 @@ def search(
     seconds: float = inf,
     note: Callable[[str], None] = lambda line: None,
     batches: Sequence[int] = (),
+    is_kept: bool = True,
 ) -> Answer:
     """Return the best plans of the space for a graph on a cluster, the best first: `ss.search(graph, "a100:1x8").best`.
 
@@ -75,30 +76,14 @@ def search(
     seconds        after which no further plan is compiled whole
     note           gets a line for each stage of the search
     batches        rows of a step to choose among; default: those that were captured
+    is_kept        at Ctrl-C the best so far are returned
     Raises InputError if the speeds of the devices are unknown, for a constraint that no plan satisfies, and if no plan
     of the space holds for the model.
-    """
-    devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    return find(graph, devices, memory, where, system, seconds, note, batches)
-
-
-def find(
-    graph: Graph,
-    devices: Cluster,
-    memory: int | None = None,
-    where: str = "",
-    system: System = PLAIN,
-    seconds: float = inf,
-    note: Callable[[str], None] = lambda line: None,
-    batches: Sequence[int] = (),
-    is_kept: bool = True,
-) -> Answer:
-    """Return the best plans of the space for a graph on a cluster, for steps that run on a system; see `search`.
-    `is_kept`: at Ctrl-C the best so far are returned.
     """
     if not seconds > 0 or (memory is not None and memory < 1) or any(rows < 1 for rows in batches):
         given = f"memory={memory}, seconds={seconds} and batches={list(batches)}"
         raise InputError(f"search has {given}; give numbers above 0, or leave them out.")
+    devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     start, kind = time.monotonic(), check_system(graph.model, devices, system)
     constraints = read(where, devices.devices_per_server)
     menu, room = Menu(graph, devices, system), memory or kind.memory or inf
@@ -164,9 +149,12 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
     uncut = {tp for tp in sizes if menu.costs(Use(tp, "sequence", "none", "whole", 1)) is None}
     if not uncut:
         return space
-    is_cut = (c.layout == "sequence" and min(c.tp, per_server) in uncut for c in space)
-    every = (replace(c, layout="tensor") if cut else c for c, cut in zip(space, is_cut, strict=True))
-    return [c for c in dict.fromkeys(every) if all(one.allows(c, None) for one in constraints)]
+
+    def whole(c: Choice) -> Choice:
+        is_uncut = c.layout == "sequence" and min(c.tp, per_server) in uncut
+        return replace(c, layout="tensor") if is_uncut else c
+
+    return [c for c in dict.fromkeys(map(whole, space)) if all(one.allows(c, None) for one in constraints)]
 
 
 def _answer(

@@ -22,7 +22,7 @@ from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
 from superscaler.planner.programs import Found, Programs
-from superscaler.planner.search import Answer, _layouts, _proofs, _uncut, find, search
+from superscaler.planner.search import Answer, _layouts, _proofs, _uncut, search
 from superscaler.planner.space import Choice, Own, Use, choices
 from superscaler.plans import resolve
 from superscaler.simulate import segments
@@ -389,7 +389,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         found.append((graph.model, str(cluster), memory, system))
         return best
 
-    monkeypatch.setattr("superscaler.planner.search.find", searched)
+    monkeypatch.setattr("superscaler.planner.search.search", searched)
     return found
 
 
@@ -443,7 +443,7 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
     assert answer.bound <= found.prediction.step_seconds
     for words, is_kept in (("measuring", True), (": step ", False)):
         with pytest.raises(KeyboardInterrupt):
-            find(graph, cluster, where=FEW, note=interrupting(words), is_kept=is_kept)
+            search(graph, cluster, where=FEW, note=interrupting(words), is_kept=is_kept)
 
 
 def test_a_search_simulates_few_small_models_and_records_each_segment_once(

@@ -304,7 +304,7 @@ def test_a_graph_without_its_capture_is_compiled() -> None:
 def test_the_plan_of_a_search_is_that_of_all_shapes() -> None:
     """A search at another shape may find another plan, whose weights rest elsewhere."""
     found = iter(["zero:2,stage=3", "data_parallel"])
-    searched = "superscaler.planner.search.find"
+    searched = "superscaler.planner.search.search"
     with patch(searched, lambda *_, **__: SimpleNamespace(best=SimpleNamespace(spec=next(found)))):
         plan = ss.compile(graph_of(Small()), "auto", "local:2", shapes=[6])
         (other,) = plan.others
