@@ -147,6 +147,10 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
     request, run = _like(request)
     request = replace(request, model=options.packed(request.model))
     request.check()
+    from superscaler.launch.second import prepare
+    from superscaler.planner import WORK
+
+    prepare(WORK)
     graph = _shapes(request, cluster)
     from superscaler.planner.reasons import held_back, why, words
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
 from math import inf
 
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.stages import Fits, OwnStages
 from superscaler.planner.space import BY_SEQUENCE, Choice
+from superscaler.simulate.prediction import Prediction
 
 # A plan is better than another one below so many times its seconds.
 NEAR = 0.995
 # The least work of a layout that cuts the sequence, in that of tensor parallelism.
 _LEAST_WORK = 0.95
+# The weight of the whole plans of the same kind beside that of the estimate itself.
+_TRUST = 0.25
 
 
 class Candidates:
@@ -28,7 +33,8 @@ class Candidates:
         self, estimator: Estimator, space: Sequence[Choice], tensor: str, per_server: int, room: float
     ) -> None:
         self.estimator, self.tensor, self.per_server, self.room = estimator, tensor, per_server, room
-        self.waiting = sorted(space, key=lambda c: (c.tp > per_server, c.savings, c.layout in BY_SEQUENCE))
+        self.waiting = sorted(space, key=lambda c: (c.tp > per_server, c.savings, self._is_other(c)))
+        self._liked: dict[Choice, Estimate | None] = {}
         self.found: dict[Choice, Estimate | None] = {}
         self.own = OwnStages(estimator, space, tensor, per_server, room)
 
@@ -36,16 +42,16 @@ class Candidates:
         """Return the estimates of further plans, which could take less than `limit` seconds a row, or less than the
         best estimate.
         """
-        new = list[Estimate]()
-        for c in self.waiting:
-            is_dominated, least = self._known(c, fits)
-            if is_dominated or least > NEAR * limit or (c.tp > self.per_server and limit < inf):
-                continue
-            if limit < inf and c.savings and self.estimator.least_bytes(c) > self.room:
-                continue
-            if e := self.estimate(c):
-                new.append(e)
-                limit = min(limit, e.a_row) if fits(e) else limit
+        new, menu = list[Estimate](), self.estimator.menu
+        for _, some in groupby(self.waiting, key=lambda c: (c.tp > self.per_server, c.savings)):
+            plans = [*some]
+            menu.look(c.use for c in plans if self._could(c, limit, fits))
+            for c in plans:
+                menu.fill()
+                if self._could(c, limit, fits) and (e := self.estimate(c, limit)):
+                    new.append(e)
+                    limit = min(limit, e.a_row) if fits(e) else limit
+        menu.look(())
         self.waiting = [c for c in self.waiting if c not in self.found]
         # Stages of their own are worth the time where they are better than those of all plans that are known to fit.
         best = min((e.a_row for e in self.found.values() if e and fits(e)), default=inf)
@@ -55,10 +61,17 @@ class Candidates:
                 new.append(e)
         return new
 
-    def estimate(self, c: Choice) -> Estimate | None:
-        """Return the estimate of a plan; None if the model does not allow it."""
+    def _could(self, c: Choice, limit: float, fits: Fits) -> bool:
+        """Return whether a plan could take less than `limit` seconds a row, by what is known."""
+        is_dominated, least = self._known(c, fits)
+        if is_dominated or least > NEAR * limit or (c.tp > self.per_server and limit < inf):
+            return False
+        return limit == inf or not c.savings or self.estimator.least_bytes(c) <= self.room
+
+    def estimate(self, c: Choice, limit: float = inf) -> Estimate | None:
+        """Return the estimate of a plan; None if the model does not allow it. `limit`: see `Estimator.of`."""
         if c not in self.found:
-            self.found[c] = self.estimator.of(c)
+            self.found[c] = self.estimator.of(c, limit)
         return self.found[c]
 
     def beside(self, best: Choice) -> Iterator[Estimate]:
@@ -81,6 +94,59 @@ class Candidates:
             e = self.found.get(plainer)
             fit, own = (fits(e), e.bound / c.batch) if e else self._known(plainer, fits)
             is_dominated, least = is_dominated or fit, max(least, own)
-        if c.layout in BY_SEQUENCE and (e := self.found.get(replace(c, layout=self.tensor))):
+        if self._is_other(c) and (e := self._like(c)):
             least = max(least, _LEAST_WORK * e.work / c.batch)
         return is_dominated, least
+
+    def _is_other(self, c: Choice) -> bool:
+        """Return whether a plan's layout has about the work of `tensor`, or more."""
+        return c.tp > 1 and c.layout != self.tensor and c.layout in ("tensor", *BY_SEQUENCE)
+
+    def _like(self, c: Choice) -> Estimate | None:
+        """Return the estimate of a plan with the layout `tensor`, whose costs are known."""
+        other = replace(c, layout=self.tensor)
+        if other not in self.found and other not in self._liked and self.estimator.menu.known(other.use) is not None:
+            self._liked[other] = self.estimator.of(other)
+        return self.found.get(other) or self._liked.get(other)
+
+
+class Errors:
+    """The errors of estimates, which plans of the same kind share: their exposed communication, and the activations
+    that their schedule keeps, are alike.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Choice, list[tuple[float, float]]] = {}
+        self.refused: set[Choice] = set()
+
+    def learn(self, e: Estimate, p: Prediction) -> None:
+        found = p.step_seconds / e.seconds, p.fullest.peak_bytes / e.peak
+        self.known.setdefault(kind_of(e.choice), []).append(found)
+
+    def refuse(self, choice: Choice, waiting: dict[Choice, Estimate]) -> None:
+        """Note a plan that does not hold; remove all of its kind if it is the second, and none has held."""
+        kind = kind_of(choice)
+        if kind in self.refused and kind not in self.known:
+            for other in [c for c in waiting if kind_of(c) == kind]:
+                del waiting[other]
+        self.refused.add(kind)
+
+    def corrected(self, e: Estimate, whole: Prediction | None = None) -> Estimate:
+        """Return the estimate with the seconds and bytes of the whole plan; without it with more of them, or less, as
+        those of its kind had.
+        """
+        if whole is not None:
+            return e._replace(seconds=whole.step_seconds, peak=float(whole.fullest.peak_bytes))
+        own = self.known.get(kind_of(e.choice), ())
+        time, room = ((_TRUST + sum(pair[k] for pair in own)) / (_TRUST + len(own)) for k in (0, 1))
+        return e._replace(seconds=e.seconds * time, peak=e.peak * room)
+
+
+@lru_cache(maxsize=2**14)
+def kind_of(c: Choice) -> Choice:
+    """Return a plan that stands for all of its kind."""
+    recompute = c.recompute if c.recompute == "co_shard" else "none"
+    return replace(
+        c, dp=1, tp=min(c.tp, 2), pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute,
+        blocks=(), own=(), layout=c.layout if c.layout in (*BY_SEQUENCE, "experts", "dap") else "tensor",
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import chain, pairwise, takewhile
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -62,15 +62,18 @@ class Estimator:
         self.slowdown = speeds.slowdown if speeds else 1.0
         self.overheads = overheads_of(cluster)
 
-    def of(self, choice: Choice) -> Estimate | None:
-        """Return the estimate of a plan with its best stages; None if the model does not allow it."""
-        costs = self.menu.costs(choice.use)
-        if costs is None:
+    def of(self, choice: Choice, limit: float = inf) -> Estimate | None:
+        """Return the estimate of a plan with its best stages; None if the model does not allow it. Where none could
+        take less than `limit` seconds a row, they are those whose slowest device is fastest.
+        """
+        costs, least = self.menu.costs(choice.use), self.cuts.least(choice)
+        if costs is None or least is None:
             return None
-        bounds, least = self.cuts.best(choice), self.cuts.least(choice)
-        if bounds is None or least is None:
-            return None
-        e, other = (self.with_stages(choice, [costs] * (len(some) - 1), some) for some in (bounds, least))
+        other = self.with_stages(choice, [costs] * (len(least) - 1), least)
+        bounds = self.cuts.best(choice) if other.bound < limit * choice.batch else least
+        if bounds is None or bounds == least:
+            return other
+        e = self.with_stages(choice, [costs] * (len(bounds) - 1), bounds)
         return e._replace(bound=min(e.bound, other.bound), work=min(e.work, other.work))
 
     def with_stages(self, choice: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> Estimate:

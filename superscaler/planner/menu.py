@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
 from superscaler.ir.text.model import print_model
+from superscaler.launch.second import Job, Second
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
 from superscaler.planner.kinds import bypass, reduced, runs
 from superscaler.planner.memory import Beyond, beyond, kept_bytes
@@ -51,17 +52,34 @@ _ALL = 10**9
 _FREE = Link(0.0, 1e30)
 # The cost of a small model on slow and on fast devices, and its bytes beyond weights.
 Small = tuple[Cost, Cost, Beyond]
+# The costs of a use on slow devices, and on fast ones.
+Pair = tuple[Costs, Costs]
+# So many uses that are asked for next, and are not measured, are looked at.
+_NEAR = 8
+
+
+class _LackingError(Exception):
+    """A use is not measured."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.job = job
 
 
 class Menu:
-    """The costs of uses, each measured when it is first asked for."""
+    """The costs of uses, each measured when it is first asked for. `second`: measures, too."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, system: System = PLAIN) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, system: System = PLAIN, second: Second | None = None) -> None:
         self.graph, self.cluster, self.system = graph, cluster, system
+        # The process that measures beside this one, and what is asked for next, as far as that is known.
+        self.second = second or Second()
+        # What is asked for next: what of that is not measured, and the rest.
+        self._near, self._ahead = list[Use](), iter(list[Use]())
+        self._is_asking = False
         self.runs = runs(graph)
         self.key = self._content()
         # Of slow devices, and of fast ones.
-        self._measured: dict[Use, tuple[Costs, Costs] | None] = self._stored()
+        self._measured: dict[Use, Pair | None] = self._stored()
         self._count, self._known = len(self._measured), dict[Use, Costs | None]()
 
     @property
@@ -136,11 +154,50 @@ class Menu:
             # The model cannot be cut so, whatever else is done.
             return None
         if use not in self._measured:
-            self._measured[use] = self._pair(use)
+            self._measured[use] = self._shared(Job("costs", use, is_short=True))
         found = self._measured[use]
         return None if found is None else between(*found, share_of(self.cluster))
 
-    def _pair(self, use: Use) -> tuple[Costs, Costs] | None:
+    def _shared(self, job: Job) -> Pair | None:
+        """Return the costs of a use, measured here or by the second process."""
+        if self._is_asking and not self.second.has_done(job):
+            raise _LackingError(job)
+        found: Pair | None = self.second.result(job, lambda job: self.measured(job.of), self._lacking)
+        return found
+
+    def look(self, ahead: Iterable[Use]) -> None:
+        """Take uses that will be asked for, as far as that is known, for the second process."""
+        self._ahead, self._near = iter(ahead), []
+        self.second.take_back()
+        self.fill()
+
+    def fill(self) -> None:
+        """Give the second process work."""
+        self.second.fill("costs", self._lacking)
+
+    def _lacking(self) -> list[Job]:
+        """Return the jobs that uses which come next need."""
+        found = dict[Use, Job]()
+        for use in chain(self._near, self._ahead):
+            if (job := self._lack(use)) is not None:
+                found[use] = job
+            if len(found) == _NEAR:
+                break
+        self._near = [*found]
+        return [*found.values()]
+
+    def _lack(self, use: Use) -> Job | None:
+        """Return the first job that a use needs; None if its costs are known."""
+        self._is_asking = True
+        try:
+            self.costs(use)
+        except _LackingError as error:
+            return error.job
+        finally:
+            self._is_asking = False
+        return None
+
+    def measured(self, use: Use) -> Pair | None:
         """Return the costs of a use on the slowest devices of the kind, and on the fastest."""
         count = range(len(self.runs))
         try:
@@ -215,7 +272,7 @@ class Menu:
         seen = [print_model(small), kind, links, per_server, self.cluster.kind, self.system]
         return hashlib.sha256(repr([*seen, torch.__version__, cache.sources(), "menu"]).encode()).hexdigest()
 
-    def _stored(self) -> dict[Use, tuple[Costs, Costs] | None]:
+    def _stored(self) -> dict[Use, Pair | None]:
         data = cache.read(self.key) if self.key else None
         return {} if data is None else {Use(*use): _read(pair) for use, pair in json.loads(data)}
 
@@ -234,7 +291,7 @@ def _last(found: Simulation) -> float:
     return float(max(ends, default=found.prediction.step_seconds - found.prediction.mean("optimizer")))
 
 
-def _read(pair: Any) -> tuple[Costs, Costs] | None:
+def _read(pair: Any) -> Pair | None:
     if pair is None:
         return None
     slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), Beyond(*held)) for runs, rest, held in pair)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -10,9 +10,12 @@ from superscaler.certify.certificate import certify
 from superscaler.cluster import Cluster
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Graph
+from superscaler.ir.model import Model
 from superscaler.ir.parts import Block
 from superscaler.ir.program import Program
-from superscaler.planner.space import Choice
+from superscaler.launch.second import Job, Second
+from superscaler.planner.menu import Menu, Pair
+from superscaler.planner.space import Choice, Use
 from superscaler.planner.whole import predicted
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import System
@@ -36,7 +39,7 @@ class Found:
 class Programs:
     """The plans that are compiled whole, the best first, and the program of the best, which alone gets a certificate;
     None if it was not compiled with all microbatches and blocks. `runs`: of equal blocks. `refused`: the plans that the
-    model does not allow.
+    model does not allow. `second`: compiles plans, too.
     """
 
     graph: Graph
@@ -44,26 +47,45 @@ class Programs:
     memory: int | None
     system: System
     runs: Sequence[Sequence[Block]] = ()
+    second: Second = field(default_factory=Second)
     found: list[Found] = field(default_factory=list)
     refused: set[Choice] = field(default_factory=set)
     best: Program | None = None
+    # Those of plans that were compiled ahead.
+    _compiled: dict[Job, Program | None] = field(default_factory=dict)
 
-    def compiled(self, choice: Choice, certified: bool = False) -> Found | None:
-        """Return a plan that is compiled whole; None if the model does not allow it."""
-        way = self.memory, self.system, choice, certified, self.runs
-        try:
-            prediction, program = predicted(self.graph, self.cluster, *way)
-        except PlanError:
+    def compiled(
+        self, choice: Choice, certified: bool = False, ahead: Callable[[], Iterable[Choice]] = tuple
+    ) -> Found | None:
+        """Return a plan that is compiled whole; None if the model does not allow it. `ahead`: what may be asked for
+        next, which another process compiles meanwhile.
+        """
+        job = _job(choice, certified)
+        prediction = self.second.result(job, self._predicted, lambda: map(_job, ahead()))
+        if prediction is None:
             self.refused.add(choice)
             return None
         self.found.append(found := Found(choice.spec, choice, prediction))
         self.found.sort(key=_order)
+        program = self._compiled.pop(job, None)
         self.best = program if self.found[0] is found else self.best
         return found
+
+    def _predicted(self, job: Job) -> Prediction | None:
+        way = self.memory, self.system, job.of, job == _job(job.of, True), self.runs
+        with suppress(PlanError):
+            prediction, self._compiled[job] = predicted(self.graph, self.cluster, *way)
+            return prediction
+        return None
 
     def prediction(self, choice: Choice) -> Prediction | None:
         """Return the prediction of a plan that was compiled whole."""
         return next((f.prediction for f in self.found if f.choice == choice), None)
+
+    def certify_ahead(self) -> None:
+        """Let the second process certify the best plan, if this one must compile it anew for that."""
+        if self.found and self.best is None and self.found[0].prediction.fits:
+            self.second.ask(_job(self.found[0].choice, certified=True))
 
     def certify(self) -> None:
         """Certify the best plan. One that was not compiled with all microbatches and blocks, or whose microbatches do
@@ -81,6 +103,38 @@ class Programs:
             self.compiled(choice, certified=True)
 
 
+def _job(choice: Choice, certified: bool = False) -> Job:
+    return Job("certified" if certified else "whole", choice)
+
+
 def _order(f: Found) -> tuple[bool, float]:
     """Return a key: plans that fit come first, by the seconds of a row of the batch, others by their bytes."""
     return not f.prediction.fits, f.a_row if f.prediction.fits else f.prediction.fullest.peak_bytes
+
+
+class Work:
+    """The jobs of a search in a second process, on its own copy of the model."""
+
+    # Torch loads it at the first graph.
+    modules = ("torch._dynamo",)
+
+    def __init__(self, model: Model, cluster: Cluster, memory: int | None, system: System) -> None:
+        self.menu = Menu(Graph(model), cluster, system)
+        self.way = self.menu.graph, cluster, memory, system
+
+    def costs(self, use: Use) -> Pair | None:
+        """Return the costs of a use on slow and on fast devices; None if the model does not allow it."""
+        return self.menu.measured(use)
+
+    def whole(self, choice: Choice) -> Prediction | None:
+        """Return the prediction of a plan; None if the model does not allow it."""
+        return self._predicted(choice, False)
+
+    def certified(self, choice: Choice) -> Prediction | None:
+        """Return the prediction of a plan that has a certificate; None if the model does not allow it."""
+        return self._predicted(choice, True)
+
+    def _predicted(self, choice: Choice, is_certified: bool) -> Prediction | None:
+        with suppress(PlanError):
+            return predicted(*self.way, choice, is_certified, self.menu.runs)[0]
+        return None

@@ -6,23 +6,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, takewhile
 from math import inf
 
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
-from superscaler.planner.candidates import NEAR, Candidates
+from superscaler.launch.second import Second
+from superscaler.planner import WORK
+from superscaler.planner.candidates import NEAR, Candidates, Errors, kind_of
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
 from superscaler.planner.orders.improve import Improved, improve
 from superscaler.planner.own.stages import Fits
 from superscaler.planner.programs import Found, Programs
-from superscaler.planner.space import BY_SEQUENCE, Choice, Use, choices, nearest
+from superscaler.planner.space import Choice, Use, choices, nearest
 from superscaler.simulate.predict import check_system
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import PLAIN, System
 from superscaler.specs.arguments import checked
+from superscaler.specs.registered import REGISTERED
 from superscaler.specs.sizes import duration, size
 
 # The plans that are compiled whole: at most, and at least.
@@ -32,8 +36,6 @@ _CLOSE, _PROOFS = 0.95, 4
 # Estimates of bytes that are compiled whole, in those of a device: to find a plan that fits, and to see how far the
 # least is from that.
 _ALMOST, _FAR = 1.04, 1.5
-# The weight of the whole plans of the same kind beside that of the estimate itself.
-_TRUST = 0.25
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,46 @@ def search(
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     start, kind = time.monotonic(), check_system(graph.model, devices, system)
     constraints = read(where, devices.devices_per_server)
-    menu, room = Menu(graph, devices, system), memory or kind.memory or inf
-    estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
-    layouts = _layouts(menu, devices)
+    # Operators of the user are in this process only.
+    is_ours = not any(op.target in REGISTERED for op in graph.ops)
+    with Second(WORK, (graph.model, devices, memory, system) if is_ours else None) as second:
+        menu = Menu(graph, devices, system, second)
+        programs = Programs(graph, devices, memory, system, menu.runs, second)
+        estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
+        candidates = _candidates(estimator, constraints, batches, memory or kind.memory or inf, note)
+        return _found(candidates, programs, constraints, partial(_is_late, start + seconds), note, is_kept)
+
+
+def _candidates(
+    estimator: Estimator,
+    constraints: Sequence[Constraint],
+    batches: Sequence[int],
+    room: float,
+    note: Callable[[str], None],
+) -> Candidates:
+    """Return the plans of the space that satisfy the constraints."""
+    menu, per_server = estimator.menu, estimator.cluster.devices_per_server
+    layouts = _layouts(menu, estimator.cluster)
     every = _space(estimator, batches or [menu.batch], layouts)
     if menu.coupling:
         note(f"plans have one microbatch: {menu.coupling}")
     space = left(every, constraints, estimator.cuts.sizes, estimator.cuts.ends)
-    space = _uncut(menu, space, devices.devices_per_server, constraints) or space
+    space = _uncut(menu, space, per_server, constraints) or space
     note(f"{len(space)} plans in the space; measuring blocks")
-    candidates = Candidates(estimator, space, layouts[0], devices.devices_per_server, room)
-    programs, errors = Programs(graph, devices, memory, system, menu.runs), _Errors()
+    return Candidates(estimator, space, layouts[0], per_server, room)
+
+
+def _found(
+    candidates: Candidates,
+    programs: Programs,
+    constraints: Sequence[Constraint],
+    is_late: Callable[[], bool],
+    note: Callable[[str], None],
+    is_kept: bool,
+) -> Answer:
+    """Return the best plans of the candidates; see `search`."""
     found, waiting, ordered = programs.found, dict[Choice, Estimate](), None
-    is_late = partial(_is_late, start + seconds)
+    menu, room, errors = candidates.estimator.menu, candidates.room, Errors()
 
     def fits(e: Estimate) -> bool:
         whole = programs.prediction(e.choice)
@@ -110,23 +139,27 @@ def search(
             menu.keep()
             waiting |= {e.choice: e for e in new}
             note(f"{len(new)} plans estimated; compiling the best")
-            for whole in _whole_plans(waiting, room, errors, programs.compiled, _best(found), len(found)):
+            for whole in _whole_plans(waiting, room, errors, programs):
                 note(_line(whole))
                 if is_late():
                     break
+            programs.certify_ahead()
         for whole in _proofs(waiting, room, programs) if not is_late() else ():
             note(_line(whole))
             if is_late():
                 break
         ordered = None if is_late() or not found else improve(programs, partial(satisfies, constraints))
     except KeyboardInterrupt:
+        # It may be in the middle of a message.
+        programs.second.end()
         if not found or not is_kept:
             raise
         note("interrupted; the best so far is certified (Ctrl-C again ends without it)")
     finally:
         menu.keep()
     if not found:
-        raise InputError(f"no plan of the space holds for this model on {devices}; superscaler plans lists others.")
+        cluster = programs.cluster
+        raise InputError(f"no plan of the space holds for this model on {cluster}; superscaler plans lists others.")
     return _answer(programs, candidates, errors, fits, room, ordered)
 
 
@@ -146,7 +179,9 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
     windows of Swin among eight.
     """
     sizes = {min(c.tp, per_server) for c in space if c.layout == "sequence"}
-    uncut = {tp for tp in sizes if menu.costs(Use(tp, "sequence", "none", "whole", 1)) is None}
+    uses = {tp: Use(tp, "sequence", "none", "whole", 1) for tp in sorted(sizes)}
+    menu.look(uses.values())
+    uncut = {tp for tp, use in uses.items() if menu.costs(use) is None}
     if not uncut:
         return space
 
@@ -158,21 +193,22 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
 
 
 def _answer(
-    programs: Programs, candidates: Candidates, errors: _Errors, fits: Fits, room: float, ordered: Improved | None
+    programs: Programs, candidates: Candidates, errors: Errors, fits: Fits, room: float, ordered: Improved | None
 ) -> Answer:
     """Return the answer, whose best plan has a certificate. `ordered`: the plan with a better order, if any."""
-    programs.certify()
     found = programs.found
+    estimates = [e for e in candidates.found.values() if e]
+    # Estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
+    beside = [*candidates.beside((ordered.origin if ordered else found[0]).choice)]
+    programs.certify()
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
-    estimates = [e for e in candidates.found.values() if e and e.choice not in programs.refused]
+    estimates = [e for e in estimates if e.choice not in programs.refused]
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
     least = [_least(e, programs.prediction(e.choice), room) for e in estimates]
     bound = min(found[0].a_row, candidates.least(fits), *least)
-    # Estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
-    estimates += candidates.beside((ordered.origin if ordered else found[0]).choice)
-    corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in estimates]
+    corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
     return Answer(found, bound * found[0].choice.batch, corrected)
 
 
@@ -198,40 +234,43 @@ def _undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
     )
 
 
-def _whole_plans(
-    waiting: dict[Choice, Estimate],
-    room: float,
-    errors: _Errors,
-    compiled: Callable[[Choice], Found | None],
-    best: float,
-    known: int,
-) -> Iterator[Found]:
+def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, programs: Programs) -> Iterator[Found]:
     """Yield plans that are compiled whole, the best estimates of those that wait first, until none is better than the
-    best plan: at first one of `best` seconds a row. Each corrects the estimates of its kind; of a kind that does not
-    hold twice, no other is compiled. `known`: the plans that were compiled before.
+    best plan. Each corrects the estimates of its kind; of a kind that does not hold twice, no other is compiled. The
+    second process compiles the one that comes next, as it seems.
     """
 
     def rank(e: Estimate) -> tuple[bool, bool, float]:
         """Those that fit come first, the fastest first; of others one of each kind, by their bytes."""
         is_over = e.peak > _ALMOST * room
-        return is_over, is_over and _kind(e.choice) in errors.known, e.peak if is_over else e.a_row
+        return is_over, is_over and kind_of(e.choice) in errors.known, e.peak if is_over else e.a_row
 
-    for count in range(known, MOST):
-        if not waiting:
+    def is_worth(e: Estimate, count: int) -> bool:
+        """Return whether a plan is compiled after so many others."""
+        is_over, is_known, _ = rank(e)
+        best = _best(programs.found)
+        is_hopeless = is_over and (is_known or best < inf or e.peak > _FAR * room)
+        return count < _LEAST or not (is_hopeless or e.a_row > NEAR * best)
+
+    for count in range(len(programs.found), MOST):
+        ranked = sorted(map(errors.corrected, waiting.values()), key=rank)
+        if not ranked or not is_worth(ranked[0], count):
             return
-        nearest = min(map(errors.corrected, waiting.values()), key=rank)
-        is_over, is_known, _ = rank(nearest)
-        is_hopeless = is_over and (is_known or best < inf or nearest.peak > _FAR * room)
-        if count >= _LEAST and (is_hopeless or nearest.a_row > NEAR * best):
-            return
-        estimate = waiting.pop(nearest.choice)
-        whole = compiled(estimate.choice)
+        estimate = waiting.pop(ranked[0].choice)
+        whole = programs.compiled(estimate.choice, ahead=partial(_ahead, ranked, partial(is_worth, count=count + 1)))
         if whole is None:
             errors.refuse(estimate.choice, waiting)
         else:
             errors.learn(estimate, whole.prediction)
-            best = min(best, whole.a_row) if whole.prediction.fits else best
             yield whole
+
+
+def _ahead(ranked: Sequence[Estimate], is_worth: Callable[[Estimate], bool]) -> Iterator[Choice]:
+    """Yield the plans that are compiled after the first, as it seems: others of its kind will have its errors."""
+    firsts = dict[Choice, Estimate]()
+    for e in ranked:
+        firsts.setdefault(kind_of(e.choice), e)
+    return (e.choice for e in takewhile(is_worth, islice(firsts.values(), 1, None)))
 
 
 def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs) -> Iterator[Found]:
@@ -248,55 +287,14 @@ def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs) ->
             yield whole
 
 
-class _Errors:
-    """The errors of estimates, which plans of the same kind share: their exposed communication, and the activations
-    that their schedule keeps, are alike.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[Choice, list[tuple[float, float]]] = {}
-        self.refused: set[Choice] = set()
-
-    def learn(self, e: Estimate, p: Prediction) -> None:
-        found = p.step_seconds / e.seconds, p.fullest.peak_bytes / e.peak
-        self.known.setdefault(_kind(e.choice), []).append(found)
-
-    def refuse(self, choice: Choice, waiting: dict[Choice, Estimate]) -> None:
-        """Note a plan that does not hold; remove all of its kind if it is the second, and none has held."""
-        kind = _kind(choice)
-        if kind in self.refused and kind not in self.known:
-            for other in [c for c in waiting if _kind(c) == kind]:
-                del waiting[other]
-        self.refused.add(kind)
-
-    def corrected(self, e: Estimate, whole: Prediction | None = None) -> Estimate:
-        """Return the estimate with the seconds and bytes of the whole plan; without it with more of them, or less, as
-        those of its kind had.
-        """
-        if whole is not None:
-            return e._replace(seconds=whole.step_seconds, peak=float(whole.fullest.peak_bytes))
-        own = self.known.get(_kind(e.choice), ())
-        time, room = ((_TRUST + sum(pair[k] for pair in own)) / (_TRUST + len(own)) for k in (0, 1))
-        return e._replace(seconds=e.seconds * time, peak=e.peak * room)
-
-
-def _kind(c: Choice) -> Choice:
-    """Return a plan that stands for all of its kind."""
-    recompute = c.recompute if c.recompute == "co_shard" else "none"
-    return replace(
-        c, dp=1, tp=min(c.tp, 2), pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute,
-        blocks=(), own=(), layout=c.layout if c.layout in (*BY_SEQUENCE, "experts", "dap") else "tensor",
-    )  # fmt: skip
-
-
 def _layouts(menu: Menu, cluster: Cluster) -> list[str]:
     """Return the layouts that the model has: tensor, or sequence if it can be cut along that; of its experts, and of
     its two axes.
     """
     tp = next((n for n in (2, 4, 8) if cluster.devices_per_server % n == 0), 1)
-    is_cut, has_axes = (
-        tp > 1 and menu.costs(Use(tp, name, "none", "whole", 1)) is not None for name in ("sequence", "dap")
-    )
+    uses = [Use(tp, name, "none", "whole", 1) for name in ("sequence", "dap")]
+    menu.look([Use(1, "tensor", "none", "whole", 1), *uses])
+    is_cut, has_axes = (tp > 1 and menu.costs(use) is not None for use in uses)
     has_experts = any(op.target == "ss.experts" for op in menu.graph.model.ops)
     return ["sequence" if is_cut else "tensor", *["experts"] * has_experts, *["dap"] * has_axes]
 
