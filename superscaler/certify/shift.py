@@ -60,7 +60,7 @@ class Body:
     """All names and tasks in a loop of a cohort.
 
     `moving`: names of microbatches, as in the first ones, with the least and the greatest number of a repetition that
-    reads or makes them in repetition 0. `sums`: the names that are only added to in place. `fixed`: all others.
+    reads or makes them in repetition 0. `sums`: the other names that are only added to in place. `fixed`: all others.
     """
 
     moving: Mapping[Key, tuple[int, int]]
@@ -238,12 +238,13 @@ def _body(loop: Loop, step: int) -> Body:
     for a, b in zip(loop.first, loop.second, strict=True):
         added = {*names(a, Role.SUM), a.grows}
         for x, y in zip(keys(a), keys(b), strict=True):
-            if x is not None and x in added:
+            if x is not None and x == y and x in added:
                 assert isinstance(x, Value)
                 sums[x] = None
             elif x is not None and x == y:
                 fixed[x] = None
-            if x is not None and x != y:
+            elif x is not None:
+                # Those that are added to, too: a gradient of several parts of one microbatch.
                 moving.setdefault(x._replace(microbatch=x.microbatch % step), []).append(x.microbatch // step)
     # One name has one role.
     still = {x._replace(microbatch=x.microbatch % step) for x in (*fixed, *sums) if x.microbatch >= 0}

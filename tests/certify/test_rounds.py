@@ -23,7 +23,10 @@ from tests.helpers.changes import leaves, turned
 from tests.helpers.graphs import graph_of
 from tests.helpers.rewrites import SProgram, offloaded, swapped
 
+# Parts of a block add up to the gradient of what one microbatch makes from weights alone.
+IN_PARTS = "gradient_accumulation:1,microbatches=12 x co_shard:1,parts=2"
 PLANS = [
+    (IN_PARTS, 1),
     ("hybrid:dp=1,tp=2,pp=2,microbatches=32", 4),
     ("gpipe:microbatches=32", 2),
     ("zb_h1:microbatches=32", 2),
@@ -34,8 +37,12 @@ PLANS = [
 
 @cache
 def compiled(plan: SProgram | str, devices: int) -> Program:
-    graph = graph_of("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64", "SGD")
-    return compile_graph(graph, resolve(plan) if isinstance(plan, str) else plan, ss.Cluster.local(devices)).program
+    model = (
+        "swin:size=tiny,depths=2,batch=12" if plan == IN_PARTS else "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
+    )
+    return compile_graph(
+        graph_of(model, "SGD"), resolve(plan) if isinstance(plan, str) else plan, ss.Cluster.local(devices)
+    ).program
 
 
 @pytest.mark.parametrize(("plan", "devices"), PLANS)
@@ -137,7 +144,7 @@ def test_a_fault_that_only_a_later_round_meets_is_found(wrong: Callable[[tuple[R
         return replace(device, instructions=Rolled(tuple(wrong(code.runs)))) if is_last_stage else device
 
     with pytest.raises(ScheduleError, match="which is freed"):
-        check_program(compiled(*PLANS[0]).changed(change))
+        check_program(compiled(*PLANS[1]).changed(change))
 
 
 def mutated(loop: Loop, draw: random.Random) -> Loop:
