@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from superscaler.ir.grid import Ints
+from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.instructions.fields import Move, evenly, mover, moving
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Device, Role, Weight
@@ -49,9 +49,10 @@ class Fold:
 
     @cached_property
     def places(self) -> Mapping[int, Coordinate]:
-        """Return the base of each device and its place along each fold axis."""
-        where = np.indices(self.devices.shape).reshape(self.devices.ndim, -1).T.tolist()
-        return dict(zip(self.devices.reshape(-1).tolist(), map(tuple, where), strict=True))
+        """Return the base of each device and its place along each fold axis; those of its host are the same."""
+        where = map(tuple, np.indices(self.devices.shape).reshape(self.devices.ndim, -1).T.tolist())
+        found = dict(zip(self.devices.reshape(-1).tolist(), where, strict=True))
+        return found | {device + HOSTS: at for device, at in found.items()}
 
     def base(self, device: int) -> int:
         """Return the base of a device: the number of its program."""

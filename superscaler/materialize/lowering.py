@@ -236,12 +236,13 @@ def _over_owners(transfer: Transfer, options: LoweringOptions) -> Lowered:
     given = [Message(slot, slot._replace(device=slot.device % HOSTS), HOST) for slot in slots_of(transfer)]
     taken = list[Step]()
     for r, end in enumerate(transfer.readers):
-        if end.device >= HOSTS:
+        if end.device >= HOSTS and options.is_emitted(end.device):
             outs = [Slot(end.device, next(items), common(slot.box, end.box)) for slot in ends[r]]
             taken += [Message(slot, out, HOST) for slot, out in zip(ends[r], outs, strict=True)]
             ends[r] = outs
-    rounds = (tuple(step for step in given if step.is_copy), *inner.rounds, tuple(taken))
-    return Lowered(tuple(filter(None, rounds)), tuple(map(tuple, ends)), inner.route)
+    copied = tuple(step for step in given if step.is_copy and options.is_emitted(step.out.device))
+    rounds = tuple(filter(None, (copied, *inner.rounds, tuple(taken))))
+    return Lowered(rounds or ((),), tuple(map(tuple, ends)), inner.route)
 
 
 def _collective(transfer: Transfer, how: Match, options: LoweringOptions) -> Lowered:

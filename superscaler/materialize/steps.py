@@ -86,14 +86,15 @@ class LoweringOptions:
         return self.turns.get((place.segment, place.number), ()) if transfer.is_to_updates else ()
 
     def is_emitted(self, *devices: int) -> bool:
-        """Return whether these devices are sampled, so that their code is emitted. Raises Unfoldable if only some of
-        them are.
+        """Return whether these devices, or those of these hosts, are sampled, so that their code is emitted. Raises
+        Unfoldable if only some of them are.
         """
-        if self.fold is None or self.fold.sampled.issuperset(devices):
+        if self.fold is None:
             return True
-        if not self.fold.sampled.isdisjoint(devices):
+        owners = {device % HOSTS for device in devices}
+        if not owners <= self.fold.sampled and not owners.isdisjoint(self.fold.sampled):
             raise Unfoldable(self.fold.spanned(devices)[0])
-        return False
+        return owners <= self.fold.sampled
 
 
 class Slot(NamedTuple):

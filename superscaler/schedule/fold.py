@@ -4,7 +4,7 @@ data.
 A *fold axis* is an axis of the device mesh along which a plan looks the same everywhere: each op has a grid axis that
 follows it, and two parts share data or not depending only on whether they are at the same place. Two sampled places
 then determine everything. Every other device runs one of their programs, with its groups, peers and slices moved along
-the axis.
+the axis. A host is at the place of its device.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def find_fold(graph: Graph) -> Fold | None:
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
     slim += [_by_mesh(grid, [*graph.mesh]) for found in found_in.values() for _, grid in found]
     used = np.unique(np.concatenate([devices.reshape(-1) for devices in slim]))
-    if used[-1] >= HOSTS:
-        return None
     found: list[tuple[Ints, Ints]] = []
     for axis in range(seed.ndim):
         line = _Line.trace(slim, seed.ndim, axis, seed.shape[axis], int(used[-1]) + 1)
@@ -67,8 +65,10 @@ def leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
 
 
 def _by_mesh(grid: Grid, mesh: Sequence[str]) -> Ints:
-    """Return the devices of a grid, without axes on which all are equal, in the order of a mesh with its axes."""
-    slim = grid.distinct
+    """Return the devices of a grid, or of its hosts, without axes on which all are equal, in the order of a mesh with
+    its axes.
+    """
+    slim = grid.distinct % HOSTS
     kept = [at for at, width in enumerate(slim.shape) if width > 1]
     if all(grid.axes[at].name in mesh for at in kept):
         kept.sort(key=lambda at: mesh.index(grid.axes[at].name))
@@ -105,7 +105,7 @@ class _Line:
 
     def along(self, grid: Grid) -> int | None:
         """Return the axis of a grid that follows the line, None if no axis does."""
-        devices = grid.unbroadcast
+        devices = grid.unbroadcast % HOSTS
         label, home = self.label[devices], self.home[devices]
         for at, axis in enumerate(grid.axes):
             first = tuple(slice(None) if a == at else slice(0, 1) for a in range(devices.ndim))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import prod
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 
 import superscaler as ss
 from superscaler import compiler
-from superscaler.certify.certificate import CHECKS
+from superscaler.certify.certificate import CHECKS, check_program
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.tables import Tables
-from superscaler.errors import PlanError
+from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir import program as p
 from superscaler.ir.communication import bytes_moved
 from superscaler.ir.communication import moves as moves_of
@@ -29,11 +29,14 @@ from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.op import Ref
+from superscaler.plans import resolve
 from superscaler.verify import compare_with_eager
 from superscaler.verify.oracles import retype
+from tests.helpers.graphs import graph_of
 from tests.helpers.ran import SProgram
 from tests.helpers.random_graphs import Builder, largest_error, random_model
 from tests.helpers.random_meshes import MODELS, SHAPES, captured, mesh_plan
+from tests.helpers.rewrites import offloaded
 from tests.helpers.sweeps import few, slow
 
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
@@ -176,13 +179,14 @@ def check_random(
     graph_of: Callable[[int], tuple[Graph, Any]],
     patch: pytest.MonkeyPatch,
     iterations: int = 1,
+    on_top: Callable[[SProgram], SProgram] = lambda plan: plan,
 ) -> Counter[str]:
     """Compare plans folded and in full, run those that fold, and count what came of them."""
     found: Counter[str] = Counter()
     for seed in seeds:
         (graph, values), (shape, world, odd) = graph_of(seed), draw(seed)
         try:
-            plans = both(graph, mesh_plan(seed, world, shape, odd, iterations), world, patch)
+            plans = both(graph, on_top(mesh_plan(seed, world, shape, odd, iterations)), world, patch)
             if plans is None:
                 found["refused"] += 1
                 continue
@@ -225,6 +229,52 @@ BROKEN = {"attention": (5097, 1444, 1062)}
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_random([*range(2), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
+
+
+HOSTED = [
+    ("swap:4,what=optimizer", 4),
+    # Two axes: a sampled device has neighbours that are not sampled.
+    ("data_parallel:3 x tensor_parallel:4 x swap:1,what=both", 12),
+]
+
+
+@pytest.mark.parametrize(("plan", "world"), HOSTED)
+def test_plans_with_hosts_are_the_same_folded_and_in_full(
+    plan: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of("mlp:layers=2,hidden=8,inputs=4,classes=4,batch=12")
+    plans = both(graph, resolve(plan), world, monkeypatch)
+    assert plans is not None
+    folded, full = plans
+    assert is_folded(folded)
+    check_equal(folded, full)
+    check_checks(folded)
+    check_counted(folded)
+    assert folded.emitted.files == full.emitted.files
+
+
+@pytest.mark.parametrize("lost", ["to_host", "to_device"])
+def test_a_folded_program_without_one_of_its_copies_is_refused(lost: str) -> None:
+    program = compile_graph(graph_of("mlp"), resolve("swap:4,what=both"), ss.Cluster.local(4)).program
+    assert isinstance(program.devices, Folded)
+
+    def without(device: p.Device) -> p.Device:
+        at = next(n for n, i in enumerate(device.instructions) if isinstance(i, p.Copy) and i.kind == lost)
+        code = device.instructions
+        return replace(device, instructions=(*code[:at], *code[at + 1 :]))
+
+    with pytest.raises(ScheduleError, match="which nothing makes"):
+        check_program(program.changed(without))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("model", MODELS)
+def test_plans_on_meshes_with_hosts_are_the_same_folded_and_in_full(
+    model: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = range(3000 + 40 * block, 3040 + 40 * block)
+    check_random(seeds, lambda _: (captured(model), None), monkeypatch, on_top=offloaded)
 
 
 @pytest.mark.slow
