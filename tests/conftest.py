@@ -87,8 +87,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.unfreeze = lambda: None
     if "torch" in sys.modules and session.items:
         from tests.helpers.exports import quick_exports
+        from tests.helpers.quick import quick_launches
 
         quick_exports()
+        quick_launches()
 
 
 def _seed(torch: Any) -> None:
