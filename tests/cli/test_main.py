@@ -49,8 +49,9 @@ print([getattr(ss, name) is not None for name in ss.__all__].count(True), len(di
 PLAN = """
 import torch, superscaler as ss
 from superscaler.models import build
-built = build("mlp:layers=4")
-graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+built = build("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=8")
+optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+graph = ss.capture(built.module, built.args, built.kwargs, optimizer, check=False)
 ss.compile(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=2", "local:8").save(folder, evaluation=False)
 """
 

@@ -167,7 +167,7 @@ def broken(case: Case) -> Case:
 
 def test_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
     """Random plans, two with a bug, and those of the library."""
-    drawn = [*captured_cases(range(1), every=2), *graph_cases(range(1))]
+    drawn = [*captured_cases(range(1), every=3), *graph_cases(range(1))]
     library = [*library_cases(LIBRARY), *written_cases()]
     assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 3
     assert len(library) == sum(map(len, LIBRARY.values())) + 2

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 import superscaler as ss
 from superscaler.examples import multimodal
 from superscaler.ir.program import Load
+from superscaler.runtime.step import Step
 from tests.helpers.commands import run
 from tests.helpers.graphs import graph_of
-from tests.helpers.ran import captured, equal
+from tests.helpers.ran import captured, equal, on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,26 +83,15 @@ def test_an_encoder_on_all_devices_is_predicted_faster_than_one_in_the_first_sta
     assert own.step_seconds < 0.8 * usual.step_seconds
 
 
-RANK = """
-import json, superscaler as ss
-from torch.utils.data import DataLoader
-from superscaler.examples.multimodal import rows
-step = ss.load("plan")
-losses = [float(step(batch)) for _, batch in zip(range(3), DataLoader(rows(), batch_size=8))]
-held = [w.numel() * w.element_size() for w in step.state.weights.values()]
-open(f"rank{step.rank}.json", "w").write(json.dumps([losses, held]))
-"""
-
-
-@pytest.mark.dist
-def test_images_and_words_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
+def test_images_and_words_train_on_four_ranks_as_on_one() -> None:
     plan = ss.compile(multimodal_graph(), multimodal.two_grids, "a100:1x4")
-    plan.save(tmp_path / "plan", evaluation=False)
-    (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "rank.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    losses, held = zip(*(json.loads((tmp_path / f"rank{k}.json").read_text()) for k in range(4)), strict=True)
+
+    def train(step: Step) -> tuple[list[float], list[int]]:
+        batches = DataLoader(multimodal.rows(), batch_size=8)
+        losses = [float(step(batch)) for _, batch in zip(range(3), batches, strict=False)]
+        return losses, [w.numel() * w.element_size() for w in step.state.weights.values()]
+
+    losses, held = zip(*on_ranks(plan, train), strict=True)
     torch.manual_seed(0)
     module, _ = multimodal.build()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)

@@ -75,7 +75,7 @@ def scattered(graph: ss.Graph, cluster: ss.Cluster) -> None:
     ],
 )
 def test_names_of_a_model_do_not_meet_those_of_its_code(plan: SProgram, module: nn.Module) -> None:
-    compiled = equal(step_of(module, torch.randn(16, 8), torch.randn(16, 8)), plan).compiled
+    compiled = equal(step_of(module, torch.randn(16, 8), torch.randn(16, 8), check=False), plan).compiled
     has_loop = any("for m in range(" in text for text in compiled.emitted.files.values())
     assert has_loop == (plan == "pipeline_1f1b:microbatches=16")
 
@@ -89,7 +89,7 @@ def test_a_list_of_weights_takes_no_name_that_loops_use(name: str) -> None:
 
     layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(6)])
     module = Around(forward, **{name: layers})
-    ran = equal(step_of(module, torch.randn(8, 8)), "tensor_parallel")
+    ran = equal(step_of(module, torch.randn(8, 8), check=False), "tensor_parallel")
     assert "for l in range(" in ran.compiled.emitted.files["program_0.py"]
 
 
@@ -115,9 +115,9 @@ def test_names_read_back_where_a_weight_or_a_module_is_called_as_gradients_begin
 def test_words_of_python_are_names_also_where_a_tensor_is_changed_in_place() -> None:
     module, batch = Taken(("and", "class")), (torch.randn(16, 8), torch.randn(16, 8))
     for plan in ("tensor_parallel", "pipeline_1f1b:microbatches=16"):
-        equal(step_of(module, *batch), plan)
+        equal(step_of(module, *batch, check=False), plan)
     changing = Around(lambda m, x, y: m.inner(x.clone().mul_(2.0), y), inner=module)
-    equal(step_of(changing, *batch), "tensor_parallel")
+    equal(step_of(changing, *batch, check=False), "tensor_parallel")
 
 
 def test_a_family_of_layers_has_a_name_that_no_value_of_a_microbatch_has() -> None:

@@ -307,7 +307,7 @@ def test_processes_share_the_cache(folder: Path) -> None:
         import torch
         from superscaler.frontend.capture import capture
         from superscaler.models import build
-        built = build("mlp")
+        built = build("mlp:layers=1,hidden=8,inputs=4,classes=4")
         print(capture(built.module, built.args, built.kwargs, name="mlp").seconds["export"] > 0)
     """)
     command = [sys.executable, "-c", program]

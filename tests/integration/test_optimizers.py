@@ -55,7 +55,7 @@ def trained_by(name: str) -> Graph:
     module, inputs = stack()
     for key, parameter in module.named_parameters():
         parameter.requires_grad_(name != "frozen" or not key.startswith("h.0."))
-    return capture(module, inputs, optimizer=OPTIMIZERS[name](module))
+    return capture(module, inputs, optimizer=OPTIMIZERS[name](module), check=False)
 
 
 PIPELINE = "pipeline_1f1b:stages=2,microbatches=2"
@@ -87,7 +87,7 @@ def test_weights_are_those_of_eager_training_in_their_own_dtype(
     torch.manual_seed(0)
     module, x = two().to(dtype), torch.randn(4, 8, dtype=dtype)
     eager = copy.deepcopy(module)
-    graph = capture(module, (x,), optimizer=made(module.parameters(), lr=0.05))
+    graph = capture(module, (x,), optimizer=made(module.parameters(), lr=0.05), check=False)
 
     def run(step: Step) -> tuple[dict[str, Tensor], list[object]]:
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_an_optimizer_of_matrices_gets_whole_ones() -> None:
     torch.manual_seed(0)
     ends = [nn.Linear(a, b, bias=False) for a, b in ((8, 16), (16, 8), (8, 6))]
     module, x = Around(in_matrices, **dict(zip(("first", "second", "last"), ends, strict=True))), torch.randn(8, 8)
-    graph = capture(module, (x,), optimizer=torch.optim.Muon(module.parameters(), lr=0.05))
+    graph = capture(module, (x,), optimizer=torch.optim.Muon(module.parameters(), lr=0.05), check=False)
     for plan, count, copies in (
         ("data_parallel", 2, 2),
         ("zero:stage=2,microbatches=2", 2, 1),
@@ -172,11 +172,12 @@ def test_optimizers_share_the_parameters_out(tmp_path: Path) -> None:
     """Muon for matrices, which stay whole, and AdamW for the rest; so in checkpoints, that other plans resume."""
     torch.manual_seed(0)
     module, batch = Mixed(), {"ids": torch.randint(0, 32, (8, 4)), "labels": torch.randint(0, 32, (8, 4))}
-    graph = capture(module, kwargs=batch, optimizer=module.optimizers())
+    graph = capture(module, kwargs=batch, optimizer=module.optimizers(), check=False)
     first = compile(graph, "zero:stage=2,microbatches=2", "local:2")
     held = [w.tensor for device in first.compiled.program.devices for w in device.weights]
     assert (held.count("last.weight"), held.count("first.weight"), held.count("head.weight")) == (1, 1, 2)
-    equal(capture(module, kwargs=batch, optimizer=module.optimizers(), precision="bf16"), "zero:stage=3", 2)
+    halves = capture(module, kwargs=batch, optimizer=module.optimizers(), precision="bf16", check=False)
+    equal(halves, "zero:stage=3", 2)
 
     def two_steps(step: Step, rate: float) -> dict[str, Tensor]:
         if rate < 1:
@@ -253,7 +254,7 @@ def test_a_rank_without_a_group_knows_its_rate() -> None:
     ends = [[p for n, p in named.items() if n.startswith(end)] for end in ("table", "norm")]
     rest = [p for n, p in named.items() if n.startswith(("h.", "head"))]
     groups = [{"params": p, "lr": lr} for p, lr in zip([*ends, rest], (0.1, 0.2, 0.3), strict=True)]
-    graph = capture(module, inputs, optimizer=torch.optim.SGD(groups))
+    graph = capture(module, inputs, optimizer=torch.optim.SGD(groups), check=False)
     plan = compile(graph, "pipeline_1f1b:stages=2", "local:2")
 
     def rates(step: Step) -> object:

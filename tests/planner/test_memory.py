@@ -33,8 +33,9 @@ def estimator(model: str = MODEL) -> Estimator:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(1, 1, 4, 2, 16, schedule="interleaved", chunks=2),
+        Choice(1, 1, 4, 4, 8, schedule="interleaved", chunks=2),
         *slow(
+            Choice(1, 1, 4, 2, 16, schedule="interleaved", chunks=2),
             Choice(1, 1, 4, 4, 8),
             Choice(4, 1, 1, 4, 2, zero=1),
             Choice(4, 1, 1, 8, 1),

@@ -195,7 +195,7 @@ def test_works_take_the_seconds_of_the_simulated_step(plan: str, rows: Rows) -> 
 def test_a_stage_without_second_halves_has_whole_backwards() -> None:
     """Of the first stage of a small Mixtral, one part has all gradients of weights, and is not split."""
     cluster, plan = ss.Cluster.parse("a100:1x4"), "zb_h1:2,microbatches=1 x expert_parallel:2"
-    program = compile_graph(graph_of("mixtral:size=tiny,batch=16,device=meta"), resolve(plan), cluster, False).program
+    program = compile_graph(graph_of("mixtral:size=tiny,batch=36,device=meta"), resolve(plan), cluster, False).program
     found, rows = simulate(program, cluster), [[(stage, kind) for kind in "FIW"] for stage in (0, 1)]
     works = measured(found, rows)
     assert works is not None

@@ -31,11 +31,11 @@ def _machine(folder: Path, devices: int) -> Path:
 
 def test_a_batch_is_chosen_and_its_plan_is_predicted_as_a_capture_of_that_batch() -> None:
     graph = graph_of(f"{TINY},batch=8")
-    found = search(graph, "a100:1x2", where=f"{FEW}, rows <= 4", batches=[4, 8, 16])
+    found = search(graph, "a100:1x2", where=f"{FEW}, rows <= 4, no pp", batches=[4, 8, 16])
     rows = [plan.prediction.step_seconds / plan.choice.batch for plan in found.plans]
     assert rows == sorted(rows)
     assert {plan.choice.batch for plan in found.plans} > {16}
-    for plan in found.plans[:3]:
+    for plan in found.plans[:2]:
         own = graph_of(f"{TINY},batch={plan.choice.batch}")
         assert ss.compile(own, plan.spec, "a100:1x2").simulate() == plan.prediction
     best = found.best.prediction.step_seconds
@@ -62,7 +62,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_what_can_be() -> None:
 def test_a_checkpoint_of_another_model_or_precision_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", f"{FEW}, rows = 4, tp = 1, pp = 1"]
+    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", f"{FEW}, rows = 4, tp = 1, pp = 1, zero = 0"]
     assert run("train", TINY, "--plan", "single", "--cluster", "local:1", "--steps", 1, "--save", kept) == 0
     found, _ = answer(capfd, "search", "--like", kept, *given)
     assert found["batch"] == 8

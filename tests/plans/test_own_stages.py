@@ -20,8 +20,8 @@ GPT, LLAMA = "gpt2:size=tiny,layers=2,batch=8", "llama:size=tiny,layers=4,batch=
     ("model", "plan", "devices"),
     [
         (GPT, "pp=2,dp=1+2,tp=2+1,microbatches=2,zero=1,recompute=full+none", 4),
-        (LLAMA, "pp=2,dp=2+1,tp=1,microbatches=2,blocks=3+1", 3),
         *slow(
+            (LLAMA, "pp=2,dp=2+1,tp=1,microbatches=2,blocks=3+1", 3),
             (GPT, "pp=2,dp=2+1,tp=1+2,microbatches=2,schedule=zb_h1", 4),
             (GPT, "pp=2,dp=2+1,tp=1+2,microbatches=4,schedule=F(FB)B/(FB)", 4),
             (LLAMA, "pp=2,dp=2+1,tp=1+2,microbatches=4,schedule=zbv,recompute=none+full", 4),

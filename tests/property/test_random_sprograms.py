@@ -36,7 +36,6 @@ SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
 RING: list[tuple[range, float | None, tuple[str, ...]]] = [
     (range(1), None, ("blocks",)),
     (range(6, 7), 0.4, ("blocks",)),
-    (range(2, 3), 0.4, ("split", "blocks", "copies")),
 ]
 
 

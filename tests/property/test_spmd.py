@@ -227,7 +227,7 @@ BROKEN = {"attention": (5097, 1444, 1062)}
 
 @pytest.mark.parametrize("model", [name if name in BROKEN else slow(name)[0] for name in MODELS])
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random([*range(2), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
+    found = check_random([*range(1), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
 
 

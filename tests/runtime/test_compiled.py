@@ -78,7 +78,7 @@ def trained(graph: ss.Graph, plan: str, devices: int, is_compiled: bool, steps: 
 
 
 def test_a_segment_is_compiled_once_and_trains_as_before(plain: Plain) -> None:
-    graph = step_of(Net(), torch.rand(6, 4))
+    graph = step_of(Net(), torch.rand(6, 4), check=False)
     expected = trained(graph, "single", 1, is_compiled=False)
     assert plain.graphs == 0
     found = trained(graph, "single", 1, is_compiled=True)
@@ -105,7 +105,7 @@ class Layers(nn.Module):
     "plan", ["zb_h1:2,microbatches=2", *slow("zero:stage=3"), "pipeline_1f1b:2,microbatches=4,offload=2"]
 )
 def test_tapes_are_halved_gathered_again_and_moved_as_before(plan: str, plain: Plain) -> None:
-    graph = step_of(Layers(), torch.rand(8, 4))
+    graph = step_of(Layers(), torch.rand(8, 4), check=False)
     expected = trained(graph, plan, 2, is_compiled=False)
     torch.testing.assert_close(trained(graph, plan, 2, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
     assert plain.graphs
@@ -182,7 +182,9 @@ def test_compiled_segments_are_replayed(plain: Plain) -> None:
     def change(step: Step, number: int) -> None:
         step.state.compiled = step.state.compiled or CompiledSegments()
 
-    assert_replayed(exact(step_of(Layers(), torch.rand(8, 4)), "pipeline_1f1b:2,microbatches=4", 2), change=change)
+    assert_replayed(
+        exact(step_of(Layers(), torch.rand(8, 4), check=False), "pipeline_1f1b:2,microbatches=4", 2), change=change
+    )
 
 
 @pytest.mark.slow
@@ -306,7 +308,7 @@ def test_the_origin_of_a_loss_that_is_not_finite_is_named(plain: Plain) -> None:
             step({"x": torch.rand(6, 4).put(torch.tensor(5), torch.tensor(torch.nan))}, check_finite=True)
         assert step.state.compiled is not None
 
-    on_ranks(ss.compile(step_of(Net(), torch.rand(6, 4)), "single", "local:1"), work)
+    on_ranks(ss.compile(step_of(Net(), torch.rand(6, 4), check=False), "single", "local:1"), work)
     assert plain.graphs
 
 
@@ -314,7 +316,7 @@ def test_what_inductor_refuses_runs_uncompiled_and_is_named(monkeypatch: pytest.
     def fail(*_: Any) -> inductor.Call:
         raise OSError("no compiler\nis there")
 
-    graph = step_of(Net(), torch.rand(6, 4))
+    graph = step_of(Net(), torch.rand(6, 4), check=False)
     expected = trained(graph, "single", 1, is_compiled=False)
     monkeypatch.setattr(inductor, "compiled", fail)
     with pytest.warns(
@@ -335,7 +337,7 @@ def test_what_inductor_computes_wrongly_runs_uncompiled(is_backward: bool, monke
             return run
         return lambda given: [x if x is None else x * 1.001 for x in run(given)]
 
-    graph = step_of(Net(), torch.rand(6, 4))
+    graph = step_of(Net(), torch.rand(6, 4), check=False)
     expected = trained(graph, "single", 1, is_compiled=False)
     monkeypatch.setattr(inductor, "compiled", wrong)
     with pytest.warns(UserWarning, match=r"Inductor computes it wrongly \(the error of result 0 is 0.001, where"):
@@ -343,7 +345,7 @@ def test_what_inductor_computes_wrongly_runs_uncompiled(is_backward: bool, monke
 
 
 def test_verify_runs_compiled_segments(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ss.compile(step_of(Net(), torch.rand(6, 4)), "data_parallel", "local:2")
+    plan = ss.compile(step_of(Net(), torch.rand(6, 4), check=False), "data_parallel", "local:2")
     assert plan.verify()["equal"]
     assert not plain.graphs
     assert plan.verify(torch_compile=True)["equal"]
@@ -362,7 +364,7 @@ def test_verify_runs_compiled_segments(plain: Plain, monkeypatch: pytest.MonkeyP
 
 
 def test_inductor_trains_as_before() -> None:
-    graph = step_of(Net(), torch.rand(6, 4))
+    graph = step_of(Net(), torch.rand(6, 4), check=False)
     expected = trained(graph, "single", 1, is_compiled=False)
     torch.testing.assert_close(trained(graph, "single", 1, is_compiled=True), expected, rtol=1e-12, atol=1e-12)
 

@@ -100,7 +100,8 @@ def adapted() -> ss.Graph:
         layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
         layer.self_attn.v_proj = Adapter(layer.self_attn.v_proj)
     ids, trained = torch.randint(0, 32, (4, 8)), [p for p in model.parameters() if p.requires_grad]
-    return ss.capture(model, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW(trained))
+    optimizer = torch.optim.AdamW(trained)
+    return ss.capture(model, kwargs={"input_ids": ids, "labels": ids}, optimizer=optimizer, check=False)
 
 
 def test_updates_between_the_backwards_of_equal_layers_train_the_weights_of_each() -> None:
@@ -147,8 +148,8 @@ def test_weights_of_equal_layers_at_the_root_are_named_by_layer() -> None:
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the gradients of each layer are a bucket of their own.
     monkeypatch.setattr("superscaler.materialize.buckets.BUCKET_BYTES", 20_000)
-    graph = graph_of("gpt2:size=tiny,layers=6,batch=32")
-    files = equal(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=16", 8).compiled.emitted.files
+    graph = graph_of("gpt2:size=tiny,layers=6,batch=16")
+    files = equal(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=8", 8).compiled.emitted.files
     assert "{l: rt.sums(" in files["program_0.py"]
 
 

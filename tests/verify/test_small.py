@@ -27,7 +27,8 @@ def plan_of(spec: str, plan: object, devices: int) -> Plan:
     [
         *slow(("t5:size=tiny", "tensor_parallel", 4), ("swin:size=tiny", "tensor_parallel", 4)),
         *slow(("vit:size=tiny,layers=1", "data_parallel", 8)),
-        ("gpt2:size=tiny,layers=4,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2),
+        *slow(("gpt2:size=tiny,layers=4,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2)),
+        ("mlp:batch=64", "pipeline_1f1b:stages=2,microbatches=8", 2),
     ],
 )
 def test_a_plan_equals_the_model_at_a_small_shape(spec: str, plan: str, devices: int) -> None:
