@@ -2,8 +2,10 @@
 not urgent. Rows of `KINDS` say which kinds the runtime can join.
 """
 
-from collections.abc import Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TypeVar
 
 from superscaler.materialize.steps import CollectiveStep
 from superscaler.schedule.segments import SEGMENT_BYTES
@@ -11,6 +13,7 @@ from superscaler.schedule.transfers import Transfer
 
 # As large as torch DDP's default bucket: several are in flight together, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Buckets:
         """Yield the buckets that are due, and all buckets of devices whose backward has `ended`."""
         due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(some.group)]
         for key in due:
-            yield from _filled(self._waiting.pop(key).entries)
+            yield from _filled(self._waiting.pop(key).entries, attrgetter("weight"))
 
     def close(self, devices: Set[int], microbatch: int) -> bool:
         """Mark the buckets of other microbatches of these devices as due; return whether any bucket is due."""
@@ -75,16 +78,30 @@ class Buckets:
         return any(some.is_due for some in self._waiting.values())
 
 
-def _filled(entries: list[Entry]) -> Iterator[list[Entry]]:
-    """Yield the collectives in runs of at most BUCKET_BYTES each. A larger tensor is sent alone."""
-    found: list[Entry] = []
-    room = 0
-    for entry in entries:
-        if entry.weight > room:
+def buckets(sizes: Sequence[int]) -> int:
+    """Return the number of collectives to updates, of gradients of some bytes that are ready one after the other.
+
+    >>> buckets([64 * 2**20, 1000, 2000, 64 * 2**20, 1000])
+    4
+    """
+    found, waiting = 0, list[int]()
+    for size in sizes:
+        waiting.append(size)
+        if sum(waiting) >= SEGMENT_BYTES:
+            found += sum(1 for _ in _filled(waiting, int))
+            waiting = []
+    return found + sum(1 for _ in _filled(waiting, int))
+
+
+def _filled(some: Sequence[T], weight: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield collectives of some bytes in runs of at most BUCKET_BYTES each. A larger tensor is sent alone."""
+    found, room = list[T](), 0
+    for one in some:
+        if weight(one) > room:
             if found:
                 yield found
             found, room = [], BUCKET_BYTES
-        found.append(entry)
-        room -= entry.weight
+        found.append(one)
+        room -= weight(one)
     if found:
         yield found

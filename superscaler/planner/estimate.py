@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import chain, pairwise, takewhile
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op, width
+from superscaler.materialize.buckets import BUCKET_BYTES
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.memory import NONE, moments, overhead
@@ -56,7 +57,7 @@ class Estimator:
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
         self._sends: dict[tuple[Way, Way, int], float] = {}
-        self._groups: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
+        self._prices: dict[tuple[str, int, int, float], float] = {}
         self.cuts = Cuts(graph, menu, self.run_of, limits)
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
@@ -86,7 +87,7 @@ class Estimator:
         rest, largest = costs[-1].rest, max(range(len(stages)), key=lambda k: stages[k].gradients)
         works, bubble = self._steady(choice, stages, rest.seconds)
         work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], rest.work)
-        first, last = (self._exposed(choice.stage(k), stages[k]) for k in (0, largest))
+        first, last = (self.exposed(choice.stage(k), stages[k]) for k in (0, largest))
         updates = [self.update(choice.stage(k), stage) for k, stage in enumerate(stages)]
         ends = pairwise(map(choice.stage, range(choice.pp))) if choice.own else [(choice, choice)] * (choice.pp > 1)
         send = max((self.send(a, b) for a, b in ends), default=0.0)
@@ -183,29 +184,30 @@ class Estimator:
             return 0.0
         return (stage.copied + (c.microbatches - 1) * stage.added) / (c.dp if c.zero == 3 else 1)
 
-    def _exposed(self, c: Choice, stage: Cost) -> float:
+    def exposed(self, c: Choice, stage: Cost) -> Any:
         """Return the seconds that the communication between data-parallel devices takes beside the work: no work hides
-        that of the gradients that are ready last, and of the weights that are needed first.
+        that of the gradients that are ready last, and of the weights that are needed first. Costs may be arrays, of
+        stages of all blocks.
         """
         if c.dp == 1:
             return 0.0
-        first, own = self._first / c.tp, self.collective
+        first, own, pieces = self._first / c.tp, self.collective, stage.pieces
         backward = _BACKWARD[c.recompute != "none"] * stage.seconds
         if c.zero == 0:
-            return self._beside(own(c, "all_reduce", stage.gradients), own(c, "all_reduce", first), backward)
-        scatter, gather = own(c, "reduce_scatter", stage.gradients), own(c, "all_gather", stage.weights / c.dp)
+            return self._beside(own(c, "all_reduce", stage.gradients, pieces), own(c, "all_reduce", first), backward)
+        scatter, gather = own(c, "reduce_scatter", stage.gradients, pieces), own(c, "all_gather", stage.weights / c.dp)
         last, start = own(c, "reduce_scatter", first), own(c, "all_gather", first / c.dp)
         if c.zero == 1:
             return self._beside(scatter, last, backward) + self._beside(gather, start, stage.seconds - backward)
         work = c.microbatches * stage.seconds
         return self._beside(c.microbatches * (scatter + 2 * gather), last + start, work)
 
-    def _beside(self, every: float, alone: float, work: float) -> float:
+    def _beside(self, every: Any, alone: float, work: Any) -> Any:
         """Return the seconds that communication takes longer than the work beside it, which it slows down: all of it
         but what is `alone`.
         """
-        hidden = max(every - alone, 0.0)
-        return alone + max(hidden * (1 - 1 / self.slowdown), hidden - work)
+        hidden = np.maximum(every - alone, 0.0)
+        return alone + np.maximum(hidden * (1 - 1 / self.slowdown), hidden - work)
 
     def bytes_at(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
         """Return the bytes of a device of the pipeline at its peak: while it has most activations, at the end of its
@@ -236,13 +238,28 @@ class Estimator:
         kept, every = (sum(own.runs[n].kept for n in self.run_of) for own in (costs, plain))
         return every / kept if kept else 1.0
 
-    def collective(self, c: Choice, kind: str, size: float) -> float:
-        """Return the seconds of one collective of all data-parallel groups, on so many bytes of each device."""
-        key = c.pp, c.dp, c.tp
-        if key not in self._groups:
-            devices = np.arange(c.pp * c.dp * c.tp).reshape(key).transpose(0, 2, 1).reshape(-1, c.dp)
-            self._groups[key] = tuple(map(tuple, devices.tolist()))
-        return self.cluster.seconds(kind, self._groups[key], size)
+    def collective(self, c: Choice, kind: str, size: Any, pieces: Any = 1.0) -> Any:
+        """Return the seconds of collectives of the data-parallel groups of a stage, one after the other: of some bytes
+        of each device in so many pieces, none larger than the largest tensor. The numbers may be arrays.
+        """
+        most = float(np.max(np.minimum(size, self._largest) if np.max(pieces) > 1 else size))
+        start = self._priced(c, kind, 0.0)
+        return pieces * start + size * (self._priced(c, kind, most) - start) / most if most else pieces * 0.0
+
+    def _priced(self, c: Choice, kind: str, size: float) -> float:
+        """Return the seconds of one collective."""
+        key = kind, c.dp, c.tp, size
+        if key not in self._prices:
+            groups = np.arange(c.dp * c.tp).reshape(c.dp, c.tp).T.tolist()
+            lines = self.cluster.way(kind, groups, size).lines
+            self._prices[key] = max(latency + slope * size for latency, slope in lines)
+        return self._prices[key]
+
+    @cached_property
+    def _largest(self) -> float:
+        """Return the bytes of the largest piece of gradients."""
+        weights = (t for t in self.graph.model.parameters() if t.requires_grad)
+        return float(max([BUCKET_BYTES, *(prod(t.shape) * width(t.wide_dtype) for t in weights)]))
 
     def send(self, c: Choice, after: Choice) -> float:
         """Return the seconds of the messages of a microbatch from a stage to the next one, which may be cut in another

@@ -26,8 +26,10 @@ from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
+from superscaler.ir.program import Program
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
+from superscaler.materialize.buckets import buckets
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
 from superscaler.planner.kinds import bypass, reduced, runs
 from superscaler.planner.memory import Beyond, beyond, kept_bytes
@@ -247,7 +249,7 @@ class Menu:
         copied, added = self._sums(found)
         slow = Cost(
             end, min(work, end), step - update - end, copied, added, update,
-            weights, weights * _wide(graph.model), memory["optimizer"], kept,
+            weights, weights * _wide(graph.model), memory["optimizer"], kept, _pieces(program),
         )  # fmt: skip
         saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
         return slow, slow.faster(1 - saved / (slow.work + update)), beyond(found, inside, use.is_gathered)
@@ -296,6 +298,14 @@ def _read(pair: Any) -> Pair | None:
         return None
     slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), Beyond(*held)) for runs, rest, held in pair)
     return slow, fast
+
+
+def _pieces(program: Program) -> float:
+    """Return the number of collectives in which a device sends the gradients of all weights, the last ones first."""
+    tensors = program.model.tensors
+    weights = [(w, tensors[w.tensor]) for w in program.devices[0].weights if w.trained]
+    sizes = [prod(extents(w.box)) * width(tensor.wide_dtype) for w, tensor in weights]
+    return float(buckets(sizes[::-1]))
 
 
 def _wide(model: Model) -> float:

@@ -27,8 +27,6 @@ from superscaler.planner.stages.balance import Floats, Ints, outside
 _LIMITS = np.array([1 + 1e-9, 1.02, 1.05, 1.12, 1.25, inf])
 # The least seconds of the slowest stage: infinitely many times none is no number.
 _INSTANT = 1e-12
-# The share of a stage's seconds beside which its gradients are sent.
-_BACKWARD = 2 / 3
 
 
 class Way(NamedTuple):
@@ -119,14 +117,7 @@ class Ways:
 
     def _tail(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of the update, and of the gradients that no work hides."""
-        e, update = self.estimator, self.estimator.update(c, cost)
-        if c.dp == 1 or self.is_bound:
-            return update
-        mean, weights = (float(np.max(x)) / self.pp for x in (cost.gradients, cost.weights))
-        sent = e.collective(c, "reduce_scatter" if c.zero else "all_reduce", mean)
-        sent += e.collective(c, "all_gather", weights / c.dp) if c.zero else 0.0
-        sent = sent / max(mean, 1.0) * cost.gradients
-        return update + np.maximum(sent * (1 - 1 / e.slowdown), sent - _BACKWARD * cost.seconds)
+        return self.estimator.update(c, cost) + self.estimator.exposed(c, cost)
 
     @cached_property
     def _passes(self) -> Floats:

@@ -1,0 +1,34 @@
+"""Estimates: their communication beside that of whole programs."""
+
+import numpy as np
+import pytest
+
+import superscaler as ss
+from superscaler.compiler import compile_graph
+from superscaler.ir.program import Collective
+from superscaler.planner.estimate import Estimator
+from superscaler.planner.menu import Menu, _pieces
+from superscaler.planner.space import Choice
+from superscaler.plans import resolve
+from superscaler.simulate.transfers.ports import Ports
+from tests.helpers.graphs import graph_of
+
+# Gradients that are far larger than a bucket, and some that are far smaller.
+MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=16,vocab=8192,batch=16,device=meta"
+LOSS_BYTES = 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "choice"), [("a100:2x8", Choice(16, 1, 1, 1, 1)), ("a100:4x4", Choice(8, 2, 1, 1, 1))]
+)
+def test_gradients_take_the_seconds_of_their_collectives(cluster: str, choice: Choice) -> None:
+    """Those that the program of a plan has, each as the simulator prices it; the estimate is not above them."""
+    graph, devices = graph_of(MODEL), ss.Cluster.parse(cluster)
+    program = compile_graph(graph, resolve(choice.spec), devices, certified=False).program
+    every = (i for i in program.devices[0].instructions if isinstance(i, Collective))
+    sizes = [i.bytes for i in every if len(i.group) == choice.dp and i.bytes > LOSS_BYTES]
+    ports, groups = Ports(devices), np.arange(16).reshape(choice.dp, choice.tp).T
+    seconds = sum(float(np.max(ports.route("all_reduce", groups, size).seconds)) for size in sizes)
+    estimator = Estimator(graph, devices, Menu(graph, devices))
+    found = estimator.collective(choice, "all_reduce", sum(sizes), _pieces(program))
+    assert 0.94 * seconds < found <= seconds
