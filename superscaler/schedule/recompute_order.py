@@ -76,21 +76,23 @@ class RecomputeOrder:
 
     @cached_property
     def waits(self) -> Mapping[RegionRun, Sequence[Work]]:
-        """Return the backwards that each region run waits for: all of the last op that reads a result of the region.
+        """Return the backwards that each region run waits for: all that the backward of its last segment waits for; if
+        others read only what is before that, all of the last op that reads a result of the region.
 
-        An op behind the whole region never waits for it, whatever else is recomputed. A half W may come long after the
+        A loss that balances experts reads a result of each block: its backward alone does not reach them. An op behind the whole region never waits for it, whatever else is recomputed. A half W may come long after the
         I of the region. Where it alone reads a result that a device makes, as a bias of positions that later stages
         read, the device waits for what the others of the region wait for.
         """
-        found: dict[RegionRun, tuple[tuple[bool, int], dict[Work, None]]] = {}
+        found: dict[RegionRun, tuple[tuple[bool, tuple[bool, int]], dict[Work, None]]] = {}
         for transfer in self.transfers if self.twins else ():
             for p, r in transfer.links if transfer.kind == BACKWARD and not transfer.is_to_updates else ():
                 for place, source in product(transfer.readers[r].places, transfer.pieces[p].places):
                     maker, position = maker_of(self.segments, source), self.segments[source.segment].position
-                    rank = maker[0] != "W", position
                     for visit in self.visits(place[:3]):
-                        if visit[0] not in self.last or position <= self.last[visit[0]].position:
+                        if (last := self.last.get(visit[0])) is None or position <= last.position:
                             continue
+                        is_entry = place.segment == last.number
+                        rank = maker[0] != "W", (is_entry, 0 if is_entry else position)
                         if visit not in found or rank > found[visit][0]:
                             found[visit] = rank, {}
                         if rank == found[visit][0]:
