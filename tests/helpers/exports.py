@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,8 +10,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import random
+from torch import nn, random
 from torch._C import _dispatch_get_registrations_for_dispatch_key
+from torch._logging import _internal
 from torch._ops import OperatorBase
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
@@ -23,7 +25,9 @@ from torch.utils import _pytree
 def quick_exports() -> None:
     """Let an export look for operators once, build once what it registers for all of them, write the code of graphs
     that are called only, name each kind of node once, see only the frames of the model, and seed what there is: for
-    each kind of GPU that is not there, torch writes down all calls that led to its seed.
+    each kind of GPU that is not there, torch writes down all calls that led to its seed. It keeps no log of
+    itself, which pytest would. What it sets in all modules while it traces stops at the class of graphs, below which
+    there is one more for each graph.
     """
     collect, known = exported_program._collect_all_valid_cia_ops, dict[tuple[str, ...], set[OperatorBase]]()
 
@@ -49,6 +53,9 @@ def quick_exports() -> None:
     proxy_tensor._extract_tensor_metadata = lambda result: None  # type: ignore[assignment]
     if not torch.cuda.is_available():
         random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))  # type: ignore[assignment]
+    _internal.trace_log = logging.Logger("nobody reads it")
+    for name in ("__call__", "__getattr__", "__setattr__"):
+        setattr(GraphModule, name, vars(nn.Module)[name])
     _use_lazy_graph_module(True).__enter__()
 
 
