@@ -30,6 +30,7 @@ from tests.helpers.changes import Code, at, codes, exchanged, named, with_codes
 from tests.helpers.graphs import graph_of
 from tests.helpers.outcome import differs
 from tests.helpers.small_plans import exact
+from tests.helpers.sweeps import slow
 
 Edit = Callable[[Program], Program]
 
@@ -198,7 +199,7 @@ def test_places_of_a_fold_that_run_other_programs_are_refused(change: str) -> No
         check(mutant)
 
 
-@pytest.mark.parametrize(("is_twice", "says"), [(False, "lacks"), (True, "has 2 times")])
+@pytest.mark.parametrize(("is_twice", "says"), [(False, "lacks"), *slow((True, "has 2 times"))])
 def test_counts_of_experts_that_are_not_summed_once_are_refused_soon(is_twice: bool, says: str) -> None:
     """The gradients behind them have an addend for each way through the blocks, of which there are millions."""
     program = ss.compile(graph_of("mixtral:size=tiny"), "data_parallel", "local:2").compiled.program

@@ -157,7 +157,7 @@ def test_frozen_products_are_gathered_in_two_bytes_too() -> None:
     assert moved(plans[1].compiled.program)["all_gather", "bfloat16", ""] == bytes_each
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 24))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 24))])
 def test_random_plans_have_these_bits(seed: int) -> None:
     shape = ((2,), (4,), (2, 2))[seed % 3]
 

@@ -19,6 +19,7 @@ from superscaler.simulate.timetable import COMPUTE, Events
 from superscaler.simulate.transfers.beside import Beside, Overlap
 from superscaler.simulate.works import Kernel
 from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
 from tests.simulate.by_hand import END, cluster, made_of, reduced, run, wait, work
 
 X, H, Y, W = (Value(name) for name in "xhyw")
@@ -142,7 +143,7 @@ def _beside(lane: Events, kind: str) -> float:
     return found
 
 
-@pytest.mark.parametrize("plan", ["zero:4,stage=1,microbatches=2", "fsdp"])
+@pytest.mark.parametrize("plan", ["zero:4,stage=1,microbatches=2", *slow("fsdp")])
 def test_a_system_without_prefetch_gathers_weights_beside_no_work(plan: str) -> None:
     model = "gpt3:layers=4,hidden=1024,heads=16,seq=512,vocabulary=1024,batch=8,device=meta"
     compiled = ss.compile(graph_of(model), plan, "a100:1x4")
