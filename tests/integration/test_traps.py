@@ -19,6 +19,7 @@ from superscaler.plan import compile
 from superscaler.verbs import Replicate, Split, op_assign, op_trans
 from tests.helpers.ran import Around, captured, equal, trained
 from tests.helpers.random_sprograms import Author
+from tests.helpers.sweeps import slow
 
 Forward = Callable[..., Tensor]
 CASES: dict[str, tuple[Forward, Callable[[], tuple[Any, ...]]]] = {}
@@ -218,9 +219,11 @@ PLANS: list[tuple[Any, int]] = [(cut_each(sums), 2), (cut_each(columns), 2)]
 COUPLED = ("losses_weighted_by_class", "in_place_by_index", "biases", "constants")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_plan_is_equal(name: str) -> None:
-    for plan, world in PLANS:
+@pytest.mark.parametrize(
+    ("name", "plans"), [row for n, name in enumerate(CASES) for row in ((name, [n % 2]), *slow((name, [1 - n % 2])))]
+)
+def test_every_plan_is_equal(name: str, plans: list[int]) -> None:
+    for plan, world in (PLANS[n] for n in plans):
         equal(graph(name), plan, world)
     equal(graph(name), *(("data_parallel", 2) if name in COUPLED else ("pipeline_1f1b:stages=1,microbatches=4", 1)))
 
