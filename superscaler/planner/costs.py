@@ -18,7 +18,8 @@ class Cost(NamedTuple):
     """Of a block, or of what is outside of the blocks, on a device: the seconds of a microbatch, `work`: those without
     communication; `once`: of the communication of gradients after the last one; of gradients that are `copied` to sums,
     and `added` to them; `update`: of a step's update; bytes of `weights`, of their `gradients`, of the `optimizer`'s
-    state, and `kept` of a microbatch until its backward; the `pieces` in which gradients are sent.
+    state, and `kept` of a microbatch until its backward; the `pieces` in which gradients are sent; of the
+    seconds, those `early` in the model: before the first block, and after its backward.
     """
 
     seconds: float
@@ -32,6 +33,7 @@ class Cost(NamedTuple):
     optimizer: float
     kept: float
     pieces: float = 0.0
+    early: float = 0.0
 
     def __sub__(self, other: Cost) -> Cost:
         """Return the difference to a smaller model, never below 0."""

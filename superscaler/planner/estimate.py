@@ -97,7 +97,7 @@ class Estimator:
         # Later stages of 1F1B are done while the first one has its last backward, after all others.
         drained = sum(stage.seconds for stage in stages[:largest]) * self._drains(choice)
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
-        least = works + bubble + first + update + passes
+        least = works + bubble + first + updates[0] + passes
         seconds = works + bubble + max(first + update, last + tail) + max(sends, passes)
         return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
 
@@ -147,13 +147,15 @@ class Estimator:
             return stages[device], stages[2 * c.pp - 1 - device]
         return stages[device :: c.pp]
 
-    def update(self, c: Choice, stage: Cost) -> float:
-        """Return the seconds of a stage's update: over the links of the hosts, if the optimizer is there."""
+    def update(self, c: Choice, stage: Cost) -> Any:
+        """Return the seconds of a stage's update: over the links of the hosts, if the optimizer is there. Costs may be
+        arrays, of stages of all blocks.
+        """
         if c.swap != "none":
             moved = (stage.gradients + stage.weights) * c.chunks
             # It reads weights, gradients and state, and writes weights and state.
             updated = (3 * stage.gradients + 2 * stage.optimizer) * c.chunks
-            return max(moved / self.cluster.links.host.bandwidth, updated / HOST)
+            return np.maximum(moved / self.cluster.links.host.bandwidth, updated / HOST)
         return stage.update * c.chunks / (c.dp if c.zero else 1)
 
     def _steady(self, c: Choice, stages: Sequence[Cost], rest: float) -> tuple[float, float]:
@@ -166,7 +168,8 @@ class Estimator:
         if c.schedule == "interlaced":
             # All devices do their share of it at a time.
             total -= rest * (1 - 1 / c.pp)
-        sums = max(sum(self.sums(c, stage) + stage.once for stage in some) for some in own)
+        # Of the last gradients, only those of the first device have nothing beside them.
+        sums = max(sum(self.sums(c, stage) for stage in some) for some in own) + sum(stage.once for stage in own[0])
         if c.layout in BY_SEQUENCE:
             # The costs are of the last microbatch, beside which gradients are on the way.
             beside = self.cluster.seconds("all_reduce", [range(c.tp)], max(stage.gradients for stage in stages))

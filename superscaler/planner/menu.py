@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
-from superscaler.ir.program import Program
+from superscaler.ir.program import Program, calls
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
 from superscaler.materialize.buckets import buckets
@@ -250,6 +250,7 @@ class Menu:
         slow = Cost(
             end, min(work, end), step - update - end, copied, added, update,
             weights, weights * _wide(graph.model), memory["optimizer"], kept, _pieces(program),
+            _early(found, inside),
         )  # fmt: skip
         saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
         return slow, slow.faster(1 - saved / (slow.work + update)), beyond(found, inside, use.is_gathered)
@@ -298,6 +299,24 @@ def _read(pair: Any) -> Pair | None:
         return None
     slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), Beyond(*held)) for runs, rest, held in pair)
     return slow, fast
+
+
+def _early(found: Simulation, inside: Set[str]) -> float:
+    """Return the seconds of the first device before its first block, and after the backward of that. `inside`: the
+    names of the ops of all blocks.
+    """
+    lane, program = found.table.lanes[0], found.program
+    tasks = {
+        call.task
+        for _, call in calls(lane.code)
+        if any(op.name in inside for op in program.functions[call.function].ops)
+    }
+    numbers = [n for n, at in enumerate(lane.instruction.tolist()) if getattr(lane.code[at], "task", None) in tasks]
+    events = [n for n in numbers if lane.code[lane.instruction[n]].runs_segment]
+    if not events:
+        return 0.0
+    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=_last(found))
+    return float(lane.start[events, 0].min() + _last(found) - end)
 
 
 def _pieces(program: Program) -> float:

@@ -19,7 +19,7 @@ from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
 from superscaler.planner.orders.improve import Improved, improve
-from superscaler.planner.own.stages import Fits
+from superscaler.planner.own.stages import Fits, least_beside
 from superscaler.planner.programs import Found, Programs
 from superscaler.planner.space import Choice, Use, choices, nearest
 from superscaler.simulate.predict import check_system
@@ -144,7 +144,7 @@ def _found(
                 if is_late():
                     break
             programs.certify_ahead()
-        for whole in _proofs(waiting, room, programs) if not is_late() else ():
+        for whole in _proofs(waiting, room, programs, fits) if not is_late() else ():
             note(_line(whole))
             if is_late():
                 break
@@ -206,7 +206,7 @@ def _answer(
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
-    least = [_least(e, programs.prediction(e.choice), room) for e in estimates]
+    least = [_least(e, programs.prediction(e.choice), room, candidates.estimator) for e in estimates]
     bound = min(found[0].a_row, candidates.least(fits), *least)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
     return Answer(found, bound * found[0].choice.batch, corrected)
@@ -216,10 +216,14 @@ def _is_late(end: float) -> bool:
     return time.monotonic() > end
 
 
-def _least(e: Estimate, whole: Prediction | None, room: float) -> float:
-    """Return the least seconds of a row of the batch: those of the whole plan, if its stages have no other blocks."""
+def _least(e: Estimate, whole: Prediction | None, room: float, estimator: Estimator) -> float:
+    """Return the least seconds of a row of the batch: those of the whole plan, if its stages have no other blocks; if
+    it does not fit, of those that could.
+    """
     if whole is not None and not e.choice.blocks:
         return whole.step_seconds / e.choice.batch if whole.fits else inf
+    if whole is not None and not whole.fits:
+        return least_beside(estimator, e, whole.fullest.peak_bytes, room) / e.choice.batch
     return e.bound / e.choice.batch if e.peak <= _ALMOST * room else inf
 
 
@@ -273,14 +277,17 @@ def _ahead(ranked: Sequence[Estimate], is_worth: Callable[[Estimate], bool]) -> 
     return (e.choice for e in takewhile(is_worth, islice(firsts.values(), 1, None)))
 
 
-def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs) -> Iterator[Found]:
+def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs, fits: Fits) -> Iterator[Found]:
     """Yield plans that are compiled whole since nothing else says that they are not far better than the best: those of
-    the lowest bounds, until these are close to the best step, or stages of other blocks could be faster.
+    the lowest bounds, until these are close to the best step, or belong to a plan that fits, whose stages could be
+    faster with other blocks.
     """
     for _ in range(min(_PROOFS, MOST - len(programs.found))):
         others = (e for e in waiting.values() if e.peak <= _ALMOST * room)
         low = min(others, key=lambda e: e.bound / e.choice.batch, default=None)
-        if low is None or low.choice.blocks or low.bound / low.choice.batch >= _CLOSE * _best(programs.found):
+        if low is None or low.bound / low.choice.batch >= _CLOSE * _best(programs.found):
+            return
+        if low.choice.blocks and fits(low):
             return
         del waiting[low.choice]
         if whole := programs.compiled(low.choice):

@@ -8,7 +8,8 @@ from superscaler.compiler import compile_graph
 from superscaler.ir.program import Collective
 from superscaler.planner.estimate import Estimator
 from superscaler.planner.menu import Menu, _pieces
-from superscaler.planner.space import Choice
+from superscaler.planner.space import Choice, Use
+from superscaler.planner.stages.balance import outside
 from superscaler.plans import resolve
 from superscaler.simulate.transfers.ports import Ports
 from tests.helpers.graphs import graph_of
@@ -16,6 +17,8 @@ from tests.helpers.graphs import graph_of
 # Gradients that are far larger than a bucket, and some that are far smaller.
 MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=16,vocab=8192,batch=16,device=meta"
 LOSS_BYTES = 4
+# A pair of blocks between a small embedding and a head.
+PAIR = "gpt2:layers=2,hidden=512,heads=8,seq=512,vocab=8192,batch=4,device=meta"
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,15 @@ def test_gradients_take_the_seconds_of_their_collectives(cluster: str, choice: C
     estimator = Estimator(graph, devices, Menu(graph, devices))
     found = estimator.collective(choice, "all_reduce", sum(sizes), _pieces(program))
     assert 0.94 * seconds < found <= seconds
+
+
+def test_the_embedding_works_on_the_first_stage() -> None:
+    """Beside a pipeline of two stages with a block each, compiled whole: the last one has the head alone."""
+    cluster, graph = ss.Cluster.parse("a100:1x4"), graph_of(PAIR)
+    costs = Menu(graph, cluster)._own(Use(2, "sequence", "none", "whole", 4))
+    assert costs is not None
+    whole = ss.compile(graph, "pipeline_1f1b:2,microbatches=1,blocks=1+1 x sequence_parallel:2", cluster).simulate()
+    works = [device.compute + device.launch + device.host + device.communication for device in whole.devices]
+    first, last = (costs.runs[0].seconds + outside(costs.rest, 1.0, is_last).seconds for is_last in (False, True))
+    assert last < 1.04 * works[1]
+    assert 1.1 * costs.runs[0].seconds < first <= works[0]

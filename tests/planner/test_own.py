@@ -16,7 +16,7 @@ from superscaler.planner.estimate import Estimator
 from superscaler.planner.memory import Beyond
 from superscaler.planner.menu import Menu
 from superscaler.planner.own.chains import Chain, Ways
-from superscaler.planner.own.stages import OwnStages
+from superscaler.planner.own.stages import OwnStages, least_beside
 from superscaler.planner.search import search
 from superscaler.planner.space import Choice, Own, Use, choices
 from superscaler.planner.stages.balance import meetings
@@ -97,6 +97,55 @@ def test_a_chain_of_stages_is_the_best_of_all(seed: int) -> None:
         assert found.seconds <= 1.02 * min(e.seconds for e in every)
     # Both are sums, in another order.
     assert drawn(seed, is_bound=True).bound() <= min((e.bound for e in every), default=inf) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_plan_that_does_not_fit_is_bound_by_those_of_other_blocks(schedule: str) -> None:
+    """Beside all numbers of blocks, some of which fit where the fastest ones, compiled whole, have 5 % too much."""
+    graph, cluster = graph_of(GPT), ss.Cluster.parse(CLUSTER)
+    found, choice = estimator(graph, cluster, Drawn(graph, cluster, 4)), Choice(2, 1, 2, 1, 4, schedule=schedule)
+    costs = found.menu.known(choice.use)
+    assert costs is not None
+    every = [found.with_stages(choice, [costs] * 2, (0, n, 5)) for n in range(6)]
+    best = min(every, key=lambda e: e.bound)
+    room = 1e9
+    least = least_beside(found, best, 1.05 * room, room)
+    others = [e.bound for e in every if e.peak * 1.05 * room / best.peak <= room]
+    assert others
+    assert best.bound < 0.97 * least
+    assert least <= min(others) * (1 + 1e-12)
+
+
+class Counted(Drawn):
+    """A menu that counts what it measures: no selective recomputation is known before."""
+
+    def __init__(self, graph: ss.Graph, cluster: ss.Cluster, seed: int) -> None:
+        super().__init__(graph, cluster, seed)
+        self.measured = set[Use]()
+
+    def known(self, use: Use) -> Costs | None:
+        return super().known(use) if use.recompute != "selective" or use in self.measured else None
+
+    def costs(self, use: Use) -> Costs | None:
+        self.measured.add(use)
+        return super().known(use)
+
+
+@pytest.mark.parametrize(("share", "is_measured"), [(1.0, False), (1.2, True)])
+def test_stages_are_measured_where_their_bound_is_low(share: float, is_measured: bool) -> None:
+    """What is not known keeps nothing, and is no slower: with little memory, such plans could be far better than one of
+    so many times the bound.
+    """
+    graph, cluster = graph_of(GPT), ss.Cluster.parse(CLUSTER)
+    menu = Counted(graph, cluster, 4)
+    group = left(
+        [*choices(cluster, 8, 5, ["sequence"])], read(f"pp = 2, rows = 1, tp = 1, zero = 0, schedule = 1f1b, {ELSE}")
+    )
+    own = OwnStages(estimator(graph, cluster, menu), group, "sequence", 4, 2e8)
+    limit = share * own.least(inf)
+    list(own.better(limit, lambda e: True))
+    assert bool(menu.measured) == is_measured
+    assert not is_measured or own.least(inf) > 1.05 * limit / share
 
 
 @pytest.mark.parametrize("pairs", [25, *slow(80)])

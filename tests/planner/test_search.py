@@ -249,7 +249,7 @@ def _estimate(bound: float, **decided: Any) -> Estimate:
     ],
 )
 def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: list[float]) -> None:
-    """A plan whose stages could have other blocks stays a bound: it ends this."""
+    """A plan whose stages could have other blocks, and that fits, stays a bound: it ends this."""
     best = next(iter(few().plans))
     one = replace(best, choice=_estimate(0.0).choice, prediction=replace(best.prediction, step_seconds=1.0))
     waiting = {e.choice: e for n, bound in enumerate(bounds) if (e := _estimate(bound, chunks=n + 2))}
@@ -261,10 +261,12 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
             return one
 
     known, found = dict(waiting), Compiled(graph_of(GPT), ss.Cluster.parse("a100:1x2"), None, PLAIN, found=[one])
-    assert len(list(_proofs(waiting, inf, found))) == len(compiled)
+    assert len(list(_proofs(waiting, inf, found, lambda e: True))) == len(compiled)
     assert tried == compiled
     other = _estimate(0.5, pp=2, blocks=(2, 2))
-    assert not list(_proofs({**known, other.choice: other}, inf, found))
+    known[other.choice] = other
+    assert not list(_proofs({**known}, inf, found, lambda e: True))
+    assert len(list(_proofs({other.choice: other}, inf, found, lambda e: False))) == 1
 
 
 def test_few_plans_are_compiled_whole_where_none_nearly_fits() -> None:

@@ -113,11 +113,11 @@ class Ways:
 
     def _own_step(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of a stage in a step beside those in which it waits for itself, too."""
-        return (self.microbatches - self.idle) * cost.seconds + self.estimator.sums(c, cost) + cost.once
+        return (self.microbatches - self.idle) * cost.seconds + self.estimator.sums(c, cost)
 
     def _tail(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of the update, and of the gradients that no work hides."""
-        return self.estimator.update(c, cost) + self.estimator.exposed(c, cost)
+        return self.estimator.update(c, cost) + self.estimator.exposed(c, cost) + cost.once
 
     @cached_property
     def _passes(self) -> Floats:

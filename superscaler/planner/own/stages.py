@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
 
 from superscaler.groups import collect
 from superscaler.planner.estimate import Estimate, Estimator
@@ -13,6 +15,8 @@ from superscaler.planner.space import RECOMPUTE, Choice
 _SHARES = 1.0, 0.93, 0.85
 # The estimate of bytes, in those of a device, from which on a stage does not fit for certain.
 _ALMOST = 1.1
+# A bound below so many times the best step is raised by measuring more.
+_CLOSE = 0.95
 # The most devices of pipelines whose stages have a (dp, tp) of their own: data-parallel devices do not fold there.
 _UNFOLDED = 32
 _OWN, _SCHEDULES = tuple(RECOMPUTE)[:3], ("1f1b", "zb_h1")
@@ -38,6 +42,7 @@ class OwnStages:
         once for the ways of its stages that are known, unless it turned out not to fit.
         """
         for group in self.groups.values():
+            self._measure(group, limit)
             known = tuple(c for c in group if self.estimator.menu.known(c.use))
             is_done = known in self._given and ((last := self._given[known]) is None or fits(last))
             if len(known) < 2 or is_done or Ways(self.estimator, known).least >= limit * known[0].batch:
@@ -48,6 +53,19 @@ class OwnStages:
                 yield e
             self._given[known] = e
 
+    def _measure(self, group: Sequence[Choice], limit: float) -> None:
+        """Measure what was not, if only that keeps the bound of a group's plans from being close to `limit` seconds a
+        row.
+        """
+        menu = self.estimator.menu
+        if all(menu.known(c.use) for c in group) or not any(menu.known(c.use.plain) for c in group) or limit == inf:
+            return
+        ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
+        low = _CLOSE * limit * group[0].batch
+        if ways.least < low and ways.bound() < low:
+            for c in group:
+                menu.costs(c.use)
+
     def least(self, limit: float) -> float:
         """Return the least seconds a row of any of these plans, or `limit`."""
         for group in self.groups.values():
@@ -55,6 +73,20 @@ class OwnStages:
             if ways.least < limit * group[0].batch:
                 limit = min(limit, ways.bound() / group[0].batch)
         return limit
+
+
+def least_beside(estimator: Estimator, e: Estimate, peak: float, room: float) -> float:
+    """Return the least seconds of a plan of other blocks than those of an estimate, whose bytes are `peak` when it is
+    compiled whole, above the `room` of a device: the bytes of all have the same error.
+    """
+    plain = replace(e.choice, blocks=())
+    if (
+        e.choice.own
+        or e.choice.schedule not in _SCHEDULES
+        or (plain.schedule, plain.microbatches < plain.pp) == ("zb_h1", True)
+    ):
+        return e.bound
+    return max(e.bound, Ways(estimator, [plain], room * e.peak / peak, is_bound=True).bound())
 
 
 def _group(c: Choice) -> tuple[object, ...]:

@@ -22,10 +22,11 @@ NOTHING = Cost(*(0.0 for _ in Cost._fields))
 
 def outside(rest: Cost, share: float, is_last: bool) -> Cost:
     """Return the cost on the last stage, or on the first, of what is outside of the blocks: it has a share of the
-    weights, and the last one all the work. What it keeps is in the bytes beyond the costs.
+    weights, and of the work what is early or late in the model. What it keeps is in the bytes beyond the costs.
     """
-    own = rest if is_last else NOTHING
-    return NOTHING.plus(rest, share)._replace(seconds=own.seconds, work=own.work, once=own.once, kept=0.0)
+    seconds, once = (rest.seconds - rest.early, rest.once) if is_last else (rest.early, 0.0)
+    work = rest.work * seconds / rest.seconds if rest.seconds else 0.0
+    return NOTHING.plus(rest, share)._replace(seconds=seconds, work=work, once=once, kept=0.0, early=0.0)
 
 
 def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: Allowed) -> list[int] | None:
@@ -39,7 +40,9 @@ def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: A
     seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
     every = list[Floats]()
     for k in range(stages):
-        own = seconds[None, :] - seconds[:, None] + (costs.rest.seconds if has_rest and k == stages - 1 else 0.0)
+        own = seconds[None, :] - seconds[:, None]
+        for is_last in (False, True):
+            own = own + (outside(costs.rest, 1.0, is_last).seconds if has_rest and k == (stages - 1) * is_last else 0.0)
         every.append(np.where(allowed(k, stages), own, inf))
     # The slowest of the stages up to each block.
     slowest = np.where(np.arange(count + 1) == 0, 0.0, inf)

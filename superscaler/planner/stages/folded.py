@@ -31,7 +31,8 @@ class Folded:
     """The stages of a V of so many devices. `slow`: some that are allowed."""
 
     def __init__(self, costs: Costs, run_of: Ints, devices: int, allowed: Allowed, slow: Sequence[int]) -> None:
-        self.rest, self.devices, self.slow = costs.rest.seconds, devices, [*slow]
+        # The first device has all that is outside of the blocks, early in the model or late.
+        self.rest, self.early, self.devices, self.slow = costs.rest.seconds, costs.rest.early, devices, [*slow]
         self.until = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
         # The seconds of the blocks between two.
         self.inner = np.triu(self.until[None, :] - self.until[:, None]) + np.tril(
@@ -59,7 +60,7 @@ class Folded:
     def seconds(self, bounds: Sequence[int]) -> list[float]:
         """Return the seconds of each stage."""
         found = [float(self.until[b] - self.until[a]) for a, b in pairwise(bounds)]
-        return [*found[:-1], found[-1] + self.rest]
+        return [found[0] + self.early, *found[1:-1], found[-1] + self.rest - self.early]
 
     def _reached(self, limit: float) -> list[Floats]:
         """Return for 0, 1, ... devices the seconds of the blocks between their stages, by the first of these and the
@@ -83,9 +84,9 @@ class Folded:
         bounds = [a]
         for device in reversed(range(self.devices)):
             into, out = self.allowed[device][:, a], self.allowed[2 * self.devices - 1 - device][b]
-            last = 0.0 if device else self.rest
-            is_some = into[:, None] & out[None, :] & (reached[device] + last <= limit + self.inner[a, b])
-            one, other = self.until[a] - self.until, self.until - self.until[b] + last
+            last, first = (0.0, 0.0) if device else (self.rest - self.early, self.early)
+            is_some = into[:, None] & out[None, :] & (reached[device] + first + last <= limit + self.inner[a, b])
+            one, other = self.until[a] - self.until + first, self.until - self.until[b] + last
             table = np.where(is_some, np.abs(one[:, None] - other[None, :]), inf)
             a, b = map(int, np.unravel_index(table.argmin(), table.shape))
             bounds = [a, *bounds, b]
