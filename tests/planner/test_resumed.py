@@ -31,7 +31,7 @@ def _machine(folder: Path, devices: int) -> Path:
 
 def test_a_batch_is_chosen_and_its_plan_is_predicted_as_a_capture_of_that_batch() -> None:
     graph = graph_of(f"{TINY},batch=8")
-    found = search(graph, "a100:1x2", where=f"{FEW}, rows <= 4, no pp", batches=[4, 8, 16])
+    found = search(graph, "a100:1x2", where=f"{FEW}, rows <= 4, no pp, tp = 1", batches=[4, 8, 16])
     rows = [plan.prediction.step_seconds / plan.choice.batch for plan in found.plans]
     assert rows == sorted(rows)
     assert {plan.choice.batch for plan in found.plans} > {16}
