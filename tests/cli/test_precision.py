@@ -9,7 +9,7 @@ import pytest
 from superscaler.store.plan import EVALUATION, read_plan
 from tests.helpers.commands import answer, run
 
-MODEL = "gpt2:size=tiny,layers=2"
+MODEL = "gpt2:size=tiny"
 GPUS = ["--plan", "data_parallel", "--cluster", "a100:1x2"]
 HALF = "products in bfloat16, weights in bfloat16"
 

@@ -24,7 +24,7 @@ from tests.helpers.graphs import graph_of
 from tests.helpers.ran import exact
 from tests.helpers.random_graphs import largest_error, random_model, random_plan
 
-GPT2, LLAMA = "gpt2:size=tiny,layers=2", "llama:size=tiny,layers=2"
+GPT2, LLAMA = "gpt2:size=tiny", "llama:size=tiny"
 # The forwards and backwards of the last device in a step, and those of joined segments.
 CALLS = {
     ("single", "local:1"): ((3, 2), (1, 1)),
@@ -105,7 +105,7 @@ def test_a_loop_over_microbatches_stays_one() -> None:
 
 
 def test_folded_devices_stay_folded() -> None:
-    plain = ss.compile(graph_of("gpt2:size=tiny,layers=2,batch=8"), "data_parallel", "local:8").compiled.program
+    plain = ss.compile(graph_of("gpt2:size=tiny"), "data_parallel", "local:8").compiled.program
     found = holds(plain)
     assert isinstance(plain.devices, Folded)
     assert isinstance(found.devices, Folded)

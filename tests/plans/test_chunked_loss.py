@@ -66,7 +66,7 @@ def test_nothing_is_computed_twice(tmp_path: Path) -> None:
 
 def test_the_bytes_are_those_of_data_parallelism() -> None:
     """The gradient of the head is summed over devices once, after its last part."""
-    graph = graph_of("llama:size=tiny,tied=False")
+    graph = graph_of("llama:size=tiny")
     plain = bytes_moved(exact(graph, "data_parallel").program)
     parts = equal(graph, "chunked_loss:parts=4").found["bytes_moved"]
     assert plain == parts > 0

@@ -13,7 +13,7 @@ from tests.helpers.graphs import graph_of
 from tests.helpers.ran import equal
 from tests.helpers.sweeps import slow
 
-GPT, LLAMA = "gpt2:size=tiny,layers=2,batch=8", "llama:size=tiny,layers=4,batch=8"
+GPT, LLAMA = "gpt2:size=tiny", "llama:size=tiny,layers=4,batch=8"
 
 
 @pytest.mark.parametrize(
