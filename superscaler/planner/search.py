@@ -126,7 +126,7 @@ def _found(
     is_kept: bool,
 ) -> Answer:
     """Return the best plans of the candidates; see `search`."""
-    found, waiting, ordered = programs.found, dict[Choice, Estimate](), None
+    found, waiting, ordered, beside = programs.found, dict[Choice, Estimate](), None, list[Estimate]()
     menu, room, errors = candidates.estimator.menu, candidates.room, Errors()
 
     def fits(e: Estimate) -> bool:
@@ -148,7 +148,9 @@ def _found(
             note(_line(whole))
             if is_late():
                 break
-        ordered = None if is_late() or not found else improve(programs, partial(satisfies, constraints))
+        if found:
+            ordered = None if is_late() else improve(programs, partial(satisfies, constraints))
+            beside += candidates.beside((ordered.origin if ordered else found[0]).choice)
     except KeyboardInterrupt:
         # It may be in the middle of a message.
         programs.second.end()
@@ -160,7 +162,8 @@ def _found(
     if not found:
         cluster = programs.cluster
         raise InputError(f"no plan of the space holds for this model on {cluster}; superscaler plans lists others.")
-    return _answer(programs, candidates, errors, fits, room, ordered)
+    note("certifying the best plan")
+    return _answer(programs, candidates, errors, fits, ordered, beside)
 
 
 def _space(estimator: Estimator, batches: Sequence[int], layouts: Sequence[str]) -> list[Choice]:
@@ -193,16 +196,20 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
 
 
 def _answer(
-    programs: Programs, candidates: Candidates, errors: Errors, fits: Fits, room: float, ordered: Improved | None
+    programs: Programs,
+    candidates: Candidates,
+    errors: Errors,
+    fits: Fits,
+    ordered: Improved | None,
+    beside: Sequence[Estimate],
 ) -> Answer:
-    """Return the answer, whose best plan has a certificate. `ordered`: the plan with a better order, if any."""
-    found = programs.found
-    estimates = [e for e in candidates.found.values() if e]
-    # Estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
-    beside = [*candidates.beside((ordered.origin if ordered else found[0]).choice)]
+    """Return the answer, whose best plan has a certificate. `ordered`: the plan with a better order, if any. `beside`:
+    estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
+    """
     programs.certify()
+    found, room, extra = programs.found, candidates.room, {e.choice for e in beside}
+    estimates = [e for e in candidates.found.values() if e and e.choice not in extra | programs.refused]
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
-    estimates = [e for e in estimates if e.choice not in programs.refused]
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))

@@ -79,9 +79,10 @@ class RecomputeOrder:
         """Return the backwards that each region run waits for: all that the backward of its last segment waits for; if
         others read only what is before that, all of the last op that reads a result of the region.
 
-        A loss that balances experts reads a result of each block: its backward alone does not reach them. An op behind the whole region never waits for it, whatever else is recomputed. A half W may come long after the
-        I of the region. Where it alone reads a result that a device makes, as a bias of positions that later stages
-        read, the device waits for what the others of the region wait for.
+        A loss that balances experts reads a result of each block: its backward alone does not reach them. An op behind
+        the whole region never waits for it, whatever else is recomputed. A half W may come long after the I of the
+        region. Where it alone reads a result that a device makes, as a bias of positions that later stages read, the
+        device waits for what the others of the region wait for.
         """
         found: dict[RegionRun, tuple[tuple[bool, tuple[bool, int]], dict[Work, None]]] = {}
         for transfer in self.transfers if self.twins else ():
