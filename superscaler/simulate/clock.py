@@ -10,6 +10,7 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -40,10 +41,21 @@ Moved = Callable[[Cohort, Task], int]
 Starts = Callable[[Cohort, int], tuple[float | Floats, float | Floats]]
 # What hides the collective with a number in the code of a cohort.
 Hidden = Callable[[Cohort, int], Beside | None]
-# The numbers of the collectives, in the code of a cohort, that their devices wait for at once.
-Awaited = Callable[[Cohort], Set[int]]
-# By the number of a collective, the broadcasts in its place.
-Owned = Callable[[Cohort], Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """The gathers of weights of another system.
+
+    awaited  the numbers of those, in the code of a cohort, that their devices wait for at once
+    owned    by the number of one, the broadcasts in its place
+    """
+
+    awaited: Callable[[Cohort], Set[int]] = lambda cohort: frozenset()
+    owned: Callable[[Cohort], Mapping[int, float]] = lambda cohort: {}
+
+
+_OURS = Gathers()
 
 
 def clock(
@@ -57,8 +69,7 @@ def clock(
     moved: Moved = lambda cohort, task: 0,
     hidden: Hidden = lambda cohort, at: None,
     starts: Starts = lambda cohort, at: (0.0, 0.0),
-    awaited: Awaited = lambda cohort: frozenset(),
-    owned: Owned = lambda cohort: {},
+    gathers: Gathers = _OURS,
 ) -> Timetable:
     """Return the times of a step.
 
@@ -66,21 +77,21 @@ def clock(
     starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. `moved`, `hidden`, `starts`, `awaited`,
-    `owned`: see `Moved`, `Hidden`, `Starts`, `Awaited`, `Owned`.
+    those of one direction with one peer. `moved`, `hidden`, `starts`, `gathers`: see `Moved`, `Hidden`, `Starts`,
+    `Gathers`.
     Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, awaited, owned).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, gathers).run()
 
 
 class _Clock:
     def __init__(
         self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved, hidden: Hidden, starts: Starts, awaited: Awaited, owned: Owned,
+        moved: Moved, hidden: Hidden, starts: Starts, gathers: Gathers,
     ) -> None:  # fmt: skip
         self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
-        self.starts, self.awaited, self.owned = starts, awaited, owned
+        self.starts, self.gathers = starts, gathers
         self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
         for run in self.runs:
             run.going = self._going(run)
@@ -115,9 +126,9 @@ class _Clock:
                 yield from self._work(run, step, even(given))
             match step.first.meets:
                 case Meets.GROUP:
-                    beside, parts = self.hidden(run.cohort, at), self.owned(run.cohort).get(at, 0.0)
+                    beside, parts = self.hidden(run.cohort, at), self.gathers.owned(run.cohort).get(at, 0.0)
                     post = self.communication.collective(run, step, turn, beside, parts)
-                    if at in self.awaited(run.cohort):
+                    if at in self.gathers.awaited(run.cohort):
                         yield from self._wait(run, post)
                 case Meets.PEER:
                     self.communication.message(run, step, turn)

@@ -18,7 +18,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.model import Model
 from superscaler.ir.program import Meets, Program, Task
 from superscaler.materialize.joined.join import joined
-from superscaler.simulate.clock import clock
+from superscaler.simulate.clock import Gathers, clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
@@ -103,7 +103,7 @@ def _simulated(
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
     table = clock(
         program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved,
-        hidden=work.hidden, starts=work.starts, awaited=system.awaited(program), owned=system.owned(program),
+        hidden=work.hidden, starts=work.starts, gathers=Gathers(system.awaited(program), system.owned(program)),
     )  # fmt: skip
     made = products(program.model)
     flops, needed = count(made, flops_of), count(made, needed_of)

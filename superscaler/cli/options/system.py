@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,10 +80,8 @@ class SystemOptions:
         """Return the assumptions of the prediction. It loads torch."""
         from superscaler.simulate.system import System
 
-        return System(
-            self.torch_compile, self.cuda_graph, self.attention, self.fused, self.overlap, self.lengths, self.balance,
-            self.sum_halves, self.no_prefetch, self.broadcast,
-        )  # fmt: skip
+        given = {field.name: getattr(self, field.name) for field in fields(System)}
+        return System(**{**given, "documents": self.lengths})
 
     @property
     def searched(self) -> dict[str, Any]:
