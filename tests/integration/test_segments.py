@@ -49,6 +49,7 @@ def uneven() -> ss.Graph:
     return captured(lambda: (phi3(num_hidden_layers=3, tie_word_embeddings=True), words()))
 
 
+@pytest.mark.slow
 def test_segments_and_tied_weights_of_uneven_stages_may_be_old() -> None:
     plan = "pipedream_2bw"
     graph = uneven()

@@ -262,6 +262,7 @@ def step_loss(plan: Plan) -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers_under_every_plan() -> None:
     graph = graph_of(RECYCLING)
     alone = step_loss(compile(graph, "single", "local:1"))

@@ -80,6 +80,7 @@ def test_a_slow_link_is_waited_for_less() -> None:
     assert both < 0.87 * last < 0.87 * plain
 
 
+@pytest.mark.slow
 def test_pieces_are_verified_where_weights_have_fewer_elements() -> None:
     plan = ss.compile(graph_of("mlp"), "bytescheduler:piece=8", "local:2")
     assert max(plan.compiled.graph.policy.pieces.values()) > 512

@@ -178,6 +178,7 @@ def test_random_plans_have_these_bits(seed: int) -> None:
     assert_same(*(on_ranks(plan, trained(2)) for plan in plans))
 
 
+@pytest.mark.slow
 def test_verify_compares_it_with_the_module_in_float64_and_as_trained() -> None:
     found = ss.compile(made(), "fsdp:recompute=true,gather_halves=true", "local:2").verify()
     assert found["equal"], found["first_difference"]

@@ -178,6 +178,7 @@ def test_a_sum_of_gradients_ends_where_compiled_code_has_read_it(split: bool, mo
     torch.testing.assert_close(sums, [3 * x.t() @ x @ b.t(), 3 * (x @ a).t() @ x])
 
 
+@pytest.mark.slow
 def test_compiled_segments_are_replayed(plain: Plain) -> None:
     def change(step: Step, number: int) -> None:
         step.state.compiled = step.state.compiled or CompiledSegments()

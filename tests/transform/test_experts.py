@@ -87,6 +87,7 @@ def test_what_a_capacity_drops_is_told_and_equal_to_one_device() -> None:
     assert other["loss"] == pytest.approx(found["loss"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_steps_print_and_parse_back_and_run_at_small_shapes() -> None:
     plan = plan_of("expert_parallel:capacity=1.5", 2)
     model = plan.compiled.graph.model
