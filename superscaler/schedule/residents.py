@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -49,7 +50,8 @@ def place_updates(graph: Graph, world: int) -> None:
         portions = {p.key: p for p in (_Portions.of(graph, reader, operand) for reader, operand in ends)}
         key = frozenset(portions), op.is_whole, op.outputs[0].slots
         if key not in grids:
-            grids[key] = follow(op, tensor, set[Located]().union(*(p.located() for p in portions.values())))
+            readers = set[Located]().union(*(p.located() for p in portions.values()))
+            grids[key] = _along(follow(op, tensor, readers), [*graph.mesh.values()])
         graph.grids[op.name] = grids[key].copy()
 
 
@@ -195,6 +197,45 @@ def _regular(op: Op, tensor: PTensor, kept: list[Located]) -> Grid | None:
     for at in reversed(range(len(axes))):
         axes[at : at + 1], devices = _by_device(axes[at], devices, at)
     return Grid((*axes, Axis(None, (1,) * copies)), devices)
+
+
+def _along(grid: Grid, mesh: Sequence[int]) -> Grid:
+    """Return a grid with an axis for each axis of a mesh that one of its axes is along, as those of forwards: equal
+    parts on devices of a mesh [2, 4] are [2, 4], too, where they are in its order.
+    """
+    axes, devices = [*grid.axes], grid.devices
+    if grid.children or not mesh or int(devices.max()) >= prod(mesh):
+        return grid
+    for at, axis in reversed([*enumerate(axes)]):
+        line = devices[tuple(slice(None) if k == at else 0 for k in range(grid.devices.ndim))]
+        widths = _widths(line, mesh) if len(set(axis.sizes)) == 1 else ()
+        if len(widths) > 1:
+            inner = [prod(widths[k + 1 :]) if axis.index is not None else 1 for k in range(len(widths))]
+            pairs = zip(widths, inner, strict=True)
+            axes[at : at + 1] = [replace(axis, sizes=(each * axis.sizes[0],) * width) for width, each in pairs]
+            devices = devices.reshape(*devices.shape[:at], *widths, *devices.shape[at + 1 :])
+    return Grid(tuple(axes), devices)
+
+
+def _widths(line: Ints, mesh: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of devices of a line along each axis of a mesh, the outer axis first; nothing if they are no
+    product.
+
+    >>> _widths(np.array([0, 1, 2, 3, 4, 5]), [2, 3]), _widths(np.array([0, 3, 1, 4]), [2, 3])
+    ((2, 3), (2, 2))
+    """
+    places, found = np.stack(np.unravel_index(line, mesh), axis=-1), list[int]()
+    while (step := prod(found)) < len(line):
+        changed = places[::step] != places[0]
+        own = changed[1]
+        width = next((k for k, some in enumerate(changed) if (some & ~own).any()), len(changed))
+        if own.sum() != 1 or len(line) % (width * step):
+            return ()
+        found = [width, *found]
+    wide = line.reshape(found)
+    sides = [np.moveaxis(wide, at, 0).reshape(width, -1) for at, width in enumerate(found)]
+    is_product = all((side - side[:1] == (side - side[:1])[:, :1]).all() for side in sides)
+    return tuple(found) if is_product else ()
 
 
 def _by_device(axis: Axis, devices: Ints, at: int) -> tuple[list[Axis], Ints]:

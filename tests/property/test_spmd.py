@@ -19,7 +19,7 @@ import torch
 import superscaler as ss
 from superscaler import compiler
 from superscaler.certify.certificate import CHECKS, check_program
-from superscaler.compiler import Compiled, compile_graph
+from superscaler.compiler import Compiled, compile_graph, transform
 from superscaler.emit.tables import Tables
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir import program as p
@@ -30,6 +30,7 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.op import Ref
 from superscaler.plans import resolve
+from superscaler.schedule.fold import find_fold
 from superscaler.verify import compare_with_eager
 from superscaler.verify.oracles import retype
 from tests.helpers.graphs import graph_of
@@ -43,13 +44,16 @@ from tests.helpers.sweeps import few, slow
 NEVER = 1000
 
 
-def both(graph: Graph, sprogram: SProgram, world: int, patch: pytest.MonkeyPatch) -> tuple[Compiled, Compiled] | None:
-    """Return a plan folded and in full, or None if both are refused."""
+def both(
+    graph: Graph, sprogram: SProgram, cluster: ss.Cluster | int, patch: pytest.MonkeyPatch
+) -> tuple[Compiled, Compiled] | None:
+    """Return a plan folded and in full, or None if both are refused. `cluster`: or a number of local devices."""
     found: list[Compiled | str] = []
+    cluster = ss.Cluster.local(cluster) if isinstance(cluster, int) else cluster
     for kept in (2, NEVER):
         patch.setattr(compiler, "KEPT", kept)
         try:
-            found.append(compile_graph(graph, sprogram, ss.Cluster.local(world)))
+            found.append(compile_graph(graph, sprogram, cluster))
         except PlanError as error:
             found.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     patch.undo()
@@ -251,6 +255,36 @@ def test_plans_with_hosts_are_the_same_folded_and_in_full(
     check_checks(folded)
     check_counted(folded)
     assert folded.emitted.files == full.emitted.files
+
+
+# Vocabularies are cut along both axes, and so are the weights at rest.
+INTERLACED = "interlaced:4,microbatches=2 x tensor_parallel:4"
+
+
+def test_a_weight_along_two_axes_of_a_mesh_folds_along_the_inner_one() -> None:
+    graph = graph_of("gpt2:size=tiny,layers=4")
+    planned, _ = transform(graph, resolve(INTERLACED), ss.Cluster.parse("v100:2x8"))
+    (update,) = (op for op in planned.ops if op.kind == "optimizer" and op.inputs[0].tensor == "transformer.wte.weight")
+    fold, axes = find_fold(planned), [axis for axis in planned.grids[update.name].axes if axis.index is not None]
+    assert [len(axis.sizes) for axis in axes] == [4, 4]
+    assert planned.rows(update).device.tolist() == [*range(16)]
+    assert fold is not None
+    assert fold.devices.tolist() == np.arange(16).reshape(4, 4).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "cluster"), [(INTERLACED, "v100:2x8"), ("interlaced:4,microbatches=2 x sequence_parallel:8", "v100:4x8")]
+)
+def test_interlaced_stages_of_several_devices_are_the_same_folded_and_in_full(
+    plan: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = both(graph_of("gpt2:size=tiny,layers=4,heads=8"), resolve(plan), ss.Cluster.parse(cluster), monkeypatch)
+    assert plans is not None
+    folded, full = plans
+    assert is_folded(folded)
+    check_equal(folded, full)
+    check_counted(folded)
 
 
 @pytest.mark.parametrize("lost", ["to_host", "to_device"])
