@@ -43,7 +43,8 @@ _ready: dict[str, _Process] = {}
 def prepare(work: str) -> None:
     """Start a process, if there is a core for it: it loads its modules while this one goes on. See `Second`."""
     if work not in _ready and _has_core():
-        _ready[work] = _started(work)
+        with suppress(OSError):
+            _ready[work] = _started(work)
 
 
 class Second:
@@ -57,11 +58,16 @@ class Second:
         # The first of these is what the process does, as it seems.
         self._asked, self._done = list[Job](), dict[Job, Any]()
         self._process: _Process | None = None
-        if state is not None and _has_core():
+        if state is None or not _has_core():
+            return
+        try:
             self._process = _ready.pop(work, None) or _started(work)
-            pickle.dump(state, self._process.file)
-            self._process.file.close()
-            self._send(None)
+            with self._process.file as file:
+                pickle.dump(state, file)
+        # A state that cannot be pickled, or no room for it, or for a process.
+        except (OSError, pickle.PicklingError, AttributeError, TypeError):
+            self.end()
+        self._send(None)
 
     def __enter__(self) -> Self:
         return self

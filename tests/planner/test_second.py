@@ -89,7 +89,7 @@ def test_both_processes_work_at_a_time(work: Work) -> None:
 
 
 def test_what_the_other_process_cannot_do_is_done_here(work: Work) -> None:
-    """So it is if that one fails, if it has ended, and if there is none."""
+    """So it is if that one fails, if it has ended, if there is none, and if it cannot get what the jobs need."""
     whole = Job("whole", 1)
     with Second("any:Work", ()) as second:
         second.ask(whole)
@@ -99,7 +99,7 @@ def test_what_the_other_process_cannot_do_is_done_here(work: Work) -> None:
         second.end()
         assert not second.has(ONE)
         assert second.result(ONE, here) == "1 here"
-    with Second() as alone:
+    for alone in (Second(), Second("any:Work", (lambda: 0,))):
         alone.ask(TWO)
         assert alone.result(TWO, here) == "2 here"
 
