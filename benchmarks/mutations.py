@@ -185,6 +185,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "integration/test_updates"),
     ("what has ended of a tape is moved", "Fetch(i.task) for i in reversed(forwards[tape]) if last[i.task] >= number",
      "Fetch(i.task) for i in reversed(forwards[tape])", "property/test_random_sprograms"),
+    ("recomputed blocks wait for the last reader of a result alone", '(is_entry, 0 if is_entry else position)',
+     "(False, position)", "integration/test_recompute"),
     ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n < like else 0",
      "materialize/test_loops"),
     ("gradients of halves travel as those before them", 'wire = options.wire(transfer, "reduce_scatter", trained=True)',
