@@ -158,7 +158,8 @@ def search(printer: Printer, request: SearchRequest, options: SearchOptions) -> 
         run.check(graph)
     answer, seconds = _found(printer, request, options, graph, cluster, batches)
     best, shown = answer.best, {_with_batch(found, batches): found for found in answer.plans[: options.top]}
-    changes = [] if run is None else [run.goes_on(best.choice, request.cluster, cluster.is_local)]
+    way = request.cluster, cluster.is_local, request.optimizer or "", request.precision or ""
+    changes = [] if run is None else [run.goes_on(best.choice, *way)]
     printer.show(words(answer, bool(batches)), *changes)
     _show_plans(printer, shown, seconds)
     asked = graph, cluster, answer, options.capacity, options.system

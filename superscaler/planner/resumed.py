@@ -74,11 +74,12 @@ class Run:
                     "model that was trained."
                 )
 
-    def goes_on(self, choice: Choice, cluster: str, is_local: bool) -> str:
-        """Return the changes under a plan, and the command to go on with it."""
+    def goes_on(self, choice: Choice, cluster: str, is_local: bool, optimizer: str, precision: str) -> str:
+        """Return the changes under a plan, and the command to go on with it: a cluster has a precision of its own."""
         head = self.stored.head
         split = f"{choice.microbatches} microbatches of {choice.rows} rows on each of {choice.dp} groups"
-        model = f"{self.model} --plan '{choice.spec}' --cluster {cluster}"
+        trained = f"--optimizer {optimizer} --precision {precision}"
+        model = f"{self.model} --plan '{choice.spec}' --cluster {cluster} {trained}"
         command = (
             f"superscaler train {model} --resume {self.path} --steps N"
             if is_local

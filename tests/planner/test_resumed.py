@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,8 +65,12 @@ def test_a_checkpoint_of_another_model_or_precision_is_refused(
 ) -> None:
     kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", f"{FEW}, rows = 4, tp = 1, pp = 1, zero = 0"]
     assert run("train", TINY, "--plan", "single", "--cluster", "local:1", "--steps", 1, "--save", kept) == 0
-    found, _ = answer(capfd, "search", "--like", kept, *given)
-    assert found["batch"] == 8
+    capfd.readouterr()
+    assert run("search", "--like", kept, *given) == 0
+    # The cluster's own precision is another one.
+    assert f"--cluster a100:1x2 --optimizer adamw --precision fp32 --out plan, and its run.py --resume {kept}" in (
+        capfd.readouterr().out
+    )
     refused = {
         ("--precision", "bf16"): "was trained in fp32",
         ("--optimizer", "sgd"): "was trained by AdamW with 1 parameter groups, but this model by SGD",
@@ -107,10 +112,12 @@ def test_a_job_that_loses_devices_goes_on_under_a_plan_for_the_others(
     os.killpg(lost.pid, signal.SIGKILL)
     lost.wait()
     machine = _machine(tmp_path, 2)
-    found, _ = answer(capfd, "search", "--like", kept, "--cluster", machine, "--where", FEW)
+    capfd.readouterr()
+    assert run("search", "--like", kept, "--cluster", machine, "--where", FEW) == 0
+    printed = re.search(r"^ +superscaler (train .*) N$", capfd.readouterr().out, re.MULTILINE)
+    assert printed is not None
     done = int((kept / "latest").read_text().strip().removeprefix("step-"))
-    given = [TINY, "--steps", done + 3]
-    again, _ = answer(capfd, "train", *given, "--plan", found["plan"], "--cluster", machine, "--resume", kept)
-    whole, _ = answer(capfd, "train", *given, "--plan", "single", "--cluster", "local:1")
+    again, _ = answer(capfd, *shlex.split(printed[1]), done + 3)
+    whole, _ = answer(capfd, "train", TINY, "--steps", done + 3, "--plan", "single", "--cluster", "local:1")
     assert again["world"] == 2
     assert again["losses"] == pytest.approx(whole["losses"][-3:], rel=1e-4)
