@@ -137,7 +137,7 @@ class Menu:
             return None
         if few is not None and is_busy(few, many):
             own = self._own(use._replace(rows=_MANY))
-            return None if own is None else plain.changed(many, own, use.is_gathered)
+            return self._own(use) if own is None else plain.changed(many, own, use.is_gathered)
         own = self._between(use)
         return own if own is None or not use.is_gathered else plain.changed(plain, own, is_added=True)
 
@@ -146,7 +146,10 @@ class Menu:
         if use.rows <= _MANY:
             return self._own(use)
         less, more = (self._own(use._replace(rows=rows)) for rows in (_MANY, _MOST))
-        return None if less is None or more is None else less.towards(more, (use.rows - _MANY) / (_MOST - _MANY))
+        if less is None or more is None:
+            # So many parts of a loss need as many rows.
+            return self._own(use)
+        return less.towards(more, (use.rows - _MANY) / (_MOST - _MANY))
 
     def _own(self, use: Use) -> Costs | None:
         if use.layout in BY_SEQUENCE and any(

@@ -61,6 +61,7 @@ def _fastest(graph: ss.Graph, cluster: ss.Cluster, memory: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("memory", [80 * 10**9, 6 * 10**9])
 def test_a_search_finds_the_fastest_plan_of_the_space(memory: int) -> None:
     """Beside a loop over the space, which compiles and simulates every plan whole."""
@@ -117,7 +118,8 @@ def test_plans_are_found_by_steps_as_they_run(way: dict[str, Any]) -> None:
     for found in answer.plans:
         plan, step = ss.compile(graph, found.spec, "a100:1x2"), found.prediction.step_seconds
         assert plan.simulate(system=ss.System(**way)) == found.prediction
-        assert answer.bound <= step < 0.9 * plan.simulate().step_seconds
+        # Fused kernels start as late in a small model as others.
+        assert answer.bound <= step < (0.9 if "cuda_graph" in way else 1.0) * plan.simulate().step_seconds
 
 
 @pytest.mark.slow
@@ -267,6 +269,13 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
     known[other.choice] = other
     assert not list(_proofs({**known}, inf, found, lambda e: True))
     assert len(list(_proofs({other.choice: other}, inf, found, lambda e: False))) == 1
+
+
+def test_a_loss_in_parts_that_few_rows_do_not_have_is_found() -> None:
+    """Blocks are measured with four rows, which cannot be in eight parts."""
+    found = search(graph_of(GPT), "a100:1x4", where="loss = chunked, layout = sequence, tp = 4, no recompute, no swap")
+    assert found.best.choice.rows == 8
+    assert found.best.prediction.fits
 
 
 def test_few_plans_are_compiled_whole_where_none_nearly_fits() -> None:
