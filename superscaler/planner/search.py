@@ -207,8 +207,8 @@ def _answer(
     estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
     """
     programs.certify()
-    found, room, extra = programs.found, candidates.room, {e.choice for e in beside}
-    estimates = [e for e in candidates.found.values() if e and e.choice not in extra | programs.refused]
+    found, room, left_out = programs.found, candidates.room, programs.refused.union(e.choice for e in beside)
+    estimates = [e for e in candidates.found.values() if e and e.choice not in left_out]
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
