@@ -73,8 +73,8 @@ def compare(model: str, cluster: ss.Cluster) -> float:
     def steps(some: Sequence[str], turns: int = 3) -> dict[str, float]:
         return measured(some, save, len(cluster.devices), turns=turns)
 
-    answer = search(graph, cluster)
-    finalists = [found.spec for found in answer.plans if found.prediction.fits][:_FINALISTS]
+    answer = search(graph, cluster, measured=_FINALISTS)
+    finalists = [found.spec for found in answer.finalists(_FINALISTS)]
     first = steps(finalists)
     best = min(first, key=lambda spec: first[spec])
     others = [spec for spec in dict.fromkeys(plans(graph, cluster)) if spec != best]

@@ -191,7 +191,8 @@ def _found(
     from superscaler.planner.search import search as find
 
     limit, say = options.seconds or float("inf"), printer.progress.say
-    answer = find(graph, cluster, options.capacity, options.where, options.system, limit, say, batches)
+    where, system, measured = options.where, options.system, options.measure or 0
+    answer = find(graph, cluster, options.capacity, where, system, limit, say, batches, measured=measured)
     if not options.measure or not answer.best.prediction.fits:
         return answer, {}
     seconds = _measured(request, cluster, answer, options)
@@ -237,7 +238,7 @@ def _measured(request: SearchRequest, cluster: Cluster, answer: Answer, options:
     from superscaler.planner.measured import measured
 
     graph = request.on(cluster).capture()[0]
-    specs = [found.spec for found in answer.plans if found.prediction.fits][: options.measure]
+    specs = [found.spec for found in answer.finalists(options.measure or 0)]
 
     def save(spec: str, out: Path) -> None:
         compile_graph(graph, spec, cluster).save(out, evaluation=False)

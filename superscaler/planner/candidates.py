@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from math import inf
+from typing import TypeVar
 
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.stages import Fits, OwnStages
+from superscaler.planner.programs import Found
 from superscaler.planner.space import BY_SEQUENCE, Choice
 from superscaler.simulate.prediction import Prediction
 
@@ -19,6 +21,9 @@ NEAR = 0.995
 _LEAST_WORK = 0.95
 # The weight of the whole plans of the same kind beside that of the estimate itself.
 _TRUST = 0.25
+# The best plan of a family is measured below so many times the best step: predictions may be wrong by so much.
+_VARIED = 1.25
+Ranked = TypeVar("Ranked", bound=Estimate | Found)
 
 
 class Candidates:
@@ -150,3 +155,21 @@ def kind_of(c: Choice) -> Choice:
         c, dp=1, tp=min(c.tp, 2), pp=min(c.pp, 2), rows=1, microbatches=1, chunks=1, recompute=recompute,
         blocks=(), own=(), layout=c.layout if c.layout in (*BY_SEQUENCE, "experts", "dap") else "tensor",
     )  # fmt: skip
+
+
+def finalists(ranked: Sequence[Ranked], count: int) -> list[Ranked]:
+    """Return so many of the plans that are ranked, to measure their steps: the best one, the best of other families
+    that are near, half of the others at most, and the next best.
+    """
+    firsts = dict[object, Ranked]()
+    for plan in ranked:
+        if plan.a_row <= _VARIED * ranked[0].a_row:
+            firsts.setdefault(_family(plan.choice), plan)
+    chosen = [*firsts.values()][: 1 + count // 2]
+    rest = [plan for plan in ranked if plan not in chosen]
+    return sorted([*chosen, *rest][:count], key=ranked.index)
+
+
+def _family(c: Choice) -> tuple[object, ...]:
+    """Return the decisions that make the errors of predictions alike."""
+    return c.schedule if c.pp > 1 else "", c.layout if c.tp > 1 else "", c.zero == 3

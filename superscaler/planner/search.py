@@ -14,14 +14,14 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.launch.second import Second
 from superscaler.planner import WORK
-from superscaler.planner.candidates import NEAR, Candidates, Errors, kind_of
+from superscaler.planner.candidates import NEAR, Candidates, Errors, finalists, kind_of
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
 from superscaler.planner.orders.improve import Improved, improve
 from superscaler.planner.own.stages import Fits, least_beside
 from superscaler.planner.programs import Found, Programs
-from superscaler.planner.space import Choice, Use, choices, nearest
+from superscaler.planner.space import Choice, Use, choices, undivided
 from superscaler.simulate.predict import check_system
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import PLAIN, System
@@ -53,6 +53,10 @@ class Answer:
     def best(self) -> Found:
         return self.plans[0]
 
+    def finalists(self, count: int) -> list[Found]:
+        """Return so many of the plans that fit, to measure their steps: the best of some families."""
+        return finalists([found for found in self.plans if found.prediction.fits], count)
+
     def ranked(self, seconds: Mapping[str, float]) -> Answer:
         """Return the answer with the plans whose steps were measured first, the shortest before others."""
         return replace(self, plans=sorted(self.plans, key=lambda found: seconds.get(found.spec, inf)))
@@ -69,6 +73,7 @@ def search(
     note: Callable[[str], None] = lambda line: None,
     batches: Sequence[int] = (),
     is_kept: bool = True,
+    measured: int = 0,
 ) -> Answer:
     """Return the best plans of the space for a graph on a cluster, the best first: `ss.search(graph, "a100:1x8").best`.
 
@@ -79,6 +84,7 @@ def search(
     note           gets a line for each stage of the search
     batches        rows of a step to choose among; default: those that were captured
     is_kept        at Ctrl-C the best so far are returned
+    measured       plans whose steps will be measured: those are compiled whole, too (`Answer.finalists`)
     Raises InputError if the speeds of the devices are unknown, for a constraint that no plan satisfies, and if no plan
     of the space holds for the model.
     """
@@ -95,7 +101,8 @@ def search(
         programs = Programs(graph, devices, memory, system, menu.runs, second)
         estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
         candidates = _candidates(estimator, constraints, batches, memory or kind.memory or inf, note)
-        return _found(candidates, programs, constraints, partial(_is_late, start + seconds), note, is_kept)
+        is_late = partial(_is_late, start + seconds)
+        return _found(candidates, programs, constraints, is_late, note, is_kept, measured)
 
 
 def _candidates(
@@ -124,6 +131,7 @@ def _found(
     is_late: Callable[[], bool],
     note: Callable[[str], None],
     is_kept: bool,
+    measured: int,
 ) -> Answer:
     """Return the best plans of the candidates; see `search`."""
     found, waiting, ordered, beside = programs.found, dict[Choice, Estimate](), None, list[Estimate]()
@@ -145,6 +153,10 @@ def _found(
                     break
             programs.certify_ahead()
         for whole in _proofs(waiting, room, programs, fits) if not is_late() else ():
+            note(_line(whole))
+            if is_late():
+                break
+        for whole in _measured_plans(waiting, room, errors, programs, measured):
             note(_line(whole))
             if is_late():
                 break
@@ -171,7 +183,7 @@ def _space(estimator: Estimator, batches: Sequence[int], layouts: Sequence[str])
     cluster, count = estimator.cluster, len(estimator.run_of)
     every = [c for rows in batches for c in choices(cluster, rows, count, layouts, bool(estimator.menu.coupling))]
     if not every:
-        raise InputError(_undivided(cluster, batches, count))
+        raise InputError(undivided(cluster, batches, count))
     # A CUDA graph replays no copies to the hosts.
     every = [c for c in every if c.swap == "none" or not estimator.menu.system.cuda_graph]
     return [c for c in every if c.schedule != "3f1b" or estimator.has_passes]
@@ -234,17 +246,6 @@ def _least(e: Estimate, whole: Prediction | None, room: float, estimator: Estima
     return e.bound / e.choice.batch if e.peak <= _ALMOST * room else inf
 
 
-def _undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
-    """Return the error of batches that cannot be divided among devices, with what can be."""
-    rows, fewer = nearest(cluster, batches[-1], blocks)
-    given, others = ", ".join(map(str, batches)), " or ".join(map(str, rows))
-    least = f", or {fewer} devices" if fewer else ""
-    return (
-        f"a batch of {given} cannot be divided among the {len(cluster.devices)} devices of {cluster}; take a batch of "
-        f"{others}{least}."
-    )
-
-
 def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, programs: Programs) -> Iterator[Found]:
     """Yield plans that are compiled whole, the best estimates of those that wait first, until none is better than the
     best plan. Each corrects the estimates of its kind; of a kind that does not hold twice, no other is compiled. The
@@ -298,6 +299,23 @@ def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs, fi
             return
         del waiting[low.choice]
         if whole := programs.compiled(low.choice):
+            yield whole
+
+
+def _measured_plans(
+    waiting: dict[Choice, Estimate], room: float, errors: Errors, programs: Programs, count: int
+) -> Iterator[Found]:
+    """Yield plans that are compiled whole since so many are measured: those that are not among the best, either."""
+    for _ in range(count if programs.found and programs.found[0].prediction.fits else 0):
+        others = [e for e in map(errors.corrected, waiting.values()) if e.peak <= _ALMOST * room]
+        some: list[Found | Estimate] = [*(f for f in programs.found if f.prediction.fits), *others]
+        ranked = sorted(some, key=lambda one: one.a_row)
+        lacking = next((one.choice for one in finalists(ranked, count) if one.choice in waiting), None)
+        if lacking is None:
+            return
+        estimate = waiting.pop(lacking)
+        if whole := programs.compiled(lacking):
+            errors.learn(estimate, whole.prediction)
             yield whole
 
 

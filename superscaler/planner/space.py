@@ -235,6 +235,17 @@ def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
     return [rows for rows in found if rows], fewer
 
 
+def undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
+    """Return the error of batches that cannot be divided among devices, with what can be."""
+    rows, fewer = nearest(cluster, batches[-1], blocks)
+    given, others = ", ".join(map(str, batches)), " or ".join(map(str, rows))
+    least = f", or {fewer} devices" if fewer else ""
+    return (
+        f"a batch of {given} cannot be divided among the {len(cluster.devices)} devices of {cluster}; take a batch of "
+        f"{others}{least}."
+    )
+
+
 def _choices(
     count: int, per_server: int, batch: int, blocks: int, layouts: Sequence[str] = _TENSOR, is_coupled: bool = False
 ) -> Iterator[Choice]:

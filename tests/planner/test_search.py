@@ -18,6 +18,7 @@ from superscaler.errors import InputError
 from superscaler.planner import menu as menus
 from superscaler.planner import programs
 from superscaler.planner import whole as wholes
+from superscaler.planner.candidates import finalists
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
@@ -269,6 +270,28 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
     known[other.choice] = other
     assert not list(_proofs({**known}, inf, found, lambda e: True))
     assert len(list(_proofs({other.choice: other}, inf, found, lambda e: False))) == 1
+
+
+def test_the_plans_to_measure_are_of_several_families() -> None:
+    """The best plan; the best of other families that are near, half of the others at most; the next best."""
+    some = [
+        _estimate(0.0, dp=4), _estimate(0.0, dp=4, microbatches=2), _estimate(0.0, dp=4, zero=1), _estimate(0.0, pp=4),
+        _estimate(0.0, dp=4, zero=3), _estimate(0.0, pp=4, schedule="zb_h1"), _estimate(0.0, tp=4),
+    ]  # fmt: skip
+    pairs = zip(some, (1.0, 1.01, 1.02, 1.1, 1.15, 1.2, 1.4), strict=True)
+    ranked = [e._replace(seconds=seconds * e.choice.batch) for e, seconds in pairs]
+    places = [[ranked.index(e) for e in finalists(ranked, count)] for count in (1, 2, 4, 6)]
+    assert places == [[0], [0, 3], [0, 1, 3, 4], [0, 1, 2, 3, 4, 5]]
+    assert finalists(ranked, 9) == ranked
+
+
+def test_plans_that_are_measured_are_compiled_whole() -> None:
+    """Those of other families, too, and as many as are asked for."""
+    usual, found = few(), search(graph_of(GPT), "a100:1x2", where=FEW, measured=6)
+    assert len(usual.plans) < 6 <= len(found.plans)
+    assert found.best == usual.best
+    assert len(found.finalists(6)) == 6
+    assert len({(f.choice.tp, f.choice.pp > 1 and f.choice.schedule) for f in found.finalists(6)}) > 2
 
 
 def test_a_loss_in_parts_that_few_rows_do_not_have_is_found() -> None:
