@@ -51,7 +51,8 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     samples = _collectives(count) if count > 1 else []
     assert device.speeds is not None
     if device.speeds.units == 0:
-        device = replace(device, speeds=replace(device.speeds, slowdown=slowdown(samples)))
+        speeds = replace(device.speeds, slowdown=slowdown(samples), cores=cores())
+        device = replace(device, speeds=speeds)
     cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, known), device)
     largest = max((error(cluster.links, s) for s in samples), default=0.0)
     fitted = [predict(cluster.links, s) for s in samples]

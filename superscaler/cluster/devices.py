@@ -43,6 +43,7 @@ class Speeds:
     issue      the seconds of the host to start a kernel, while the device runs others; 0: the host is the device
     fresh      bytes per second at which the system gives memory for a large tensor; 0: there is a pool
     slowdown   the factor of a kernel's time while communication runs beside it
+    cores      of a server, which its devices share if they are more; 0: each device has its own
     """
 
     units: int
@@ -57,6 +58,7 @@ class Speeds:
     boost: Mapping[str, float] = field(default_factory=dict)
     unaligned: Mapping[str, float] = field(default_factory=dict)
     attentions: Mapping[str, Mapping[str, Attention]] = field(default_factory=dict)
+    cores: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ class SpeedsFile(_Checked):
     operators: dict[StrictStr, LineFile] | None = None
     floor: _Seconds | None = None
     issue: _Seconds | None = None
+    cores: NonNegativeInt | None = None
     fresh: _Seconds | None = None
     slowdown: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] | None = None
 

@@ -158,6 +158,11 @@ def cohorts(program: Program) -> list[Cohort]:
     return found
 
 
+def alone(program: Program) -> list[Cohort]:
+    """Return a cohort of each device."""
+    return [Cohort(number, np.array([device.rank]), [device]) for number, device in enumerate(program.devices)]
+
+
 def _check_alike(samples: Sequence[Device]) -> None:
     """Raise ScheduleError unless the compiled devices of a fold have the same weights and kinds of instructions."""
     first, *others = (([w.name for w in d.weights], list(kinds_of(d.instructions))) for d in samples)

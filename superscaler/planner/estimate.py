@@ -22,7 +22,7 @@ from superscaler.planner.menu import Menu
 from superscaler.planner.space import BY_SEQUENCE, Choice
 from superscaler.planner.stages.balance import NOTHING, Way, cuts_of, meetings, outside
 from superscaler.planner.stages.cuts import Cuts
-from superscaler.simulate.predict import check_speeds, overheads_of
+from superscaler.simulate.predict import check_speeds, overheads_of, shared_cores
 from superscaler.simulate.rates import HOST
 
 # The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
@@ -62,6 +62,8 @@ class Estimator:
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
         self.overheads = overheads_of(cluster)
+        # Of all servers, if devices share them.
+        self.cores = shared_cores(cluster, len(cluster.devices)) * cluster.servers
 
     def of(self, choice: Choice, limit: float = inf) -> Estimate | None:
         """Return the estimate of a plan with its best stages; None if the model does not allow it. Where none could
@@ -97,9 +99,23 @@ class Estimator:
         # Later stages of 1F1B are done while the first one has its last backward, after all others.
         drained = sum(stage.seconds for stage in stages[:largest]) * self._drains(choice)
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
-        least = works + bubble + first + updates[0] + passes
-        seconds = works + bubble + max(first + update, last + tail) + max(sends, passes)
+        busy = self.shared(self._busy(choice, stages))
+        least = max(works + bubble + first + updates[0] + passes, busy)
+        seconds = max(works + bubble + max(first + update, last + tail) + max(sends, passes), busy and busy + first)
         return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
+
+    def shared(self, seconds: float) -> float:
+        """Return the least seconds of work of all devices on the cores that they share; 0 if each has its own."""
+        return seconds / self.cores if self.cores else 0.0
+
+    def _busy(self, c: Choice, stages: Sequence[Cost]) -> float:
+        """Return the seconds in which devices work, added up."""
+        total = 0.0
+        for k, stage in enumerate(stages):
+            own = c.stage(k)
+            update = self.update(own, stage) / own.chunks if own.swap == "none" else 0.0
+            total += own.dp * own.tp * (own.microbatches * stage.work + self.sums(own, stage) + update)
+        return total
 
     def least_bytes(self, c: Choice) -> float:
         """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:

@@ -36,7 +36,7 @@ from superscaler.planner.memory import Beyond, beyond, kept_bytes
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
 from superscaler.plans.lib.shared import batch_of, inner_blocks
-from superscaler.simulate.predict import Simulation, check_speeds, share_of, simulate
+from superscaler.simulate.predict import Simulation, check_speeds, share_of, simulate, unshared
 from superscaler.simulate.rates import seconds as seconds_of
 from superscaler.simulate.system import PLAIN, System
 from superscaler.simulate.works import Kernel
@@ -239,7 +239,9 @@ class Menu:
             # Their communication has its place in the estimate.
             links = replace(links, pair=_FREE, intra=_FREE, network=_FREE, curves={}, starts={})
         per_server = min(dp * use.tp, self.cluster.devices_per_server)
-        cluster = replace(self.cluster, devices=devices, devices_per_server=per_server, links=links)
+        # So has the sharing of cores.
+        kind = unshared(self.cluster)
+        cluster = replace(self.cluster, devices=devices, devices_per_server=per_server, links=links, device_kind=kind)
         zero = 3 if use.is_gathered else 0
         spec = Choice(dp, use.tp, 1, use.rows, 1, use.layout, use.recompute, zero, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster, certified=False).program

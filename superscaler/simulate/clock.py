@@ -2,9 +2,9 @@
 
 Each device has a compute stream, which runs its code in order, and streams of communication. A transfer starts when all
 of its ends have started it and earlier communication on its streams has ended. A Wait moves the compute stream to the
-end of a transfer. Devices that run one program advance together: a time is a number for all of them, or an
-array with one for each. Instructions of a loop are looked at once for all of its repetitions (`steps.py`), and run in
-each.
+end of a transfer. Devices that run one program advance together, unless they share cores: a time is a number for all
+of them, or an array with one for each. Instructions of a loop are looked at once for all of its repetitions
+(`steps.py`), and run in each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.errors import ScheduleError
-from superscaler.ir.cohorts import Cohort, cohorts
+from superscaler.ir.cohorts import Cohort, alone, cohorts
 from superscaler.ir.communication import batches
 from superscaler.ir.grid import Ints
 from superscaler.ir.program import Meets, Program, Task
@@ -26,6 +26,7 @@ from superscaler.simulate.times import Floats, Times, earliest, even, is_later, 
 from superscaler.simulate.timetable import COMPUTE, Events, Timetable
 from superscaler.simulate.transfers.beside import Beside
 from superscaler.simulate.transfers.communication import Agenda, Communication
+from superscaler.simulate.transfers.cores import Cores
 from superscaler.simulate.transfers.ports import Ports
 from superscaler.simulate.transfers.posts import Event, Post, Run, path
 from superscaler.timing import without_garbage_collection
@@ -70,6 +71,7 @@ def clock(
     hidden: Hidden = lambda cohort, at: None,
     starts: Starts = lambda cohort, at: (0.0, 0.0),
     gathers: Gathers = _OURS,
+    cores: int = 0,
 ) -> Timetable:
     """Return the times of a step.
 
@@ -78,25 +80,27 @@ def clock(
     were measured for the links of the cluster. `slowdown`: the factor of
     work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
     those of one direction with one peer. `moved`, `hidden`, `starts`, `gathers`: see `Moved`, `Hidden`, `Starts`,
-    `Gathers`.
+    `Gathers`. `cores`: of a server, which its devices share; 0: each has its own.
     Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, gathers).run()
+        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, gathers, cores).run()
 
 
 class _Clock:
     def __init__(
         self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved, hidden: Hidden, starts: Starts, gathers: Gathers,
+        moved: Moved, hidden: Hidden, starts: Starts, gathers: Gathers, cores: int,
     ) -> None:  # fmt: skip
         self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
         self.starts, self.gathers = starts, gathers
-        self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in cohorts(program)]
+        some = cohorts(program) if cores == 0 else alone(program)
+        self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in some]
         for run in self.runs:
             run.going = self._going(run)
         self.agenda = Agenda(list(self.runs))
         self.communication = Communication(program, self.agenda, Ports(cluster), launch, one_stream)
+        self.cores = Cores(self.agenda, cores, cluster.devices_per_server) if cores else None
 
     def run(self) -> Timetable:
         agenda = self.agenda
@@ -167,11 +171,27 @@ class _Clock:
         waits = later(run.host + late - run.clock - seconds, 0.0)
         run.host, seconds = even(run.host + own), even(seconds + waits)
         run.spend("host", waits)
-        if self.slowdown > 1.0:
+        if self.cores is not None:
+            seconds = yield from self._shared(run, self.cores, latest(seconds))
+        elif self.slowdown > 1.0:
             run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
                 seconds = yield from self._settled(run, seconds)
         run.work("optimizer" if step.first.updates else "compute", seconds)
+
+    def _shared(self, run: Run, cores: Cores, seconds: float) -> Generator[None, None, Times]:
+        """Return the seconds of work on shared cores, with the work that communication beside it does there."""
+        while run.clock > self.agenda.now:
+            self.agenda.push(latest(run.clock), self.agenda.ready.append, run)
+            yield
+        cores.work(run, seconds)
+        yield
+        spent = self.agenda.now - run.clock
+        beside = latest(self._slowed(run, spent)) - self.agenda.now
+        if beside > 0:
+            cores.work(run, beside)
+            yield
+        return self.agenda.now - run.clock
 
     def _settled(self, run: Run, seconds: Times) -> Generator[None, None, Times]:
         """Return the seconds of work beside transfers, once they are known until its end."""

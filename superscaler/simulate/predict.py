@@ -33,7 +33,7 @@ from superscaler.simulate.rates import (
 from superscaler.simulate.segments import Segments, count, products
 from superscaler.simulate.system import PLAIN, System, attention_of, reads_documents
 from superscaler.simulate.times import Floats
-from superscaler.simulate.timetable import Events, Timetable
+from superscaler.simulate.timetable import Timetable
 from superscaler.simulate.transfers.beside import Beside, Overlap
 
 # The shares of the slowest devices of a kind, and of the fastest.
@@ -101,9 +101,11 @@ def _simulated(
     work = _Work(works, kind, share_of(cluster, among))
     weights = (weight.name.name for cohort in cohorts(program) for weight in cohort.weights)
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
+    cores = shared_cores(cluster, program.world)
     table = clock(
         program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved,
         hidden=work.hidden, starts=work.starts, gathers=Gathers(system.awaited(program), system.owned(program)),
+        cores=cores,
     )  # fmt: skip
     made = products(program.model)
     flops, needed = count(made, flops_of), count(made, needed_of)
@@ -111,6 +113,8 @@ def _simulated(
     overheads = overheads_of(cluster)
     has = capacity or kind.memory
     found = memories(program, work.works.segments, overheads=overheads, capacity=has)
+    # Devices that share cores have lanes of their own.
+    alike = [c.devices for c in cohorts(program)] if cores else [lane.devices for lane in table.lanes]
     samples, tokens = _batch(program.model)
     prediction = Prediction(
         cluster=str(cluster),
@@ -123,7 +127,7 @@ def _simulated(
         model_flops=sum(flops.values()),
         peak_flops=kind.flops.get(dtype, 0.0),
         bound=sum(needed.values()) / rate_of(speeds, dtype, 0.5) / program.world,
-        devices=tuple(_times(program, table, lane, found) for lane in table.lanes),
+        devices=tuple(_times(program, table, some, found) for some in alike),
         capacity=has,
         reserved=overheads.context,
         links=table.bytes,
@@ -143,6 +147,18 @@ def check_speeds(cluster: Cluster) -> DeviceKind:
             "a100:1x8."
         )
     return kind
+
+
+def shared_cores(cluster: Cluster, world: int) -> int:
+    """Return the cores of a server that has fewer than devices, of so many in all; 0 if none of them shares one."""
+    speeds = cluster.device_kind.speeds if cluster.device_kind else None
+    return speeds.cores if speeds and speeds.cores < min(cluster.devices_per_server, world) else 0
+
+
+def unshared(cluster: Cluster) -> DeviceKind | None:
+    """Return the kind of a cluster's devices, each with a core of its own."""
+    kind = cluster.device_kind
+    return replace(kind, speeds=replace(kind.speeds, cores=0)) if kind and kind.speeds and kind.speeds.cores else kind
 
 
 def check_system(model: Model, cluster: Cluster, system: System) -> DeviceKind:
@@ -193,13 +209,13 @@ def overheads_of(cluster: Cluster) -> Overheads:
     return Overheads() if is_gpu else NO_OVERHEADS
 
 
-def _times(program: Program, table: Timetable, lane: Events, found: Sequence[DeviceMemory]) -> DeviceTimes:
-    """Return the times of the devices of a lane, and the memory of the fullest one."""
-    devices = set(lane.devices.tolist())
+def _times(program: Program, table: Timetable, own: Ints, found: Sequence[DeviceMemory]) -> DeviceTimes:
+    """Return the times of devices that run one program, and the memory of the fullest one."""
+    devices = set(own.tolist())
     fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)
 
     def mean(times: Floats) -> float:
-        return float(times[lane.devices].mean())
+        return float(times[own].mean())
 
     return DeviceTimes(
         devices=tuple(sorted(devices)),

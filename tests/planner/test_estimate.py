@@ -1,9 +1,13 @@
 """Estimates: their communication beside that of whole programs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import superscaler as ss
+from superscaler.cluster import LOCAL, DeviceKind
+from superscaler.cluster.devices import Speeds
 from superscaler.compiler import compile_graph
 from superscaler.ir.program import Collective
 from superscaler.planner.estimate import Estimator
@@ -17,6 +21,11 @@ from tests.helpers.graphs import graph_of
 # Gradients that are far larger than a bucket, and some that are far smaller.
 MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=16,vocab=8192,batch=16,device=meta"
 LOSS_BYTES = 4
+# A machine of two cores, for four processes.
+SPEEDS = Speeds(0, {"float32": (5e10, 5e10)}, (1e10, 1e10), cores=2)
+CORES = ss.Cluster.of("machine", LOCAL, 1, 4, device_kind=DeviceKind(LOCAL, 8 * 10**9, {"float32": 5e10}, SPEEDS))
+OWN = replace(CORES, device_kind=replace(CORES.device_kind, speeds=replace(SPEEDS, cores=0)))
+SMALL = "gpt2:layers=4,hidden=256,heads=8,seq=128,vocab=2048,batch=16,device=meta"
 # A pair of blocks between a small embedding and a head.
 PAIR = "gpt2:layers=2,hidden=512,heads=8,seq=512,vocab=8192,batch=4,device=meta"
 
@@ -47,3 +56,32 @@ def test_the_embedding_works_on_the_first_stage() -> None:
     first, last = (costs.runs[0].seconds + outside(costs.rest, 1.0, is_last).seconds for is_last in (False, True))
     assert last < 1.04 * works[1]
     assert 1.1 * costs.runs[0].seconds < first <= works[0]
+
+
+def _step(choice: Choice, cluster: ss.Cluster) -> float:
+    return ss.compile(graph_of(SMALL), choice.spec, cluster).simulate().step_seconds
+
+
+def test_processes_that_share_cores_lose_nothing_by_waiting() -> None:
+    """Four that work at a time take twice as long on two cores, and those of a pipeline, one after another, as long."""
+    both, turns = Choice(4, 1, 1, 4, 1), Choice(1, 1, 4, 16, 1, blocks=(1, 1, 1, 1))
+    assert _step(both, CORES) == pytest.approx(2 * _step(both, OWN), rel=0.1)
+    assert _step(turns, CORES) == pytest.approx(_step(turns, OWN), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(4, 1, 1, 4, 1), Choice(4, 1, 1, 1, 4, zero=1), Choice(2, 2, 1, 4, 2, layout="sequence"),
+        Choice(1, 1, 4, 4, 4), Choice(2, 1, 2, 4, 2, schedule="zb_h1"), Choice(1, 1, 4, 4, 4, schedule="interlaced"),
+    ],
+)  # fmt: skip
+def test_bounds_know_that_cores_are_shared(choice: Choice) -> None:
+    """They are below the steps of whole plans; close to these, where all devices work at a time."""
+    found, own = (Estimator(graph_of(SMALL), c, Menu(graph_of(SMALL), c)).of(choice) for c in (CORES, OWN))
+    assert found is not None
+    assert own is not None
+    step = _step(found.choice, CORES)
+    assert own.bound <= found.bound <= step
+    assert choice.pp > 1 or found.bound > 0.8 * step
+    assert found.bound <= found.seconds < 1.25 * step

@@ -132,6 +132,40 @@ def test_a_message_beside_a_large_collective_takes_twice_its_time() -> None:
     assert found.seconds == 104
 
 
+def test_devices_that_share_a_core_work_as_fast_as_those_that_wait_let_them() -> None:
+    """Works of 2 and 6 seconds on one core: both have half of it until 4. Then the second has it alone."""
+    found = timed(TWO, [run(2.0)], [run(6.0)], cores=1)
+    assert found.seconds == 8
+    assert found.compute.tolist() == [4, 8]
+    assert found.bubble.tolist() == [4, 0]
+
+
+def test_three_devices_share_two_cores_from_when_their_message_is_there() -> None:
+    """One works for 8 seconds while two communicate; from then on each has two thirds of a core."""
+    one = cluster(1, 3)
+    both = [reduced("g", [0, 1], 8), wait("g"), run(6.0)]
+    found = timed(one, both, both, [run(12.0)], cores=2)
+    # The last one has 4 seconds left at 8, which take 6 seconds; then the first two have a core each for 2 more.
+    assert found.compute.tolist() == [8, 8, 14]
+    assert found.seconds == 16
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pipeline_of_one_microbatch_needs_one_core(count: int) -> None:
+    """Its devices never work at a time."""
+    first = [run(5.0), sent(1, 0, 4), received("g", 1, 1, 4), wait("g"), run(3.0)]
+    second = [received("m", 0, 0, 4), wait("m"), run(7.0), sent(0, 1, 4)]
+    assert timed(TWO, first, second, cores=count).seconds == timed(TWO, first, second).seconds
+
+
+def test_communication_beside_work_takes_the_core_that_devices_share() -> None:
+    code = [run(5.0), reduced("g", [0, 1], 8), run(10.0), wait("g")]
+    alone, shared = (timed(TWO, code, code, slowdown=2.0, cores=count) for count in (0, 1))
+    # 4 of the 8 seconds of communication are work of each device.
+    assert alone.seconds == 5 + 10 + 4
+    assert shared.seconds == 2 * (5 + 10 + 4)
+
+
 def fluid(jobs: list[tuple[int, int]]) -> list[float]:
     """Return the ends of jobs (start, seconds alone) that have equal shares of one link, step by step."""
     now, left, ends = 0.0, dict[int, float](), dict[int, float]()

@@ -72,7 +72,19 @@ class Ways:
         runs = [min(costs.runs[n].seconds for costs in every) for n in range(len(every[0].runs))] if every else [inf]
         rest = min((costs.rest.seconds for costs in every), default=inf)
         work = float(sum(runs[n] for n in self.estimator.run_of)) + rest
-        return ((self.microbatches - self.idle) / self.pp + self.idle) * work
+        return max(((self.microbatches - self.idle) / self.pp + self.idle) * work, self._shared)
+
+    @cached_property
+    def _shared(self) -> float:
+        """Return the least seconds of the work of all devices, on the cores that they share."""
+        every = [(c.dp * c.tp, costs) for c, costs in self.known]
+        runs = (
+            [min(n * costs.runs[k].work for n, costs in every) for k in range(len(every[0][1].runs))]
+            if every
+            else [0.0]
+        )
+        rest = min((n * costs.rest.work for n, costs in every), default=0.0)
+        return self.estimator.shared(self.microbatches * (float(sum(runs[k] for k in self.estimator.run_of)) + rest))
 
     @cached_property
     def by_cut(self) -> list[list[Way]]:
@@ -187,7 +199,7 @@ class Ways:
         if self._slowest == inf:
             return inf
         limits, sums, _ = self._sums()
-        return float((limits[:-1] / _LIMITS[0] + sums.min(axis=1)[1:]).min())
+        return max(float((limits[:-1] / _LIMITS[0] + sums.min(axis=1)[1:]).min()), self._shared)
 
     def estimate(self, chain: Chain) -> Estimate:
         """Return the estimate of the plan of a chain."""
