@@ -48,7 +48,8 @@ CLAUSES = (
     *(f"{name} {sign} {n}" for name in ("pp", "tp", "dp", "rows") for sign in ("=", "<=", ">=") for n in (1, 2, 4)),
     *(f"zero = {n}" for n in (0, 1, 3)), *(f"recompute != {x}" for x in ("none", "selective", "full")),
     "no recompute", "no swap, no chunked", "no co_shard", "no ulysses, no ring", "layout = sequence",
-    *(f"no {x}" for x in ("interleaved", "zb_h1", "zbv", "interlaced")), "schedule = 1f1b", "schedule = zb_h1",
+    *(f"no {x}" for x in ("interleaved", "zb_h1", "zbv", "interlaced", "chimera")),
+    *(f"schedule = {x}" for x in ("1f1b", "zb_h1", "chimera")),
 )  # fmt: skip
 FEWEST = 8
 # Bounds are to be so much of the best step.

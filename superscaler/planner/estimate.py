@@ -57,7 +57,7 @@ class Estimator:
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
         self._sends: dict[tuple[Way, Way, int], float] = {}
-        self._prices: dict[tuple[str, int, int, float], float] = {}
+        self._prices: dict[tuple[str, int, int, int, float], float] = {}
         self.cuts = Cuts(graph, menu, self.run_of, limits)
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
@@ -90,11 +90,15 @@ class Estimator:
         works, bubble = self._steady(choice, stages, rest.seconds)
         work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], rest.work)
         first, last = (self.exposed(choice.stage(k), stages[k]) for k in (0, largest))
-        updates = [self.update(choice.stage(k), stage) for k, stage in enumerate(stages)]
+        updates = [
+            sum(self.update(choice.stage(k), stage) for stage in (own, stages[-1 - k])[: choice.directions])
+            for k, own in enumerate(stages)
+        ]
         ends = pairwise(map(choice.stage, range(choice.pp))) if choice.own else [(choice, choice)] * (choice.pp > 1)
         send = max((self.send(a, b) for a, b in ends), default=0.0)
         sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * send
-        passes = 0.0 if choice.schedule == "zbv" else 2 * (choice.pp - 1) * send
+        # Of two directions, the devices in the middle are the last to begin.
+        passes = 0.0 if choice.schedule == "zbv" else (2 * choice.pp // choice.directions - 2) * send
         peak = max(self.bytes_at(choice.stage(k), costs[k], stages, k) for k in range(choice.pp))
         # Later stages of 1F1B are done while the first one has its last backward, after all others.
         drained = sum(stage.seconds for stage in stages[:largest]) * self._drains(choice)
@@ -114,7 +118,8 @@ class Estimator:
         for k, stage in enumerate(stages):
             own = c.stage(k)
             update = self.update(own, stage) / own.chunks if own.swap == "none" else 0.0
-            total += own.dp * own.tp * (own.microbatches * stage.work + self.sums(own, stage) + update)
+            total += own.dp * own.tp * own.microbatches * stage.work
+            total += own.copies * own.tp * (self.sums(own, stage) + update)
         return total
 
     def least_bytes(self, c: Choice) -> float:
@@ -161,6 +166,8 @@ class Estimator:
         """Return the stages of a device of the pipeline."""
         if c.schedule == "zbv":
             return stages[device], stages[2 * c.pp - 1 - device]
+        if c.schedule == "chimera":
+            return [stages[k] for k in sorted((device, c.pp - 1 - device))]
         return stages[device :: c.pp]
 
     def update(self, c: Choice, stage: Cost) -> Any:
@@ -179,7 +186,7 @@ class Estimator:
         the seconds of what is outside of the blocks.
         """
         own = [self._of_device(c, stages, device) for device in range(c.pp)]
-        works = [sum(stage.seconds for stage in some) for some in own]
+        works = [sum(stage.seconds for stage in some) / c.directions for some in own]
         slowest, total = max(works), sum(works)
         if c.schedule == "interlaced":
             # All devices do their share of it at a time.
@@ -195,20 +202,25 @@ class Estimator:
         if c.schedule in IDLE:
             # Few microbatches cannot fill it: the first goes through all stages both ways before other backwards.
             idle = max(idle, (2 * total + (2 * count - 1) * stages[0].seconds) / 3 - count * slowest)
+        if c.schedule == "chimera":
+            # The first microbatch comes from the nearer end; a device waits for backwards where others have forwards.
+            ahead = (sum(stage.seconds for stage in stages[: min(d, c.pp - 1 - d)]) for d in range(c.pp))
+            late = 2 * _BACKWARD[c.recompute != "none"]
+            ends = (count * work + late * before for work, before in zip(works, ahead, strict=True))
+            idle = max(*ends, total) - count * slowest
         return count * slowest + sums, idle
 
     def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""
-        if c.microbatches == 1:
-            return 0.0
-        return (stage.copied + (c.microbatches - 1) * stage.added) / (c.dp if c.zero == 3 else 1)
+        count = c.microbatches // c.directions
+        return (stage.copied + (count - 1) * stage.added) / (c.dp if c.zero == 3 else 1) if count > 1 else 0.0
 
     def exposed(self, c: Choice, stage: Cost) -> Any:
         """Return the seconds that the communication between data-parallel devices takes beside the work: no work hides
         that of the gradients that are ready last, and of the weights that are needed first. Costs may be arrays, of
         stages of all blocks.
         """
-        if c.dp == 1:
+        if c.copies == 1:
             return 0.0
         first, own, pieces = self._first / c.tp, self.collective, stage.pieces
         backward = _BACKWARD[c.recompute != "none"] * stage.seconds
@@ -267,9 +279,12 @@ class Estimator:
 
     def _priced(self, c: Choice, kind: str, size: float) -> float:
         """Return the seconds of one collective."""
-        key = kind, c.dp, c.tp, size
+        far = (c.pp - 1) * c.dp * c.tp * (c.directions - 1)
+        key = kind, c.dp, c.tp, far, size
         if key not in self._prices:
-            groups = np.arange(c.dp * c.tp).reshape(c.dp, c.tp).T.tolist()
+            near = np.arange(c.dp * c.tp).reshape(c.dp, c.tp)
+            # Of two directions, the ends of the pipeline have the first stage.
+            groups = (np.concatenate([near, near + far]) if far else near).T.tolist()
             lines = self.cluster.way(kind, groups, size).lines
             self._prices[key] = max(latency + slope * size for latency, slope in lines)
         return self._prices[key]

@@ -22,7 +22,7 @@ _INTERLACED = 1.5
 # What a block keeps between the halves of its backward, in what it keeps between forward and backward.
 _BETWEEN = 0.4
 # The microbatches of each device of a pipeline, after which its memory repeats.
-_STEADY = 4
+_STEADY, _STEADY_BOTH_WAYS = 4, 2
 
 
 class Beyond(NamedTuple):
@@ -135,7 +135,8 @@ def moments(c: Choice) -> Sequence[Sequence[Moment]]:
     if c.schedule == "interlaced":
         alive = (min(c.microbatches, _INTERLACED * (c.pp - device)) for device in range(c.pp))
         return [[Moment(True, True, (some,), (0.0,))] for some in alive]
-    name, count = SCHEDULES[c.schedule], min(c.microbatches, _STEADY * c.pp)
+    name, steady = SCHEDULES[c.schedule], _STEADY if c.directions == 1 else _STEADY_BOTH_WAYS
+    count = min(c.microbatches, steady * c.pp)
     return _moments(name if name in RULES else SCHEDULES["1f1b"], c.pp, count, c.chunks)
 
 
@@ -176,5 +177,6 @@ def overhead(c: Choice, added: bool, per: Overheads) -> float:
     """Return the bytes of a device beside its tensors, but for the share that its allocator cannot use: with a group
     of each kind of parallelism, and one of all devices of a stage that add gradients.
     """
-    groups = (c.tp > 1) + (c.dp > 1) + (added and c.tp > 1 and c.dp > 1)
+    added = added or c.directions > 1
+    groups = (c.tp > 1) + (c.copies > 1) + (added and c.tp > 1 and c.copies > 1)
     return per.context + per.workspace + groups * per.group

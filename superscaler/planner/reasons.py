@@ -68,7 +68,7 @@ def _stage(answer: Answer) -> str:
     choice, p = answer.best.choice, answer.best.prediction
     sizes = [own.dp * own.tp for own in map(choice.stage, range(choice.pp))]
     place = bisect_right([*accumulate(sizes)], min(p.fullest.devices))
-    stages = [str(stage) for stage in range(choice.stages) if choice.place(stage) == place]
+    stages = [str(stage) for stage in range(choice.stages) if place in choice.places(stage)]
     return f" of stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}" if choice.pp > 1 else ""
 
 

@@ -22,7 +22,7 @@ LOSS = {"whole": "", "chunked": "chunked_loss:1,parts=8"}
 SWAP = {"none": "", "optimizer": "swap:1,what=optimizer"}
 SCHEDULES = {
     "1f1b": "pipeline_1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "zbv": "zbv", "interlaced": "interlaced",
-    "3f1b": "three_f_one_b", "ordered": "pipeline",
+    "3f1b": "three_f_one_b", "chimera": "chimera", "ordered": "pipeline",
 }  # fmt: skip
 # What saves more memory than another value, at a price in seconds.
 _PLAINER: Mapping[str, Mapping[Any, Any]] = {
@@ -38,6 +38,8 @@ _HYBRID = {"recompute": ("none", "selective", "full"), "layout": ("tensor", "seq
 MOST_ROWS = 16
 # The most servers of tensor parallelism.
 _SERVERS = 4
+# The most stages of pipelines in two directions: the table of more takes long to make.
+_BOTH_WAYS = 16
 # The most devices of pipelines under ZeRO. Data-parallel devices do not fold there: more take minutes to compile.
 _UNFOLDED = 256
 
@@ -78,7 +80,8 @@ class Choice:
     recompute  none, selective (attention), full (each block), co_shard (each block, a part of its heads at a time)
     zero       0: all data-parallel devices have all weights; 1, 3: as the stages of ZeRO
     schedule   1f1b, interleaved, zb_h1, zbv, interlaced (embedding and head on all devices), 3f1b (of models with
-               several passes), ordered (in an order of its own); of `pp` = 1: 1f1b
+               several passes), chimera (half of the microbatches in each direction; each stage, and its weights, are
+               on two devices), ordered (in an order of its own); of `pp` = 1: 1f1b
     chunks     stages on each device
     loss       whole, chunked: head and loss in parts of the tokens
     swap       none, optimizer: on the hosts
@@ -114,12 +117,29 @@ class Choice:
         """Return the number of stages, in the order of the model."""
         return self.pp * self.chunks
 
+    @property
+    def directions(self) -> int:
+        """Return the places of the pipeline that each stage has, and its weights, with as many shares of the
+        microbatches.
+        """
+        return 2 if self.schedule == "chimera" else 1
+
+    @property
+    def copies(self) -> int:
+        """Return the groups of `tp` devices that have the weights of a stage, and add its gradients."""
+        return self.dp * self.directions
+
     def place(self, stage: int) -> int:
         """Return the place in the pipeline of the devices of a stage; -1 is the last stage."""
         lap, at = divmod(stage % self.stages, self.pp)
         # A V has the last stage on the first devices.
         is_back = self.schedule == "zbv" or f"{self.stages - 1}F" in self.order.partition("/")[0]
         return self.pp - 1 - at if lap and is_back else at
+
+    def places(self, stage: int) -> tuple[int, ...]:
+        """Return all places that a stage has."""
+        place = self.place(stage)
+        return (place, self.pp - 1 - place)[: self.directions]
 
     @property
     def use(self) -> Use:
@@ -158,7 +178,7 @@ class Choice:
     @property
     def is_even(self) -> bool:
         """Return whether the schedule cuts the model into its stages by itself."""
-        return self.schedule in ("interleaved", "interlaced", "3f1b")
+        return self.schedule in ("interleaved", "interlaced", "3f1b", "chimera")
 
     @property
     def spec(self) -> str:
@@ -283,11 +303,15 @@ def _schedules(c: Choice, blocks: int) -> Iterator[Choice]:
     yield replace(c, schedule="zb_h1")
     if blocks >= 2 * c.pp and c.microbatches >= 2 * c.pp:
         yield replace(c, schedule="zbv", chunks=2)
-    if not c.zero and c.recompute != "selective":
-        # With the sequence cut too, the step of mBART in the evaluation takes 199 s in place of 116.
-        yield replace(c, schedule="interlaced", layout="tensor" if c.layout == "sequence" else c.layout)
-    if not c.zero and c.recompute != "selective":
-        yield replace(c, schedule="3f1b")
+    if c.zero or c.recompute == "selective":
+        return
+    yield replace(c, schedule="3f1b")
+    uncut = replace(c, layout="tensor" if c.layout == "sequence" else c.layout)
+    # With the sequence cut too, the step of mBART in the evaluation takes 199 s in place of 116.
+    yield replace(uncut, schedule="interlaced")
+    # Devices of two directions do not cut it in one way.
+    if c.pp <= _BOTH_WAYS and c.pp % 2 == c.microbatches % 2 == 0:
+        yield replace(uncut, schedule="chimera")
 
 
 def _thrifty(c: Choice) -> Iterator[Choice]:

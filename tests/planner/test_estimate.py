@@ -17,10 +17,13 @@ from superscaler.planner.stages.balance import outside
 from superscaler.plans import resolve
 from superscaler.simulate.transfers.ports import Ports
 from tests.helpers.graphs import graph_of
+from tests.helpers.sweeps import slow
 
 # Gradients that are far larger than a bucket, and some that are far smaller.
 MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=16,vocab=8192,batch=16,device=meta"
 LOSS_BYTES = 4
+# Four equal stages, whose blocks take most of the time.
+LARGE = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=1024,batch=16,device=meta"
 # A machine of two cores, for four processes.
 SPEEDS = Speeds(0, {"float32": (5e10, 5e10)}, (1e10, 1e10), cores=2)
 CORES = ss.Cluster.of("machine", LOCAL, 1, 4, device_kind=DeviceKind(LOCAL, 8 * 10**9, {"float32": 5e10}, SPEEDS))
@@ -85,3 +88,25 @@ def test_bounds_know_that_cores_are_shared(choice: Choice) -> None:
     assert own.bound <= found.bound <= step
     assert choice.pp > 1 or found.bound > 0.8 * step
     assert found.bound <= found.seconds < 1.25 * step
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(1, 1, 4, 2, 8, schedule="chimera"),
+        *slow(
+            Choice(2, 1, 4, 2, 4, schedule="chimera"),
+            Choice(2, 1, 4, 4, 2, schedule="chimera"), Choice(4, 1, 2, 1, 4, schedule="chimera"),
+        ),
+    ],
+    ids=lambda choice: choice.spec,
+)  # fmt: skip
+def test_pipelines_in_two_directions_take_what_is_estimated(choice: Choice) -> None:
+    """Their bound is not above the whole plan, and their seconds are near; no block is measured for them alone."""
+    cluster = ss.Cluster.parse(f"a100:1x{choice.dp * choice.tp * choice.pp}")
+    found = Estimator(graph_of(LARGE), cluster, Menu(graph_of(LARGE), cluster)).of(choice)
+    assert found is not None
+    step = ss.compile(graph_of(LARGE), choice.spec, cluster).simulate().step_seconds
+    assert 0.93 * step < found.bound <= 1.005 * step
+    assert found.seconds == pytest.approx(step, rel=0.05)
+    assert choice.use == replace(choice, schedule="interlaced").use

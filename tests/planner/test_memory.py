@@ -50,6 +50,9 @@ def estimator(model: str = MODEL) -> Estimator:
             Choice(2, 1, 2, 4, 4, zero=1),
             Choice(2, 1, 2, 4, 4, recompute="full"),
             Choice(2, 1, 2, 4, 4, schedule="zbv", chunks=2),
+            Choice(2, 1, 2, 4, 4, schedule="chimera"),
+            Choice(1, 1, 4, 4, 8, schedule="chimera"),
+            Choice(1, 1, 4, 4, 8, schedule="chimera", recompute="full"),
             Choice(2, 1, 2, 4, 4, schedule="zb_h1"),
             Choice(2, 1, 2, 4, 4, schedule="zb_h1", recompute="full"),
         ),
@@ -90,6 +93,9 @@ def test_blocks_without_equal_ones_have_bytes_and_seconds_of_their_own(choice: C
         (Choice(1, 1, 2, 1, 8, schedule="zbv", chunks=2), [4, 4]),
         (Choice(1, 1, 2, 1, 8, schedule="interleaved", chunks=2), [5, 3]),
         (Choice(1, 1, 2, 1, 512), [2, 1]),
+        # Of either direction as many as come before the first backward of this one.
+        (Choice(1, 1, 4, 1, 4, schedule="chimera"), [3, 4, 4, 3]),
+        (Choice(1, 1, 4, 1, 512, schedule="chimera"), [4, 4, 4, 4]),
     ],
 )
 def test_a_device_keeps_as_many_microbatches_as_its_schedule_has_on_the_way(choice: Choice, alive: list[int]) -> None:

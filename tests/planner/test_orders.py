@@ -208,7 +208,7 @@ def test_a_stage_without_second_halves_has_whole_backwards() -> None:
 @cache
 def answer() -> Answer:
     """Return the answer of a search among plans of one stage on each device."""
-    return search(graph_of(GPT), "a100:1x4", where=f"{WHERE}, chunks = 1")
+    return search(graph_of(GPT), "a100:1x4", where=f"{WHERE}, chunks = 1, no chimera")
 
 
 def test_a_search_improves_the_order_of_its_best_pipeline() -> None:

@@ -169,6 +169,7 @@ def test_plans_beyond_megatrons_are_found_where_they_are_better(
             Choice(1, 2, 2, 2, 2, layout="ulysses", loss="chunked"),
             Choice(2, 1, 2, 1, 4, schedule="ordered", order="F(FB)B/(FB)", own=(Own(2, 1, "none"), Own(1, 2, "full"))),
             Choice(2, 1, 2, 2, 2, schedule="interlaced", recompute="full"),
+            Choice(2, 1, 2, 2, 2, schedule="chimera", recompute="full"),
             Choice(2, 2, 1, 1, 2, layout="ring", zero=3, recompute="full"),
             Choice(2, 1, 1, 2, 2, recompute="co_shard", swap="optimizer"),
             Choice(1, 1, 4, 1, 8, recompute="co_shard", blocks=(1, 1, 1, 1)),

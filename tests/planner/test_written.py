@@ -72,6 +72,7 @@ def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: d
         (Choice(2, 1, 2, 1, 4, blocks=(2, 2)), "memory of stage 1: "),
         (Choice(2, 1, 2, 1, 4, schedule="interleaved", chunks=2), "memory of stages 1 and 3: "),
         (Choice(2, 1, 2, 1, 4, schedule="zbv", chunks=2, blocks=(1, 1, 1, 1)), "memory of stages 1 and 2: "),
+        (Choice(2, 1, 4, 1, 4, schedule="chimera"), "memory of stages 0 and 3: "),
         (Choice(4, 1, 1, 1, 4), "memory: "),
         (Choice(6, 1, 2, 1, 4, own=(Own(6, 1, "none"), Own(1, 2, "full")), blocks=(3, 1)), "memory of stage 1: "),
     ],

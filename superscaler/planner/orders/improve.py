@@ -27,6 +27,8 @@ _NEAR = 1.1
 _FEW = 2
 # The schedules whose order is improved, by the form of their stages.
 _FORMS = {"1f1b": "one", "zb_h1": "one", "zbv": "V", "interleaved": "rounds"}
+# A schedule whose order is not, beside which those of others are.
+_OTHER = "chimera"
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,11 @@ def _compiled(programs: Programs, choice: Choice, limit: float) -> Found | None:
 
 
 def _problems(programs: Programs, limit: float) -> Iterator[_Problem]:
-    """Yield the problems of the best plan of each form, if the best plan of all has one."""
+    """Yield the problems of the best plan of each form, if the best plan of all has one, or other pipelines may have a
+    better order than it has.
+    """
     best, forms = programs.found[0], dict[str, Found]()
-    for found in programs.found if best.choice.schedule in _FORMS else ():
+    for found in programs.found if best.choice.schedule in (*_FORMS, _OTHER) else ():
         choice, is_near = found.choice, found.a_row < _NEAR * best.a_row
         # Stages with cuts of their own exchange data as no schedule of other stages shows.
         if is_near and found.prediction.fits and choice.pp > 1 and choice.schedule in _FORMS and not choice.own:

@@ -57,7 +57,7 @@ class Cuts:
         return self._folded[key]
 
     def _balanced(self, c: Choice) -> Bounds:
-        key = c.use, c.pp * c.chunks, c.schedule in ("interleaved", "3f1b"), c.schedule != "interlaced"
+        key = c.use, c.pp * c.chunks, c.is_even and c.schedule != "interlaced", c.schedule != "interlaced"
         if key not in self._known:
             costs, stages, is_even, has_rest = self.menu.costs(c.use), *key[1:]
             if is_even and stages > 1:
