@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,7 +23,9 @@ _LEAST_WORK = 0.95
 # The weight of the whole plans of the same kind beside that of the estimate itself.
 _TRUST = 0.25
 # The best plan of a family is measured below so many times the best step: predictions may be wrong by so much.
-_VARIED = 1.25
+_VARIED = 1.15
+# So many of a family are compiled whole to find its best one.
+_TRIED = 3
 Ranked = TypeVar("Ranked", bound=Estimate | Found)
 
 
@@ -158,16 +161,30 @@ def kind_of(c: Choice) -> Choice:
 
 
 def finalists(ranked: Sequence[Ranked], count: int) -> list[Ranked]:
-    """Return so many of the plans that are ranked, to measure their steps: the best one, the best of other families
-    that are near, half of the others at most, and the next best.
+    """Return so many of the plans that are ranked, to measure their steps: the best of each family that is near, then
+    the next best.
     """
     firsts = dict[object, Ranked]()
-    for plan in ranked:
-        if plan.a_row <= _VARIED * ranked[0].a_row:
-            firsts.setdefault(_family(plan.choice), plan)
-    chosen = [*firsts.values()][: 1 + count // 2]
+    for plan in _near(ranked):
+        firsts.setdefault(_family(plan.choice), plan)
+    chosen = [*firsts.values()]
     rest = [plan for plan in ranked if plan not in chosen]
     return sorted([*chosen, *rest][:count], key=ranked.index)
+
+
+def next_finalist(ranked: Sequence[Estimate | Found], count: int) -> Choice | None:
+    """Return the first plan that is to be compiled whole, to know which so many finalists are: those that seem so, and
+    then the best of their families, and of as many others: some may be better than they seem. None if there is no such
+    plan.
+    """
+    chosen, known = finalists(ranked, count), Counter(_family(f.choice) for f in ranked if isinstance(f, Found))
+    families = {_family(one.choice) for one in finalists(ranked, 2 * count)}
+    others = (one for one in _near(ranked) if _family(one.choice) in families and known[_family(one.choice)] < _TRIED)
+    return next((one.choice for one in (*chosen, *others) if isinstance(one, Estimate)), None)
+
+
+def _near(ranked: Sequence[Ranked]) -> list[Ranked]:
+    return [plan for plan in ranked if plan.a_row <= _VARIED * ranked[0].a_row]
 
 
 def _family(c: Choice) -> tuple[object, ...]:

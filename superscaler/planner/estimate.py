@@ -105,7 +105,9 @@ class Estimator:
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
         busy = self.shared(self._busy(choice, stages))
         least = max(works + bubble + first + updates[0] + passes, busy)
-        seconds = max(works + bubble + max(first + update, last + tail) + max(sends, passes), busy and busy + first)
+        seconds = works + bubble + max(first + update, last + tail) + max(sends, passes)
+        if busy:
+            seconds = max(seconds, busy + self.shared(self._started(choice)) + first + passes)
         return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
 
     def shared(self, seconds: float) -> float:
@@ -121,6 +123,11 @@ class Estimator:
             total += own.dp * own.tp * own.microbatches * stage.work
             total += own.copies * own.tp * (self.sums(own, stage) + update)
         return total
+
+    def _started(self, c: Choice) -> float:
+        """Return the seconds in which devices start messages between stages, at both ends, added up."""
+        start = self.cluster.links.start("send", self._sent(c, c))
+        return 4 * c.microbatches * (c.stages - 1) * c.dp * c.tp * start
 
     def least_bytes(self, c: Choice) -> float:
         """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:
@@ -301,9 +308,13 @@ class Estimator:
         """
         key = cuts_of(c), cuts_of(after), c.rows
         if key not in self._sends:
-            size = self._handed * c.rows * c.dp / max(c.dp, after.dp) / max(key[0][1], key[1][1])
-            self._sends[key] = self.cluster.seconds("send", meetings(*key[:2]), size)
+            self._sends[key] = self.cluster.seconds("send", meetings(*key[:2]), self._sent(c, after))
         return self._sends[key]
+
+    def _sent(self, c: Choice, after: Choice) -> float:
+        """Return the bytes of such a message."""
+        parts = max(cuts_of(c)[1], cuts_of(after)[1])
+        return self._handed * c.rows * c.dp / max(c.dp, after.dp) / parts
 
     @cached_property
     def _first(self) -> float:

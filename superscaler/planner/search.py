@@ -14,7 +14,7 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.launch.second import Second
 from superscaler.planner import WORK
-from superscaler.planner.candidates import NEAR, Candidates, Errors, finalists, kind_of
+from superscaler.planner.candidates import NEAR, Candidates, Errors, finalists, kind_of, next_finalist
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.menu import Menu
@@ -306,15 +306,14 @@ def _measured_plans(
     waiting: dict[Choice, Estimate], room: float, errors: Errors, programs: Programs, count: int
 ) -> Iterator[Found]:
     """Yield plans that are compiled whole since so many are measured: those that are not among the best, either."""
-    for _ in range(count if programs.found and programs.found[0].prediction.fits else 0):
+    for _ in range(MOST if count and programs.found and programs.found[0].prediction.fits else 0):
         others = [e for e in map(errors.corrected, waiting.values()) if e.peak <= _ALMOST * room]
         some: list[Found | Estimate] = [*(f for f in programs.found if f.prediction.fits), *others]
-        ranked = sorted(some, key=lambda one: one.a_row)
-        lacking = next((one.choice for one in finalists(ranked, count) if one.choice in waiting), None)
-        if lacking is None:
+        choice = next_finalist(sorted(some, key=lambda one: one.a_row), count)
+        if choice is None:
             return
-        estimate = waiting.pop(lacking)
-        if whole := programs.compiled(lacking):
+        estimate = waiting.pop(choice)
+        if whole := programs.compiled(choice):
             errors.learn(estimate, whole.prediction)
             yield whole
 

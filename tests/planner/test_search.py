@@ -18,7 +18,7 @@ from superscaler.errors import InputError
 from superscaler.planner import menu as menus
 from superscaler.planner import programs
 from superscaler.planner import whole as wholes
-from superscaler.planner.candidates import finalists
+from superscaler.planner.candidates import finalists, next_finalist
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
@@ -274,16 +274,23 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
 
 
 def test_the_plans_to_measure_are_of_several_families() -> None:
-    """The best plan; the best of other families that are near, half of the others at most; the next best."""
+    """The best of each family that is near; the next best."""
     some = [
         _estimate(0.0, dp=4), _estimate(0.0, dp=4, microbatches=2), _estimate(0.0, dp=4, zero=1), _estimate(0.0, pp=4),
         _estimate(0.0, dp=4, zero=3), _estimate(0.0, pp=4, schedule="zb_h1"), _estimate(0.0, tp=4),
     ]  # fmt: skip
-    pairs = zip(some, (1.0, 1.01, 1.02, 1.1, 1.15, 1.2, 1.4), strict=True)
+    pairs = zip(some, (1.0, 1.01, 1.02, 1.05, 1.1, 1.14, 1.2), strict=True)
     ranked = [e._replace(seconds=seconds * e.choice.batch) for e, seconds in pairs]
-    places = [[ranked.index(e) for e in finalists(ranked, count)] for count in (1, 2, 4, 6)]
-    assert places == [[0], [0, 3], [0, 1, 3, 4], [0, 1, 2, 3, 4, 5]]
+    places = [[ranked.index(e) for e in finalists(ranked, count)] for count in (1, 2, 4, 5, 6)]
+    assert places == [[0], [0, 3], [0, 3, 4, 5], [0, 1, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
     assert finalists(ranked, 9) == ranked
+    # Three of the family of a finalist, and of as many others, are compiled whole, if they are near.
+    whole = [replace(few().plans[0], choice=e.choice, spec=e.choice.spec) for e in ranked]
+    steps = [replace(f.prediction, step_seconds=e.seconds) for f, e in zip(whole, ranked, strict=True)]
+    found = [replace(f, prediction=step) for f, step in zip(whole, steps, strict=True)]
+    tried = [next_finalist([*found[:n], *ranked[n:]], 1) for n in range(5)]
+    assert tried == [*(e.choice for e in ranked[:4]), None]
+    assert next_finalist([found[0], *ranked[1:]], 2) == ranked[3].choice
 
 
 def test_plans_that_are_measured_are_compiled_whole() -> None:
