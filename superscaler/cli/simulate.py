@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.compiler import SProgram
     from superscaler.plan import Plan
-    from superscaler.planner.programs import Found
     from superscaler.planner.resumed import Run
     from superscaler.planner.search import Answer
+    from superscaler.planner.whole.programs import Found
     from superscaler.simulate.prediction import Prediction
     from superscaler.verbs import Graph
 

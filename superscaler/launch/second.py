@@ -51,17 +51,18 @@ class Second:
     """A process that does jobs beside this one. Without it, or after it has ended, this one does all.
 
     `work`: a class, as "package.module:Name", whose methods are the jobs, and whose `modules` are loaded before its
-    arguments, the `state`, are there. Without a state there is no process.
+    arguments, the `state`, are there. Without a state there is no process: one that was prepared ends.
     """
 
     def __init__(self, work: str = "", state: Sequence[Any] | None = None) -> None:
         # The first of these is what the process does, as it seems.
         self._asked, self._done = list[Job](), dict[Job, Any]()
-        self._process: _Process | None = None
+        self._process = _ready.pop(work, None)
         if state is None or not _has_core():
+            self.end()
             return
         try:
-            self._process = _ready.pop(work, None) or _started(work)
+            self._process = self._process or _started(work)
             with self._process.file as file:
                 pickle.dump(state, file)
         # A state that cannot be pickled, or no room for it, or for a process.
@@ -74,6 +75,12 @@ class Second:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the process has jobs, as it seems."""
+        self._receive()
+        return bool(self._asked)
 
     def has_done(self, job: Job) -> bool:
         """Return whether the result of a job is known."""
@@ -143,6 +150,7 @@ class Second:
         process, self._process = self._process, None
         if process is not None:
             process.pipe.close()
+            process.file.close()
             process.running.kill()
             process.running.wait()
 

@@ -84,7 +84,9 @@ class Candidates:
 
     def beside(self, best: Choice) -> Iterator[Estimate]:
         """Yield the estimates of plans that differ from the best in what they recompute only."""
-        for c in [c for c in self.waiting if replace(best, blocks=(), recompute=c.recompute) == c]:
+        plans = [c for c in self.waiting if replace(best, blocks=(), recompute=c.recompute) == c]
+        self.estimator.menu.look(c.use for c in plans)
+        for c in plans:
             if e := self.estimate(c):
                 yield e
 

@@ -129,6 +129,15 @@ class Estimator:
         start = self.cluster.links.start("send", self._sent(c, c))
         return 4 * c.microbatches * (c.stages - 1) * c.dp * c.tp * start
 
+    def even(self, c: Choice) -> list[float]:
+        """Return the seconds that each stage of a plan takes longer with equal FLOPs in all; none if not known."""
+        costs, blocks = self.menu.costs(c.use), np.cumsum([0, *self.cuts.sizes])
+        own, even = np.searchsorted(blocks, np.cumsum([0, *c.blocks])).tolist(), self.cuts.even(c.stages)
+        if costs is None or even is None:
+            return []
+        pairs = zip(*(self._costs(c, [costs] * c.stages, bounds) for bounds in (even, own)), strict=True)
+        return [a.seconds - b.seconds for a, b in pairs]
+
     def least_bytes(self, c: Choice) -> float:
         """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:
         no activations are kept where some are recomputed, and none of the loss where that is in parts. Those of a use

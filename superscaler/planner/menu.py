@@ -25,7 +25,7 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
-from superscaler.ir.model import Model, width
+from superscaler.ir.model import Model, Op, width
 from superscaler.ir.program import Program, calls
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
@@ -60,6 +60,11 @@ Pair = tuple[Costs, Costs]
 _NEAR = 8
 
 
+def has_own(ops: Iterable[Op]) -> bool:
+    """Return whether some are operators of the user, which are in this process only, and whose code may change."""
+    return any(op.target in REGISTERED for op in ops)
+
+
 class _LackingError(Exception):
     """A use is not measured."""
 
@@ -73,9 +78,9 @@ class Menu:
 
     def __init__(self, graph: Graph, cluster: Cluster, system: System = PLAIN, second: Second | None = None) -> None:
         self.graph, self.cluster, self.system = graph, cluster, system
-        # The process that measures beside this one, and what is asked for next, as far as that is known.
+        # The process that measures beside this one.
         self.second = second or Second()
-        # What is asked for next: what of that is not measured, and the rest.
+        # What is asked for next, as far as that is known: what of that is not measured, and the rest.
         self._near, self._ahead = list[Use](), iter(list[Use]())
         self._is_asking = False
         self.runs = runs(graph)
@@ -272,10 +277,10 @@ class Menu:
             yield sum(seconds_of(Kernel(name, (meta,) * count, (meta,)), kind, share) for meta in pairs)
 
     def _content(self) -> str:
-        """Return the hash of all that costs depend on; "" with operators of the user, whose code may change."""
-        small = reduced(self.graph, self.runs, [min(len(run), 2) for run in self.runs], 1).model
-        if any(op.target in REGISTERED for op in small.ops):
+        """Return the hash of all that costs depend on; "" with operators of the user."""
+        if has_own(self.graph.ops):
             return ""
+        small = reduced(self.graph, self.runs, [min(len(run), 2) for run in self.runs], 1).model
         kind, links, per_server = self.cluster.device_kind, self.cluster.links, self.cluster.devices_per_server
         seen = [print_model(small), kind, links, per_server, self.cluster.kind, self.system]
         return hashlib.sha256(repr([*seen, torch.__version__, cache.sources(), "menu"]).encode()).hexdigest()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice
 from math import inf
 
 from superscaler.cluster import Cluster
@@ -17,16 +17,15 @@ from superscaler.planner import WORK
 from superscaler.planner.candidates import NEAR, Candidates, Errors, finalists, kind_of, next_finalist
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
-from superscaler.planner.menu import Menu
-from superscaler.planner.orders.improve import Improved, improve
+from superscaler.planner.menu import Menu, has_own
 from superscaler.planner.own.stages import Fits, least_beside
-from superscaler.planner.programs import Found, Programs
 from superscaler.planner.space import Choice, Use, choices, undivided
+from superscaler.planner.whole.improve import Improved, improve
+from superscaler.planner.whole.programs import Found, Programs
 from superscaler.simulate.predict import check_system
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import PLAIN, System
 from superscaler.specs.arguments import checked
-from superscaler.specs.registered import REGISTERED
 from superscaler.specs.sizes import duration, size
 
 # The plans that are compiled whole: at most, and at least.
@@ -94,9 +93,7 @@ def search(
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     start, kind = time.monotonic(), check_system(graph.model, devices, system)
     constraints = read(where, devices.devices_per_server)
-    # Operators of the user are in this process only.
-    is_ours = not any(op.target in REGISTERED for op in graph.ops)
-    with Second(WORK, (graph.model, devices, memory, system) if is_ours else None) as second:
+    with Second(WORK, None if has_own(graph.ops) else (graph.model, devices, memory, system)) as second:
         menu = Menu(graph, devices, system, second)
         programs = Programs(graph, devices, memory, system, menu.runs, second)
         estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
@@ -161,7 +158,9 @@ def _found(
             if is_late():
                 break
         if found:
-            ordered = None if is_late() else improve(programs, partial(satisfies, constraints))
+            ordered = (
+                None if is_late() else improve(programs, candidates.estimator.even, partial(satisfies, constraints))
+            )
             beside += candidates.beside((ordered.origin if ordered else found[0]).choice)
     except KeyboardInterrupt:
         # It may be in the middle of a message.
@@ -268,8 +267,11 @@ def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, p
         ranked = sorted(map(errors.corrected, waiting.values()), key=rank)
         if not ranked or not is_worth(ranked[0], count):
             return
-        estimate = waiting.pop(ranked[0].choice)
-        whole = programs.compiled(estimate.choice, ahead=partial(_ahead, ranked, partial(is_worth, count=count + 1)))
+        next_, estimate = partial(_ahead, ranked, is_worth, count), waiting.pop(ranked[0].choice)
+        if not is_worth(estimate, _LEAST):
+            # It is compiled since there are so many at least: the best is likely to stay.
+            programs.certify_ahead(chain([estimate.choice], next_()))
+        whole = programs.compiled(estimate.choice, ahead=next_)
         if whole is None:
             errors.refuse(estimate.choice, waiting)
         else:
@@ -277,12 +279,15 @@ def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, p
             yield whole
 
 
-def _ahead(ranked: Sequence[Estimate], is_worth: Callable[[Estimate], bool]) -> Iterator[Choice]:
-    """Yield the plans that are compiled after the first, as it seems: others of its kind will have its errors."""
+def _ahead(ranked: Sequence[Estimate], is_worth: Callable[[Estimate, int], bool], count: int) -> Iterator[Choice]:
+    """Yield the plans that are compiled after the first of these, as it seems: others of its kind will have its errors.
+    `count`: of plans before that; as long as there are none, little is known about the second next one.
+    """
     firsts = dict[Choice, Estimate]()
     for e in ranked:
         firsts.setdefault(kind_of(e.choice), e)
-    return (e.choice for e in takewhile(is_worth, islice(firsts.values(), 1, None)))
+    others = islice(firsts.values(), 1, None if count else 2)
+    return (e.choice for n, e in enumerate(others, count + 1) if is_worth(e, n))
 
 
 def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs, fits: Fits) -> Iterator[Found]:

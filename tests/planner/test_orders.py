@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,6 +16,8 @@ import pytest
 import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.planner.constraints import left, read
+from superscaler.planner.estimate import Estimator
+from superscaler.planner.menu import Menu
 from superscaler.planner.orders.best import best_order
 from superscaler.planner.orders.branch import bound, improved
 from superscaler.planner.orders.lists import Way, listed
@@ -21,12 +25,17 @@ from superscaler.planner.orders.measured import measured
 from superscaler.planner.orders.works import Rows, Works, finish, kept_by
 from superscaler.planner.reasons import reasons
 from superscaler.planner.search import Answer, search
+from superscaler.planner.space import Choice
+from superscaler.planner.whole.improve import improve
+from superscaler.planner.whole.lines import predicted
+from superscaler.planner.whole.programs import Programs
 from superscaler.planner.written import text_of
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.order_text import print_order, table_of_order
 from superscaler.plans.lib.tables import check
 from superscaler.simulate.predict import simulate
+from superscaler.simulate.system import PLAIN
 from tests.helpers.graphs import graph_of
 from tests.helpers.ran import equal
 from tests.helpers.sweeps import few, slow
@@ -205,10 +214,57 @@ def test_a_stage_without_second_halves_has_whole_backwards() -> None:
     assert step == pytest.approx(found.prediction.step_seconds, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [Choice(1, 1, 2, 1, 24), *slow(Choice(1, 1, 2, 1, 24, schedule="zbv", chunks=2))],
+    ids=lambda plan: plan.spec,
+)
+def test_works_of_a_whole_plan_are_those_of_a_step_of_few_microbatches(plan: Choice) -> None:
+    """To the last bit in a step of four; of more, less belongs to the first one, which waits for the starts of kernels
+    and messages, and adds no gradients.
+    """
+    cluster, model = ss.Cluster.parse("a100:1x2"), GPT.replace("layers=8", "layers=4")
+    own, spec = replace(plan, microbatches=4), replace(plan, microbatches=4).spec
+    graph = graph_of(model.replace("batch=8", "batch=4"))
+    rows = _table("pipeline_1f1b" if plan.chunks == 1 else "zbv", 2, 4)
+    few = measured(simulate(compile_graph(graph, resolve(spec), cluster, certified=False).program, cluster), rows)
+    assert predicted(graph, cluster, None, PLAIN, own).works == few
+    whole = predicted(graph_of(model.replace("batch=8", "batch=24")), cluster, None, PLAIN, plan).works
+    assert few is not None
+    assert whole is not None
+    assert (whole.place, whole.count) == (few.place, 24)
+    assert [min(room, 24) for room in whole.rooms] == [min(room, 24) for room in few.rooms]
+    assert whole.after == pytest.approx(few.after)
+    assert whole.sends == pytest.approx(few.sends, abs=0.02 * few.seconds[0]["F"])
+    for more, less in zip(whole.seconds, few.seconds, strict=True):
+        assert more == pytest.approx(less, rel=0.025)
+
+
+# How often the search of `answer` compiled a plan.
+COMPILED = Counter[str]()
+
+
 @cache
 def answer() -> Answer:
     """Return the answer of a search among plans of one stage on each device."""
-    return search(graph_of(GPT), "a100:1x4", where=f"{WHERE}, chunks = 1, no chimera")
+
+    def counted(spec: str) -> object:
+        COMPILED[spec] += 1
+        return resolve(spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("superscaler.planner.") and hasattr(module, "resolve"):
+                patch.setattr(module, "resolve", counted)
+        return search(graph_of(GPT), "a100:1x4", where=f"{WHERE}, chunks = 1, no chimera")
+
+
+def test_a_search_compiles_no_pipeline_twice() -> None:
+    """The works of the best one, whose order is improved, come from its own program."""
+    origins = [found.spec for found in answer().plans if found.choice.schedule != "ordered"]
+    assert origins
+    assert {COMPILED[spec] for spec in origins} == {1}
 
 
 def test_a_search_improves_the_order_of_its_best_pipeline() -> None:
@@ -223,6 +279,34 @@ def test_a_search_improves_the_order_of_its_best_pipeline() -> None:
     exec(text_of(answer(), "GPT-2", {}, "search"), names)
     again = ss.compile(graph_of(GPT), names["PLAN"], "a100:1x4").simulate()
     assert again.step_seconds == best.prediction.step_seconds
+
+
+@pytest.mark.parametrize(("more", "is_measured"), [(-2e-4, True), (0.0, False), (2e-4, False)])
+def test_stages_of_equal_flops_are_measured_where_they_could_be_better(more: float, is_measured: bool) -> None:
+    """Not where they are the plan's own, or where its works say that they are slower."""
+    graph, cluster, asked = graph_of(GPT), ss.Cluster.parse("a100:1x4"), list[Choice]()
+    (origin,) = (found for found in answer().plans if found.choice.schedule == "zb_h1")
+    programs = Programs(graph, cluster, None, PLAIN, found=[origin])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "works", lambda _, choice, ahead: asked.append(choice))
+        assert improve(programs, lambda choice: [more] * 4, lambda choice: False) is None
+        assert asked == [replace(origin.choice, blocks=())] * is_measured
+        programs.found[:] = [replace(origin, choice=replace(origin.choice, blocks=()))]
+        assert improve(programs, lambda choice: pytest.fail("it has such stages"), lambda choice: False) is None
+    assert len(asked) == is_measured
+
+
+def test_stages_of_equal_flops_take_the_seconds_that_other_stages_say() -> None:
+    """Within a tenth of a block, of stages that have a block more or less."""
+    graph, cluster = graph_of(GPT), ss.Cluster.parse("a100:1x4")
+    programs, estimator = Programs(graph, cluster, None, PLAIN), Estimator(graph, cluster, Menu(graph, cluster))
+    (origin,) = (found for found in answer().plans if found.choice.schedule == "zb_h1")
+    even, more = programs.works(replace(origin.choice, blocks=())), estimator.even(origin.choice)
+    assert even is not None
+    assert origin.works is not None
+    assert {*more} != {0.0}
+    for own, other, seconds in zip(origin.works.seconds, even.seconds, more, strict=True):
+        assert other["F"] + other["B"] == pytest.approx(own["F"] + own["B"] + seconds, abs=0.1 * max(more))
 
 
 def test_an_improved_order_equals_the_model_in_float64() -> None:

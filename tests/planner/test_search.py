@@ -16,15 +16,15 @@ import pytest
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.planner import menu as menus
-from superscaler.planner import programs
-from superscaler.planner import whole as wholes
 from superscaler.planner.candidates import finalists, next_finalist
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.menu import Menu
-from superscaler.planner.programs import Found, Programs
 from superscaler.planner.search import Answer, _layouts, _proofs, _uncut, search
 from superscaler.planner.space import Choice, Own, Use, choices
+from superscaler.planner.whole import lines as wholes
+from superscaler.planner.whole import programs
+from superscaler.planner.whole.programs import Found, Programs
 from superscaler.plans import resolve
 from superscaler.simulate import segments
 from superscaler.simulate.recording import Recorder

@@ -1,19 +1,23 @@
 """The second process of a search: the same answer with it, without it, and after it is killed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from superscaler.cluster import Cluster
 from superscaler.launch import second as process
 from superscaler.launch.second import Job, Second, serve
 from superscaler.planner.menu import Menu
 from superscaler.planner.search import Answer, search
-from superscaler.planner.space import Use
+from superscaler.planner.space import Choice, Use
+from superscaler.planner.whole.programs import Found, Programs
+from superscaler.simulate.system import PLAIN
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
@@ -102,6 +106,46 @@ def test_what_the_other_process_cannot_do_is_done_here(work: Work) -> None:
     for alone in (Second(), Second("any:Work", (lambda: 0,))):
         alone.ask(TWO)
         assert alone.result(TWO, here) == "2 here"
+
+
+def test_a_process_that_is_ready_and_not_needed_ends(work: Work) -> None:
+    """As for a model with operators of the user, whose search gives it no state."""
+    process.prepare("any:Work")
+    peer: Any = process._ready["any:Work"].running
+    assert peer.thread.is_alive()
+    with Second("any:Work"):
+        peer.wait()
+        assert not peer.thread.is_alive()
+    assert process._ready == {}
+
+
+def test_the_best_plan_is_certified_while_the_other_process_compiles(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that has nothing to do, it certifies the plan; without it, nothing is done ahead."""
+    done, best, other = list[Job](), Choice(2, 1, 1, 1, 1), Choice(1, 2, 1, 1, 2)
+    fits: Any = SimpleNamespace(fits=True)
+
+    def ahead(second: Second, others: Sequence[Choice]) -> list[Job]:
+        graph: Any = None
+        programs = Programs(graph, Cluster.parse("a100:1x2"), None, PLAIN, (), second, [Found("best", best, fits)])
+        done.clear()
+        programs.certify_ahead(others)
+        return [Job(name, choice) for name in ("whole", "certified") for choice in (best, other)
+                if second.has(Job(name, choice))]  # fmt: skip
+
+    monkeypatch.setattr(Programs, "done", lambda _, job: done.append(job))
+    with Second("any:Work", ()) as second:
+        second.ask(ONE)
+        assert work.begun.wait(10)
+        assert ahead(second, [other]) == [Job("whole", other), Job("certified", best)]
+        assert done == [Job("certified", best)]
+        work.free.set()
+    with Second("any:Work", ()) as second:
+        assert ahead(second, [other]) == [Job("certified", best)]
+        assert done == []
+    assert ahead(Second(), [other]) == []
+    assert done == []
 
 
 @pytest.mark.parametrize("is_killed", [True, *slow(False)])

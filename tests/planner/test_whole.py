@@ -3,11 +3,11 @@
 import pytest
 
 import superscaler as ss
-from superscaler.planner import whole as whole_plans
 from superscaler.planner.kinds import runs
-from superscaler.planner.programs import Programs
 from superscaler.planner.space import Choice
-from superscaler.planner.whole import predicted
+from superscaler.planner.whole import lines as whole_plans
+from superscaler.planner.whole.lines import predicted
+from superscaler.planner.whole.programs import Programs
 from superscaler.simulate.system import PLAIN
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
@@ -38,7 +38,7 @@ def test_a_step_of_many_microbatches_is_on_the_line_through_those_of_few(choice:
     """Beside the plan that is compiled with all of them. Without stages two blocks are enough."""
     model = MODEL if choice.pp > 1 else MODEL.replace("layers=4", "layers=2")
     graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x2")
-    found, program = predicted(graph, cluster, None, PLAIN, choice)
+    found, program, _ = predicted(graph, cluster, None, PLAIN, choice)
     assert program is None
     whole = ss.compile(graph, choice.spec, cluster).simulate()
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=5e-3)
@@ -91,9 +91,9 @@ def test_a_model_of_many_blocks_is_on_the_line_through_two_of_few(
     """Beside the plan that is compiled with all of them. Twice as many as in the larger model are enough for this."""
     monkeypatch.setattr(whole_plans, "_DEEP", 12)
     graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x8")
-    found, program = predicted(graph, cluster, None, PLAIN, choice, runs=runs(graph))
+    found, program, _ = predicted(graph, cluster, None, PLAIN, choice, runs=runs(graph))
     assert program is None
-    whole, _ = predicted(graph, cluster, None, PLAIN, choice)
+    whole = predicted(graph, cluster, None, PLAIN, choice).prediction
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     assert found.fullest.peak_bytes == pytest.approx(whole.fullest.peak_bytes, rel=1e-3)
     for part in ("weights", "optimizer", "activations", "gathered", "overhead"):
@@ -120,7 +120,7 @@ def test_a_model_of_many_blocks_is_on_the_line_through_two_of_few(
 )
 def test_other_models_are_compiled_with_all_blocks(model: str, choice: Choice) -> None:
     graph, cluster = graph_of(model), ss.Cluster.parse(f"a100:1x{choice.dp}")
-    found, program = predicted(graph, cluster, None, PLAIN, choice, runs=runs(graph))
+    found, program, _ = predicted(graph, cluster, None, PLAIN, choice, runs=runs(graph))
     assert program is not None
     assert found == predicted(graph, cluster, None, PLAIN, choice)[0]
 

@@ -15,10 +15,10 @@ from superscaler.cli.options.search import SearchOptions
 from superscaler.cli.simulate import SearchRequest, _measured
 from superscaler.cluster import LOCAL, PRESETS
 from superscaler.planner.estimate import Estimate
-from superscaler.planner.programs import Found
 from superscaler.planner.reasons import held_back, reasons
 from superscaler.planner.search import Answer
 from superscaler.planner.space import Choice, Own, choices
+from superscaler.planner.whole.programs import Found
 from superscaler.planner.written import text_of
 from superscaler.simulate.prediction import DeviceTimes, Prediction
 from tests.helpers.commands import answer, run

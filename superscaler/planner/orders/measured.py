@@ -13,6 +13,8 @@ import numpy as np
 from superscaler.groups import collect
 from superscaler.ir.program import Instruction, Meets, Program
 from superscaler.planner.orders.works import Rows, Work, Works, kept_by
+from superscaler.planner.space import SCHEDULES, Choice
+from superscaler.plans.lib.schedules import RULES
 from superscaler.simulate.predict import Simulation
 from superscaler.simulate.timetable import COMPUTE, Events
 
@@ -20,6 +22,29 @@ from superscaler.simulate.timetable import COMPUTE, Events
 _SURE = 0.98
 # The room of a device whose memory is not known.
 MANY = 10**6
+# The schedules whose order is improved, by the form of their stages.
+FORMS = {"1f1b": "one", "zb_h1": "one", "zbv": "V", "interleaved": "rounds"}
+
+
+def of_choice(found: Simulation, choice: Choice) -> Works | None:
+    """Return the works of a plan; None if its order is not improved, or if some cannot be found."""
+    # Stages with cuts of their own exchange data as no schedule of other stages shows.
+    if choice.pp == 1 or choice.schedule not in FORMS or choice.own:
+        return None
+    return measured(found, rows_of(choice, frozenset(range(choice.stages))))
+
+
+def rows_of(choice: Choice, split: frozenset[int]) -> Rows:
+    """Return the works of a plan in the order of its schedule, with the backwards of some stages in halves."""
+    chunks = (choice.chunks,) if choice.schedule == "interleaved" else ()
+    table = RULES[SCHEDULES[choice.schedule]](choice.pp, choice.microbatches, *chunks)
+    return [
+        [(w.stage, _kind(w.kind, w.stage in split)) for w in row if w.kind != "W" or w.stage in split] for row in table
+    ]
+
+
+def _kind(kind: str, is_split: bool) -> str:
+    return "B" if kind == "I" and not is_split else kind
 
 
 def measured(found: Simulation, rows: Rows) -> Works | None:

@@ -61,7 +61,7 @@ class Cuts:
         if key not in self._known:
             costs, stages, is_even, has_rest = self.menu.costs(c.use), *key[1:]
             if is_even and stages > 1:
-                self._known[key] = self._even(stages) if stages <= len(self.run_of) else None
+                self._known[key] = self.even(stages) if stages <= len(self.run_of) else None
             else:
                 given = self.run_of, stages, has_rest, partial(self.allowed, has_rest=has_rest)
                 self._known[key] = None if costs is None else balanced(costs, *given)
@@ -79,7 +79,7 @@ class Cuts:
             found &= limit.holds(stage, stages, blocks[None, :] - blocks[:, None])
         return found
 
-    def _even(self, count: int) -> Bounds:
+    def even(self, count: int) -> Bounds:
         """Return the stages as schedules cut the model themselves, whatever these take."""
         if count not in self._parts:
             self._parts[count] = self._cut(count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from superscaler.certify.certificate import certify
 from superscaler.cluster import Cluster
@@ -15,19 +15,24 @@ from superscaler.ir.parts import Block
 from superscaler.ir.program import Program
 from superscaler.launch.second import Job, Second
 from superscaler.planner.menu import Menu, Pair
+from superscaler.planner.orders.works import Works
 from superscaler.planner.space import Choice, Use
-from superscaler.planner.whole import predicted
+from superscaler.planner.whole.lines import Whole, predicted
 from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import System
+
+# The works of a plan that is not compiled whole are those of a step of so many microbatches for each stage.
+_FEW = 2
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan that was compiled whole: its text, what it decides, and its prediction."""
+    """A plan that was compiled whole: its text, what it decides, its prediction, and its works if it is a pipeline."""
 
     spec: str
     choice: Choice
     prediction: Prediction
+    works: Works | None = None
 
     @property
     def a_row(self) -> float:
@@ -60,32 +65,55 @@ class Programs:
         """Return a plan that is compiled whole; None if the model does not allow it. `ahead`: what may be asked for
         next, which another process compiles meanwhile.
         """
-        job = _job(choice, certified)
-        prediction = self.second.result(job, self._predicted, lambda: map(_job, ahead()))
-        if prediction is None:
+        whole = self._whole(_job(choice, certified), ahead)
+        if whole is None:
             self.refused.add(choice)
             return None
-        self.found.append(found := Found(choice.spec, choice, prediction))
+        self.found.append(found := Found(choice.spec, choice, whole.prediction, whole.works))
         self.found.sort(key=_order)
-        program = self._compiled.pop(job, None)
-        self.best = program if self.found[0] is found else self.best
+        self.best = whole.program if self.found[0] is found else self.best
         return found
 
-    def _predicted(self, job: Job) -> Prediction | None:
-        way = self.memory, self.system, job.of, job == _job(job.of, True), self.runs
+    def works(self, choice: Choice, ahead: Iterable[Choice] = ()) -> Works | None:
+        """Return the works of a plan, as they are in a step of few microbatches; None if it does not hold. `ahead`: see
+        `compiled`.
+        """
+        few, *others = (replace(c, microbatches=min(c.microbatches, _FEW * c.pp)) for c in (choice, *ahead))
+        whole = self._whole(_job(few), lambda: others)
+        return whole and whole.works and whole.works.of(choice.microbatches)
+
+    def _whole(self, job: Job, ahead: Callable[[], Iterable[Choice]]) -> Whole | None:
+        whole: Whole | None = self.second.result(job, self._here, lambda: map(_job, ahead()))
+        return whole and whole._replace(program=self._compiled.pop(job, None))
+
+    def _here(self, job: Job) -> Whole | None:
+        whole = self.done(job)
+        self._compiled[job] = whole and whole.program
+        return whole and whole._replace(program=None)
+
+    def done(self, job: Job) -> Whole | None:
+        """Return a plan that is compiled whole; None if the model does not allow it."""
+        way = self.memory, self.system, job.of, job == _job(job.of, certified=True), self.runs
         with suppress(PlanError):
-            prediction, self._compiled[job] = predicted(self.graph, self.cluster, *way)
-            return prediction
+            return predicted(self.graph, self.cluster, *way)
         return None
 
     def prediction(self, choice: Choice) -> Prediction | None:
         """Return the prediction of a plan that was compiled whole."""
         return next((f.prediction for f in self.found if f.choice == choice), None)
 
-    def certify_ahead(self) -> None:
-        """Let the second process certify the best plan, if this one must compile it anew for that."""
-        if self.found and self.best is None and self.found[0].prediction.fits:
-            self.second.ask(_job(self.found[0].choice, certified=True))
+    def certify_ahead(self, others: Iterable[Choice] = ()) -> None:
+        """Certify the best plan beside the second process, if it is to be compiled anew for that: here if that process
+        has whole plans to compile, then these `others`, too.
+        """
+        if not self.found or self.best is not None or not self.found[0].prediction.fits:
+            return
+        job = _job(self.found[0].choice, certified=True)
+        if self.second.is_busy and not self.second.has(job):
+            self.second.fill("whole", lambda: map(_job, others))
+            self.second.result(job, self._here)
+        else:
+            self.second.ask(job)
 
     def certify(self) -> None:
         """Certify the best plan. One that was not compiled with all microbatches and blocks, or whose microbatches do
@@ -120,21 +148,18 @@ class Work:
 
     def __init__(self, model: Model, cluster: Cluster, memory: int | None, system: System) -> None:
         self.menu = Menu(Graph(model), cluster, system)
-        self.way = self.menu.graph, cluster, memory, system
+        self.programs = Programs(self.menu.graph, cluster, memory, system, self.menu.runs)
 
     def costs(self, use: Use) -> Pair | None:
         """Return the costs of a use on slow and on fast devices; None if the model does not allow it."""
         return self.menu.measured(use)
 
-    def whole(self, choice: Choice) -> Prediction | None:
-        """Return the prediction of a plan; None if the model does not allow it."""
-        return self._predicted(choice, False)
+    def whole(self, choice: Choice) -> Whole | None:
+        """Return a plan that is compiled whole, without its program; None if the model does not allow it."""
+        found = self.programs.done(_job(choice))
+        return found and found._replace(program=None)
 
-    def certified(self, choice: Choice) -> Prediction | None:
-        """Return the prediction of a plan that has a certificate; None if the model does not allow it."""
-        return self._predicted(choice, True)
-
-    def _predicted(self, choice: Choice, is_certified: bool) -> Prediction | None:
-        with suppress(PlanError):
-            return predicted(*self.way, choice, is_certified, self.menu.runs)[0]
-        return None
+    def certified(self, choice: Choice) -> Whole | None:
+        """Return a plan that has a certificate, without its program; None if the model does not allow it."""
+        found = self.programs.done(_job(choice, certified=True))
+        return found and found._replace(program=None)

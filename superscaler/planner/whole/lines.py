@@ -22,6 +22,8 @@ from superscaler.ir.loops import NONE
 from superscaler.ir.parts import Block
 from superscaler.ir.program import Instruction, Program, calls
 from superscaler.planner.kinds import of_batch, reduced
+from superscaler.planner.orders.measured import of_choice
+from superscaler.planner.orders.works import Works
 from superscaler.planner.space import Choice
 from superscaler.plans import resolve
 from superscaler.simulate.memory import DeviceMemory
@@ -57,6 +59,16 @@ class _At(NamedTuple):
     like: tuple[type[Instruction], int]
 
 
+class Whole(NamedTuple):
+    """A plan that was compiled whole. `program`: None if its step is on a line. `works`: of a pipeline whose order may
+    be improved, as they are in the simulated step of most microbatches.
+    """
+
+    prediction: Prediction
+    program: Program | None
+    works: Works | None = None
+
+
 def predicted(
     graph: Graph,
     cluster: Cluster,
@@ -65,10 +77,10 @@ def predicted(
     choice: Choice,
     certified: bool = False,
     runs: Sequence[Sequence[Block]] = (),
-) -> tuple[Prediction, Program | None]:
-    """Return the prediction of a plan of a graph's model, and its program; None if the step is on a line. Raises
-    PlanError if the model does not allow it. `certified`: see `compile_graph`; all microbatches and blocks are
-    compiled. `runs`: of equal blocks, which a plan without a pipeline is predicted with fewer of.
+) -> Whole:
+    """Return the prediction of a plan of a graph's model. Raises PlanError if the model does not allow it. `certified`:
+    see `compile_graph`; all microbatches and blocks are compiled. `runs`: of equal blocks, which a plan without a
+    pipeline is predicted with fewer of.
     """
 
     def simulated(own: Choice, counts: Sequence[int] = ()) -> Simulation:
@@ -79,17 +91,19 @@ def predicted(
     # Copies to the host hide that starts of kernels are late in a small model.
     is_line = choice.pp == 1 and choice.swap == "none" and not certified
 
-    def of(microbatches: int) -> tuple[Prediction, Program | None]:
+    def of(microbatches: int) -> Whole:
         own = replace(choice, microbatches=microbatches)
         if is_line and (found := _of_blocks(lambda n: simulated(own, n), runs)):
-            return found, None
+            return Whole(found, None)
         whole = simulated(own)
-        return whole.prediction, whole.program
+        return Whole(whole.prediction, whole.program, of_choice(whole, own))
 
     if certified or choice.microbatches <= _MANY * choice.pp:
         return of(choice.microbatches)
-    few, more = (of(n * choice.pp)[0] for n in (_FEW, _MORE))
-    return _lines(few, more, (choice.microbatches - _MORE * choice.pp) / ((_MORE - _FEW) * choice.pp)), None
+    few, more = (of(n * choice.pp) for n in (_FEW, _MORE))
+    times = (choice.microbatches - _MORE * choice.pp) / ((_MORE - _FEW) * choice.pp)
+    works = more.works and more.works.of(choice.microbatches)
+    return Whole(_lines(few.prediction, more.prediction, times), None, works)
 
 
 def _lines(few: Prediction, more: Prediction, times: float) -> Prediction:

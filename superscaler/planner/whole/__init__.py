@@ -1,0 +1,1 @@
+"""Plans that a search compiles whole: on lines through smaller ones, certified, and in better orders."""
