@@ -51,12 +51,16 @@ class Candidates:
         best estimate.
         """
         new, menu = list[Estimate](), self.estimator.menu
+
+        def could(c: Choice) -> bool:
+            return self._could(c, limit, fits)
+
         for _, some in groupby(self.waiting, key=lambda c: (c.tp > self.per_server, c.savings)):
             plans = [*some]
-            menu.look(c.use for c in plans if self._could(c, limit, fits))
+            menu.look(plans, could)
             for c in plans:
                 menu.fill()
-                if self._could(c, limit, fits) and (e := self.estimate(c, limit)):
+                if could(c) and (e := self.estimate(c, limit)):
                     new.append(e)
                     limit = min(limit, e.a_row) if fits(e) else limit
         menu.look(())
@@ -85,17 +89,19 @@ class Candidates:
     def beside(self, best: Choice) -> Iterator[Estimate]:
         """Yield the estimates of plans that differ from the best in what they recompute only."""
         plans = [c for c in self.waiting if replace(best, blocks=(), recompute=c.recompute) == c]
-        self.estimator.menu.look(c.use for c in plans)
+        self.estimator.menu.look(plans)
         for c in plans:
             if e := self.estimate(c):
                 yield e
 
-    def least(self, fits: Fits) -> float:
-        """Return the least seconds a row that plans without an estimate could take."""
+    def least(self, fits: Fits, limit: float) -> float:
+        """Return the least seconds a row that plans without an estimate could take, or `limit`."""
         others = (c for c in self.waiting if c not in self.found and c.tp <= self.per_server)
-        could = (c for c in others if not c.savings or self.estimator.least_bytes(c) <= self.room)
-        known = (self._known(c, fits) for c in could)
-        return self.own.least(min((least for is_dominated, least in known if not is_dominated), default=inf))
+        known = ((*self._known(c, fits), c) for c in others)
+        lower = ((least, c) for is_dominated, least, c in known if not is_dominated and least < limit)
+        could = sorted(lower, key=lambda pair: pair[0])
+        rooms = ((least, self.estimator.least_bytes(c) if c.savings else 0.0) for least, c in could)
+        return self.own.least(next((least for least, needed in rooms if needed <= self.room), limit))
 
     def _known(self, c: Choice, fits: Fits) -> tuple[bool, float]:
         """Return whether a plainer plan fits, and the least seconds a row, by all plainer plans."""

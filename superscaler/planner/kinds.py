@@ -10,6 +10,7 @@ from superscaler.ir.model import Model, Op
 from superscaler.ir.parts import Block
 from superscaler.ir.variants import resized
 from superscaler.plans.lib.shared import batch_of, inner_blocks
+from superscaler.specs.registered import REGISTERED
 
 # What a tensor is to a block: made inside by an op, its weight, or given from outside; with its shape.
 Form = tuple[object, ...]
@@ -24,6 +25,11 @@ def runs(graph: Graph) -> list[list[Block]]:
     Blocks that take turns, as those of Swin with windows and with shifted ones, are one block of a run together.
     """
     return min((_runs(graph, blocks) for blocks in (graph.blocks, inner_blocks(graph))), key=_distinct)
+
+
+def has_own(graph: Graph) -> bool:
+    """Return whether a graph has operators of the user: they are in this process only, and their code may change."""
+    return any(op.target in REGISTERED for op in graph.ops)
 
 
 def _distinct(found: Sequence[Sequence[Block]]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -25,13 +25,13 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
-from superscaler.ir.model import Model, Op, width
+from superscaler.ir.model import Model, width
 from superscaler.ir.program import Program, calls
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
 from superscaler.materialize.buckets import buckets
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
-from superscaler.planner.kinds import bypass, reduced, runs
+from superscaler.planner.kinds import bypass, has_own, reduced, runs
 from superscaler.planner.memory import Beyond, beyond, kept_bytes
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
@@ -40,7 +40,6 @@ from superscaler.simulate.predict import Simulation, check_speeds, share_of, sim
 from superscaler.simulate.rates import seconds as seconds_of
 from superscaler.simulate.system import PLAIN, System
 from superscaler.simulate.works import Kernel
-from superscaler.specs.registered import REGISTERED
 from superscaler.store import cache
 
 # The rows of the microbatches that are measured. Where kernels, not their starts, take the time of these, costs of
@@ -56,21 +55,16 @@ _FREE = Link(0.0, 1e30)
 Small = tuple[Cost, Cost, Beyond]
 # The costs of a use on slow devices, and on fast ones.
 Pair = tuple[Costs, Costs]
-# So many uses that are asked for next, and are not measured, are looked at.
+# So many uses that come next, and are not measured, are looked at.
 _NEAR = 8
 
 
-def has_own(ops: Iterable[Op]) -> bool:
-    """Return whether some are operators of the user, which are in this process only, and whose code may change."""
-    return any(op.target in REGISTERED for op in ops)
-
-
 class _LackingError(Exception):
-    """A use is not measured."""
+    """Uses are not measured."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.job = job
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        super().__init__(jobs)
+        self.jobs = jobs
 
 
 class Menu:
@@ -80,8 +74,9 @@ class Menu:
         self.graph, self.cluster, self.system = graph, cluster, system
         # The process that measures beside this one.
         self.second = second or Second()
-        # What is asked for next, as far as that is known: what of that is not measured, and the rest.
-        self._near, self._ahead = list[Use](), iter(list[Use]())
+        # The plans that come next, as far as that is known: those whose uses are not measured, and the rest.
+        self._near, self._ahead = list[Choice](), iter(list[Choice]())
+        self._could: Callable[[Choice], bool] = bool
         self._is_asking = False
         self.runs = runs(graph)
         self.key = self._content()
@@ -123,7 +118,7 @@ class Menu:
         return self._known.get(use)
 
     def _plain(self, use: Use) -> Costs | None:
-        few, many = (self._own(use._replace(rows=rows)) for rows in (_FEW, _MANY))
+        few, many = self._owns(use, _FEW, _MANY)
         if few is None or many is None:
             # One row cannot be divided among experts.
             return None if use.rows == _FEW else self._own(use)
@@ -150,11 +145,23 @@ class Menu:
         """Return the costs of a use where kernels are too short to make a line of few rows."""
         if use.rows <= _MANY:
             return self._own(use)
-        less, more = (self._own(use._replace(rows=rows)) for rows in (_MANY, _MOST))
+        less, more = self._owns(use, _MANY, _MOST)
         if less is None or more is None:
             # So many parts of a loss need as many rows.
             return self._own(use)
         return less.towards(more, (use.rows - _MANY) / (_MOST - _MANY))
+
+    def _owns(self, use: Use, *rows: int) -> list[Costs | None]:
+        """Return the costs of a use with several rows."""
+        found, lacking = list[Costs | None](), list[Job]()
+        for n in rows:
+            try:
+                found.append(self._own(use._replace(rows=n)))
+            except _LackingError as error:
+                lacking += error.jobs
+        if lacking:
+            raise _LackingError(lacking)
+        return found
 
     def _own(self, use: Use) -> Costs | None:
         if use.layout in BY_SEQUENCE and any(
@@ -171,13 +178,13 @@ class Menu:
     def _shared(self, job: Job) -> Pair | None:
         """Return the costs of a use, measured here or by the second process."""
         if self._is_asking and not self.second.has_done(job):
-            raise _LackingError(job)
+            raise _LackingError([job])
         found: Pair | None = self.second.result(job, lambda job: self.measured(job.of), self._lacking)
         return found
 
-    def look(self, ahead: Iterable[Use]) -> None:
-        """Take uses that will be asked for, as far as that is known, for the second process."""
-        self._ahead, self._near = iter(ahead), []
+    def look(self, ahead: Iterable[Choice], could: Callable[[Choice], bool] = bool) -> None:
+        """Take plans whose costs will be asked for, for the second process. `could`: whether they will, by then."""
+        self._ahead, self._near, self._could = iter(ahead), [], could
         self.second.take_back()
         self.fill()
 
@@ -186,26 +193,26 @@ class Menu:
         self.second.fill("costs", self._lacking)
 
     def _lacking(self) -> list[Job]:
-        """Return the jobs that uses which come next need."""
-        found = dict[Use, Job]()
-        for use in chain(self._near, self._ahead):
-            if (job := self._lack(use)) is not None:
-                found[use] = job
+        """Return the jobs that plans which come next need, one of each use."""
+        found = dict[Use, tuple[Choice, Sequence[Job]]]()
+        for c in chain(self._near, self._ahead):
+            if c.use not in found and self._could(c) and (jobs := self._lack(c.use)):
+                found[c.use] = c, jobs
             if len(found) == _NEAR:
                 break
-        self._near = [*found]
-        return [*found.values()]
+        self._near = [c for c, _ in found.values()]
+        return [job for _, jobs in found.values() for job in jobs]
 
-    def _lack(self, use: Use) -> Job | None:
-        """Return the first job that a use needs; None if its costs are known."""
+    def _lack(self, use: Use) -> Sequence[Job]:
+        """Return the first jobs that a use needs; none if its costs are known."""
         self._is_asking = True
         try:
             self.costs(use)
         except _LackingError as error:
-            return error.job
+            return error.jobs
         finally:
             self._is_asking = False
-        return None
+        return ()
 
     def measured(self, use: Use) -> Pair | None:
         """Return the costs of a use on the slowest devices of the kind, and on the fastest."""
@@ -278,7 +285,7 @@ class Menu:
 
     def _content(self) -> str:
         """Return the hash of all that costs depend on; "" with operators of the user."""
-        if has_own(self.graph.ops):
+        if has_own(self.graph):
             return ""
         small = reduced(self.graph, self.runs, [min(len(run), 2) for run in self.runs], 1).model
         kind, links, per_server = self.cluster.device_kind, self.cluster.links, self.cluster.devices_per_server

@@ -17,9 +17,10 @@ from superscaler.planner import WORK
 from superscaler.planner.candidates import NEAR, Candidates, Errors, finalists, kind_of, next_finalist
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
-from superscaler.planner.menu import Menu, has_own
+from superscaler.planner.kinds import has_own
+from superscaler.planner.menu import Menu
 from superscaler.planner.own.stages import Fits, least_beside
-from superscaler.planner.space import Choice, Use, choices, undivided
+from superscaler.planner.space import Choice, choices, undivided
 from superscaler.planner.whole.improve import Improved, improve
 from superscaler.planner.whole.programs import Found, Programs
 from superscaler.simulate.predict import check_system
@@ -93,7 +94,7 @@ def search(
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     start, kind = time.monotonic(), check_system(graph.model, devices, system)
     constraints = read(where, devices.devices_per_server)
-    with Second(WORK, None if has_own(graph.ops) else (graph.model, devices, memory, system)) as second:
+    with Second(WORK, None if has_own(graph) else (graph.model, devices, memory, system)) as second:
         menu = Menu(graph, devices, system, second)
         programs = Programs(graph, devices, memory, system, menu.runs, second)
         estimator = Estimator(graph, devices, menu, [one.limit for one in constraints if one.limit])
@@ -193,9 +194,9 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
     windows of Swin among eight.
     """
     sizes = {min(c.tp, per_server) for c in space if c.layout == "sequence"}
-    uses = {tp: Use(tp, "sequence", "none", "whole", 1) for tp in sorted(sizes)}
-    menu.look(uses.values())
-    uncut = {tp for tp, use in uses.items() if menu.costs(use) is None}
+    plans = [Choice(1, tp, 1, 1, 1, "sequence") for tp in sorted(sizes)]
+    menu.look(plans)
+    uncut = {c.tp for c in plans if menu.costs(c.use) is None}
     if not uncut:
         return space
 
@@ -225,7 +226,7 @@ def _answer(
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
     least = [_least(e, programs.prediction(e.choice), room, candidates.estimator) for e in estimates]
-    bound = min(found[0].a_row, candidates.least(fits), *least)
+    bound = min(candidates.least(fits, found[0].a_row), *least)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
     return Answer(found, bound * found[0].choice.batch, corrected)
 
@@ -328,9 +329,9 @@ def _layouts(menu: Menu, cluster: Cluster) -> list[str]:
     its two axes.
     """
     tp = next((n for n in (2, 4, 8) if cluster.devices_per_server % n == 0), 1)
-    uses = [Use(tp, name, "none", "whole", 1) for name in ("sequence", "dap")]
-    menu.look([Use(1, "tensor", "none", "whole", 1), *uses])
-    is_cut, has_axes = (tp > 1 and menu.costs(use) is not None for use in uses)
+    plans = [Choice(1, tp, 1, 1, 1, name) for name in ("sequence", "dap")]
+    menu.look([Choice(1, 1, 1, 1, 1), *plans])
+    is_cut, has_axes = (tp > 1 and menu.costs(c.use) is not None for c in plans)
     has_experts = any(op.target == "ss.experts" for op in menu.graph.model.ops)
     return ["sequence" if is_cut else "tensor", *["experts"] * has_experts, *["dap"] * has_axes]
 
