@@ -2,6 +2,7 @@
 
     python benchmarks/search.py [--cases 20] [--seed 0] [--part 60] [--keep FILE]
     python benchmarks/search.py --bounds [--models llama]     # ten models and clusters
+    python benchmarks/search.py --time     # the first of these in two precisions, with nothing measured before
     python benchmarks/search.py --paper [--models mbart] [--devices 8,32] [--where "no swap"]      # search_paper.py
     python benchmarks/search.py --measured [--models gpt2] [--devices 2,4]     # search_measured.py
 
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from search_measured import MODELS
@@ -147,13 +150,13 @@ def compare(case: Case, file: Path | None) -> tuple[float, float, int]:
     return regret, bound, broken
 
 
-def bench(model: str, cluster: str) -> float:
+def bench(model: str, cluster: str, is_full: bool = False) -> float:
     """Print the seconds of a search, without the capture (beside which a second process loads its modules), and the
-    bound in the best step; return that.
+    bound in the best step; return that. `is_full`: in float32, not in the precision of the cluster.
     """
     prepare(WORK)
     is_paper, model_of = cluster == CLUSTERS[8], f"{model},device=meta"
-    graph = ss.Graph(of_batch(captured(model_of), 512)) if is_paper else as_trained(model_of, cluster)
+    graph = ss.Graph(of_batch(captured(model_of), 512)) if is_paper else as_trained(model_of, cluster, is_full)
     clock, start = time.monotonic(), time.process_time()
     answer = search(graph, cluster, round(CAPACITY) if is_paper else None)
     spent, own = time.monotonic() - clock, time.process_time() - start
@@ -161,17 +164,20 @@ def bench(model: str, cluster: str) -> float:
         answer.best.prediction.step_seconds,
         f"{len(answer.estimates)} estimates, {len(answer.plans)} whole plans",
     )
-    print(f"{model} {cluster}: {spent:.1f} s ({own:.1f} CPU s of this process), {counts}")
+    case = f"{model} {cluster}{' in float32' * is_full}"
+    print(f"{case}: {spent:.1f} s ({own:.1f} CPU s of this process), {counts}")
     fits = "" if answer.best.prediction.fits else " DOES NOT FIT"
     print(f"  {answer.best.spec}: {best:.3f} s{fits}; the bound is {answer.bound / best:.3f} of it", flush=True)
     return answer.bound / best
 
 
-def as_trained(model: str, cluster: str) -> ss.Graph:
-    """Return the training step of a model, captured in the precision of a cluster, as `superscaler search` has it."""
+def as_trained(model: str, cluster: str, is_full: bool = False) -> ss.Graph:
+    """Return the training step of a model, captured in the precision of a cluster, as `superscaler search` has it, or
+    in float32.
+    """
     built = build(model)
     optimizer = torch.optim.AdamW(built.module.parameters(), fused=True)
-    precision = ss.Cluster.parse(cluster).precision
+    precision = None if is_full else ss.Cluster.parse(cluster).precision
     return ss.capture(built.module, built.args, built.kwargs, optimizer, precision=precision, check=False)
 
 
@@ -182,6 +188,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=10**6)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--bounds", action="store_true")
+    parser.add_argument("--time", action="store_true")
     parser.add_argument("--paper", action="store_true")
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--models", default="")
@@ -194,6 +201,12 @@ def main() -> None:
             run_paper([f for f in FAMILIES if options.models in f], chosen or [8, 32], options.where)
         else:
             run_measured([m for m in MODELS if options.models in m], chosen or [2, 4])
+        return
+    if options.time:
+        for is_full in (True, False):
+            with TemporaryDirectory() as kept:
+                os.environ["XDG_CACHE_HOME"] = kept
+                bench(*BENCHES[0], is_full)
         return
     if options.bounds:
         found = [bench(*case) for case in BENCHES if options.models in case[0]]
