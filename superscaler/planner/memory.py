@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -84,8 +85,8 @@ class Moment(NamedTuple):
 
 
 def beyond(found: Simulation, blocks: Set[str], is_gathered: bool) -> Beyond:
-    """Return the bytes of a small model of one microbatch beyond its weights, what its blocks keep included. `blocks`:
-    the names of their ops. `is_gathered`: what gathers of weights bring counts, too.
+    """Return the bytes of a small model beyond its weights, what its blocks keep included, whose microbatches come one
+    after the other. `blocks`: the names of their ops. `is_gathered`: what gathers of weights bring counts, too.
     """
     memory = max(found.memories, key=lambda m: m.total)
     code = found.program.devices[memory.rank].instructions[:]
@@ -94,10 +95,13 @@ def beyond(found: Simulation, blocks: Set[str], is_gathered: bool) -> Beyond:
     held = memory.during - before[:, rest].sum(axis=1)
     functions = {i.task: i.function for _, i in calls(code)}
     inside = [not blocks.isdisjoint(op.origin or op.name for op in f.ops) for f in found.program.functions]
-    backward = (n for n, i in enumerate(code) if i.is_mirror and i.task is not None and inside[functions[i.task]])
-    first = next(backward, len(code))
-    updates = np.array([i.updates for i in code])
-    outer, inner = (float(max(some, default=0)) for some in (held[:first], held[first:][~updates[first:]]))
+    backward = [(n, t.microbatch) for n, i in enumerate(code) if i.is_mirror and (t := i.task) and inside[functions[t]]]
+    first = next((n for n, _ in backward), len(code))
+    updates, is_outer = np.array([i.updates for i in code]), np.arange(len(code)) < first
+    for (last, earlier), (n, microbatch) in pairwise(backward):
+        # The forward of the next microbatch, and the backward of its loss.
+        is_outer[last + 1 : n] |= microbatch != earlier
+    outer, inner = (float(max(held[own & ~updates], default=0)) for own in (is_outer, ~is_outer))
     # The first of the backwards has the gradient of what is outside, too.
     given = float(before[first, VALUES]) if first < len(code) else 0.0
     return Beyond(max(outer, inner), inner - given, float(max(held[updates], default=0)), _added(found.program))

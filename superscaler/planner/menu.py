@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,7 @@ from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
 from superscaler.ir.mask import extents
 from superscaler.ir.model import Model, width
-from superscaler.ir.program import Program, calls
+from superscaler.ir.program import Program, Role, calls, names
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
 from superscaler.materialize.buckets import buckets
@@ -245,7 +246,9 @@ class Menu:
     def _simulated(self, use: Use, counts: Sequence[int]) -> Small:
         """Return the cost of a small model on slow and on fast devices, and its bytes beyond weights."""
         dp = 1 + use.is_gathered
-        graph, links = reduced(self.graph, self.runs, counts, dp * use.rows), self.cluster.links
+        # The gradients of all weights are on the way beside the backward of the last microbatch, not of the first.
+        several = 2 if use.layout in BY_SEQUENCE and not (use.is_gathered or self.coupling) else 1
+        graph, links = reduced(self.graph, self.runs, counts, dp * use.rows * several), self.cluster.links
         devices = type(self.cluster.devices)([*self.cluster.devices][: dp * use.tp])
         if use.is_gathered:
             # Their communication has its place in the estimate.
@@ -255,33 +258,45 @@ class Menu:
         kind = unshared(self.cluster)
         cluster = replace(self.cluster, devices=devices, devices_per_server=per_server, links=links, device_kind=kind)
         zero = 3 if use.is_gathered else 0
-        spec = Choice(dp, use.tp, 1, use.rows, 1, use.layout, use.recompute, zero, loss=use.loss).spec
+        spec = Choice(dp, use.tp, 1, use.rows, several, use.layout, use.recompute, zero, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster, certified=False).program
         found = simulate(program, cluster, None, self.system, among=_ALL)
         p, kept = found.prediction, kept_bytes(found)
         update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
         inside = {op.name for run in self.runs for block in run for op in block.ops}
         weights = memory["weights"] + memory["gathered"]
-        end, work = _last(found), p.mean("compute") + p.mean("launch")
         copied, added = self._sums(found)
+        sums = (several - 1) * (copied + added)
+        end, work = _last(found), (p.mean("compute") + p.mean("launch") - sums) / several
+        end -= (several - 1) * copied
         slow = Cost(
-            end, min(work, end), step - update - end, copied, added, update,
+            end, min(work, end), max(step - update - sums - several * end, 0.0), copied, added, update,
             weights, weights * _wide(graph.model), memory["optimizer"], kept, _pieces(program),
             _early(found, inside),
         )  # fmt: skip
         saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
-        return slow, slow.faster(1 - saved / (slow.work + update)), beyond(found, inside, use.is_gathered)
+        pace = 1 - saved / (several * slow.work + sums + update)
+        return slow, slow.faster(pace), beyond(found, inside, use.is_gathered)
 
-    def _sums(self, found: Simulation) -> Iterator[float]:
-        """Yield the seconds in which a device copies the gradients of all weights, and adds them."""
-        kind, share = check_speeds(self.cluster), share_of(self.cluster, _ALL)
-        # Products of fused systems add to the sums; compiled backwards make the first ones, but for their dtype.
-        weights = [w for w in found.program.devices[0].weights if w.trained and not self.system.fused]
-        tensors = [(extents(w.box), found.program.model.tensors[w.tensor]) for w in weights]
-        copied = [(box, t) for box, t in tensors if not self.system.is_compiled or t.dtype != t.wide_dtype]
-        for name, count, metas in (("copy_", 1, copied), ("add_.Tensor", 2, tensors)):
-            pairs = ((box, t.wide_dtype) for box, t in metas)
-            yield sum(seconds_of(Kernel(name, (meta,) * count, (meta,)), kind, share) for meta in pairs)
+    def _sums(self, found: Simulation) -> tuple[float, float]:
+        """Return the seconds in which a device copies the gradients of a microbatch to sums, and adds them, beyond
+        those of a step of one microbatch: it copies gradients to a wider dtype, and sums those of weights that are read
+        in several segments.
+        """
+        kind, share, program = check_speeds(self.cluster), share_of(self.cluster, _ALL), found.program
+        code = (i for i in program.devices[0].instructions[:] if i.task is not None and i.task.microbatch <= 0)
+        counts, copied, added = Counter(total.name for i in code for total in names(i, Role.SUM)), 0.0, 0.0
+        # Products of fused systems add to the sums.
+        for weight in (w for w in program.devices[0].weights if w.trained and not self.system.fused):
+            tensor = program.model.tensors[weight.tensor]
+            own, wide = ((extents(weight.box), dtype) for dtype in (tensor.dtype, tensor.wide_dtype))
+            # Compiled backwards make the first sums, but for their dtype.
+            has_copy = own != wide or not self.system.is_compiled
+            copy = seconds_of(Kernel("copy_", (own,), (wide,)), kind, share) if has_copy else 0.0
+            is_copied = own != wide or counts[weight.name.name] > 1
+            copied += 0.0 if is_copied else copy
+            added += seconds_of(Kernel("add_.Tensor", (wide, own), (wide,)), kind, share) - is_copied * copy
+        return copied, added
 
     def _content(self) -> str:
         """Return the hash of all that costs depend on; "" with operators of the user."""
@@ -305,9 +320,10 @@ class Menu:
 
 
 def _last(found: Simulation) -> float:
-    """Return the end of the last backward of the first device."""
+    """Return the end of the last backward of the first microbatch on the first device."""
     lane = found.table.lanes[0]
-    ends = [lane.end[n, 0] for n, at in enumerate(lane.instruction.tolist()) if lane.code[at].is_mirror]
+    code = ((n, lane.code[at]) for n, at in enumerate(lane.instruction.tolist()))
+    ends = [lane.end[n, 0] for n, i in code if i.is_mirror and i.task is not None and i.task.microbatch <= 0]
     return float(max(ends, default=found.prediction.step_seconds - found.prediction.mean("optimizer")))
 
 
@@ -326,7 +342,7 @@ def _early(found: Simulation, inside: Set[str]) -> float:
     tasks = {
         call.task
         for _, call in calls(lane.code)
-        if any(op.name in inside for op in program.functions[call.function].ops)
+        if call.task.microbatch <= 0 and any(op.name in inside for op in program.functions[call.function].ops)
     }
     numbers = [n for n, at in enumerate(lane.instruction.tolist()) if getattr(lane.code[at], "task", None) in tasks]
     events = [n for n in numbers if lane.code[lane.instruction[n]].runs_segment]

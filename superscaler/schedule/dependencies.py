@@ -114,14 +114,22 @@ class DependencyGraph:
     @cached_property
     def early(self) -> frozenset[int]:
         """Return the segments that run early. These are segments without weights read by other devices (such as the
-        number of labels) or, in plans without an order, by other microbatches: run late, they would keep what they have
-        made. And these are copies, but not copies of copies: those pass from device to device during the computation.
+        number of labels) or, in plans without an order, by other microbatches, and those that they read: run late, they
+        would keep what they have made. And these are copies, but not copies of copies: those pass from device to device
+        during the computation.
         """
-        segments = self.schedule.segments
-        some = (t for t in self.schedule.transfers if t.kind == FORWARD)
-        moved = (t for t in some if not t.is_local or (len(t.microbatches) > 1 and not self.graph.orders))
-        sent = {place.segment for t in moved for end in t.pieces for place in end.places if place.kind == FORWARD}
-        return (self.copies - self.passed_on).union(n for n in sent if all(op.from_data for op in segments[n].ops))
+        plain, found = {s.number for s in self.schedule.segments if all(op.from_data for op in s.ops)}, set[int]()
+        read = [(t, _forwards(t.pieces), _forwards(t.readers)) for t in self.schedule.transfers if t.kind == FORWARD]
+        moved = {
+            n
+            for t, made, _ in read
+            if not t.is_local or (len(t.microbatches) > 1 and not self.graph.orders)
+            for n in made
+        }
+        while new := plain.intersection(moved).difference(found):
+            found |= new
+            moved = {n for _, made, readers in read if not found.isdisjoint(readers) for n in made}
+        return (self.copies - self.passed_on).union(found)
 
     def _add(self, node: Node) -> int:
         if node not in self.number:
@@ -325,6 +333,11 @@ class DependencyGraph:
 
     def is_work(self, number: int) -> bool:
         return self.names[number].kind not in PASSED
+
+
+def _forwards(ends: Iterable[End]) -> set[int]:
+    """Return the segments whose forwards make or read something."""
+    return {place.segment for end in ends for place in end.places if place.kind == FORWARD}
 
 
 def _key(group: Group) -> GroupKey:

@@ -156,3 +156,17 @@ def test_parts_of_blocks_are_made_one_after_the_other() -> None:
         own = [kind for kind, task in tasks if task.segment == segment]
         assert own in (["Forward"] * len(own), ["Forward", "Backward"] * (len(own) // 2))
     assert sum(task.part > 0 for kind, task in tasks if kind == "Backward") == 2 * 2 * 3
+
+
+@pytest.mark.parametrize("sequence", ["ring_attention:2", *slow("ulysses:2", "sequence_parallel:2")])
+def test_a_microbatch_starts_after_the_backward_of_the_one_before_it(sequence: str) -> None:
+    """The loss divides by the labels of all microbatches, whose devices exchange the labels at the ends of their parts:
+    no microbatch waits for that with its activations.
+    """
+    plan = compiled("llama:size=tiny", f"gradient_accumulation:1,microbatches=4 x {sequence}", 2)
+    for device in plan.compiled.program.devices:
+        code = [i for i in device.instructions if isinstance(i, Forward | Backward)]
+        backward = {i.task for i in code if isinstance(i, Backward)}
+        turns = [i.task.microbatch for i in code if i.task in backward]
+        assert turns == sorted(turns)
+    assert {*turns} == {0, 1, 2, 3}
