@@ -192,8 +192,9 @@ class Estimator:
         """
         if c.swap != "none":
             moved = (stage.gradients + stage.weights) * c.chunks
-            # It reads weights, gradients and state, and writes weights and state.
-            updated = (3 * stage.gradients + 2 * stage.optimizer) * c.chunks
+            # It reads weights, gradients and state, and writes weights and state. That has copies of weights in halves.
+            others = np.clip(2 * stage.weights - stage.gradients, 0.0, stage.gradients)
+            updated = (stage.gradients + 2 * stage.optimizer + 2 * others) * c.chunks
             return np.maximum(moved / self.cluster.links.host.bandwidth, updated / HOST)
         return stage.update * c.chunks / (c.dp if c.zero else 1)
 
