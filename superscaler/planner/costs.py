@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from superscaler.planner.memory import Beyond
 
 # The first fields of a cost: seconds.
-_TIMES = 6
+_TIMES = 8
 # Kernels take the time where many rows take so many times the seconds of few, or more.
 _BUSY = 3.2
 
@@ -17,9 +19,10 @@ _BUSY = 3.2
 class Cost(NamedTuple):
     """Of a block, or of what is outside of the blocks, on a device: the seconds of a microbatch, `work`: those without
     communication; `once`: of the communication of gradients after the last one; of gradients that are `copied` to sums,
-    and `added` to them; `update`: of a step's update; bytes of `weights`, of their `gradients`, of the `optimizer`'s
-    state, and `kept` of a microbatch until its backward; the `pieces` in which gradients are sent; of the
-    seconds, those `early` in the model: before the first block, and after its backward.
+    and `added` to them; `update`: of a step's update; `host`: of the host, which starts the work of a microbatch, and
+    `idle`: those in which a device waits for it at the begin of a step; bytes of `weights`, of their `gradients`, of
+    the `optimizer`'s state, and `kept` of a microbatch until its backward; the `pieces` in which gradients are sent; of
+    the seconds, those `early` in the model: before the first block, and after its backward.
     """
 
     seconds: float
@@ -28,12 +31,21 @@ class Cost(NamedTuple):
     copied: float
     added: float
     update: float
+    host: float
+    idle: float
     weights: float
     gradients: float
     optimizer: float
     kept: float
     pieces: float = 0.0
     early: float = 0.0
+
+    @property
+    def turn(self) -> Any:
+        """Return the seconds from one of many microbatches to the next: of the device, or of its host. They may be an
+        array.
+        """
+        return np.maximum(self.seconds, self.host)
 
     def __sub__(self, other: Cost) -> Cost:
         """Return the difference to a smaller model, never below 0."""
@@ -45,8 +57,11 @@ class Cost(NamedTuple):
 
     def faster(self, pace: float) -> Cost:
         """Return the cost with all work in so many of its seconds."""
-        sums = (pace * x for x in self[3:_TIMES])
-        return Cost(self.seconds - (1 - pace) * self.work, pace * self.work, self.once, *sums, *self[_TIMES:])
+        saved, copied, added, update = ((1 - pace) * x for x in (self.work, self.copied, self.added, self.update))
+        return self._replace(
+            seconds=self.seconds - saved, work=self.work - saved, copied=self.copied - copied,
+            added=self.added - added, update=self.update - update,
+        )  # fmt: skip
 
     def towards(self, other: Cost, share: float) -> Cost:
         """Return the cost at a share of the way to another one."""

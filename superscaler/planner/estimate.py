@@ -19,7 +19,7 @@ from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
-from superscaler.planner.space import BY_SEQUENCE, Choice
+from superscaler.planner.space import Choice
 from superscaler.planner.stages.balance import NOTHING, Way, cuts_of, meetings, outside
 from superscaler.planner.stages.cuts import Cuts
 from superscaler.simulate.predict import check_speeds, overheads_of, shared_cores
@@ -101,7 +101,7 @@ class Estimator:
         passes = 0.0 if choice.schedule == "zbv" else (2 * choice.pp // choice.directions - 2) * send
         peak = max(self.bytes_at(choice.stage(k), costs[k], stages, k) for k in range(choice.pp))
         # Later stages of 1F1B are done while the first one has its last backward, after all others.
-        drained = sum(stage.seconds for stage in stages[:largest]) * self._drains(choice)
+        drained = sum(stage.turn for stage in stages[:largest]) * self._drains(choice)
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
         busy = self.shared(self._busy(choice, stages))
         least = max(works + bubble + first + updates[0] + passes, busy)
@@ -203,17 +203,17 @@ class Estimator:
         the seconds of what is outside of the blocks.
         """
         own = [self._of_device(c, stages, device) for device in range(c.pp)]
-        works = [sum(stage.seconds for stage in some) / c.directions for some in own]
+        devices = [reduce(lambda a, b: a.plus(b, 1), some) for some in own]
+        works = [float(device.turn) / c.directions for device in devices]
         slowest, total = max(works), sum(works)
         if c.schedule == "interlaced":
             # All devices do their share of it at a time.
             total -= rest * (1 - 1 / c.pp)
         # Of the last gradients, only those of the first device have nothing beside them.
         sums = max(sum(self.sums(c, stage) for stage in some) for some in own) + sum(stage.once for stage in own[0])
-        if c.layout in BY_SEQUENCE:
-            # The costs are of the last microbatch, beside which gradients are on the way.
-            beside = self.cluster.seconds("all_reduce", [range(c.tp)], max(stage.gradients for stage in stages))
-            sums -= (c.microbatches - 1) * beside * (1 - 1 / self.slowdown)
+        if c.pp == 1:
+            # Of a step's begin, as far as the host is not in time later, either.
+            sums += max(stages[0].idle - c.microbatches * (slowest - stages[0].seconds), 0.0)
         # 1F1B fills and drains once through all other stages.
         idle, count = (total - slowest) * IDLE.get(c.schedule, 1.0 / c.chunks), c.microbatches
         if c.schedule in IDLE:
@@ -240,14 +240,14 @@ class Estimator:
         if c.copies == 1:
             return 0.0
         first, own, pieces = self._first / c.tp, self.collective, stage.pieces
-        backward = _BACKWARD[c.recompute != "none"] * stage.seconds
+        backward = _BACKWARD[c.recompute != "none"] * stage.turn
         if c.zero == 0:
             return self._beside(own(c, "all_reduce", stage.gradients, pieces), own(c, "all_reduce", first), backward)
         scatter, gather = own(c, "reduce_scatter", stage.gradients, pieces), own(c, "all_gather", stage.weights / c.dp)
         last, start = own(c, "reduce_scatter", first), own(c, "all_gather", first / c.dp)
         if c.zero == 1:
-            return self._beside(scatter, last, backward) + self._beside(gather, start, stage.seconds - backward)
-        work = c.microbatches * stage.seconds
+            return self._beside(scatter, last, backward) + self._beside(gather, start, stage.turn - backward)
+        work = c.microbatches * stage.turn
         return self._beside(c.microbatches * (scatter + 2 * gather), last + start, work)
 
     def _beside(self, every: Any, alone: float, work: Any) -> Any:

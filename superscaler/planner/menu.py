@@ -266,13 +266,15 @@ class Menu:
         inside = {op.name for run in self.runs for block in run for op in block.ops}
         weights = memory["weights"] + memory["gathered"]
         copied, added = self._sums(found)
-        sums = (several - 1) * (copied + added)
-        end, work = _last(found), (p.mean("compute") + p.mean("launch") - sums) / several
-        end -= (several - 1) * copied
+        sums, idle = (several - 1) * (copied + added), p.mean("host") / several
+        end = _last(found) - (several - 1) * copied
+        seconds = max(end - idle, 0.0)
+        work = min((p.mean("compute") + p.mean("launch") - sums) / several - idle, seconds)
         slow = Cost(
-            end, min(work, end), max(step - update - sums - several * end, 0.0), copied, added, update,
+            seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
+            float(found.table.starts.mean()) / several, idle,
             weights, weights * _wide(graph.model), memory["optimizer"], kept, _pieces(program),
-            _early(found, inside),
+            min(_early(found, inside), seconds),
         )  # fmt: skip
         saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
         pace = 1 - saved / (several * slow.work + sums + update)

@@ -171,6 +171,7 @@ class _Clock:
         waits = later(run.host + late - run.clock - seconds, 0.0)
         run.host, seconds = even(run.host + own), even(seconds + waits)
         run.spend("host", waits)
+        run.spend("starts", 0.0 if step.first.updates else own)
         if self.cores is not None:
             seconds = yield from self._shared(run, self.cores, latest(seconds))
         elif self.slowdown > 1.0:
@@ -239,7 +240,7 @@ class _Clock:
         seconds = max(latest(run.clock) for run in self.runs)
         for run in self.runs:
             run.spend("bubble", seconds - run.clock)
-        kinds = ("compute", "optimizer", "launch", "exposed", "copies", "bubble", "host")
+        kinds = ("compute", "optimizer", "launch", "exposed", "copies", "bubble", "host", "starts")
         found = {kind: np.zeros(self.program.world) for kind in kinds}
         for run in self.runs:
             for kind in kinds:

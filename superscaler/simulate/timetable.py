@@ -95,7 +95,7 @@ class Timetable:
     The seconds of each device sum up to those of the step: `compute`; `optimizer`; `launch` of communication;
     `exposed`: waits while the data were on the way; `copies`: waits for copies to and from the host; `bubble`: waits
     until all ends of a communication were there, and for other devices at the end. `host`: the seconds of the first
-    three in which the device waited for its host.
+    three in which the device waited for its host; `starts`: those of the host, which starts all but the update.
     `path`: the critical path, from the start to the end. `bytes`: on links by class, `server`, `network`, `host`.
     """
 
@@ -108,5 +108,6 @@ class Timetable:
     copies: Floats
     bubble: Floats
     host: Floats
+    starts: Floats
     path: tuple[Link, ...]
     bytes: Mapping[str, float]

@@ -45,7 +45,7 @@ class Drawn(Menu):
 
         def cost(size: float) -> Cost:
             work, weights = size * draw.uniform(0.5, 1.5) * use.rows / use.tp, draw.uniform(1e6, 1e8) * size / use.tp
-            ends = [draw.uniform(0, 0.1) * size for _ in range(4)]
+            ends = [draw.uniform(0, 0.1) * size for _ in range(4)] + [0.0, 0.0]
             own = draw.uniform(1e7, 1e8) * use.rows / use.tp * kept
             return Cost(work * times, work * times, *ends, weights, weights, 2 * weights, own)
 

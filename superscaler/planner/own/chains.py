@@ -69,8 +69,8 @@ class Ways:
     def least(self) -> float:
         """Return the seconds of a step if all devices were busy alike, in the fastest way for each block."""
         every = [costs for _, costs in self.known]
-        runs = [min(costs.runs[n].seconds for costs in every) for n in range(len(every[0].runs))] if every else [inf]
-        rest = min((costs.rest.seconds for costs in every), default=inf)
+        runs = [min(costs.runs[n].turn for costs in every) for n in range(len(every[0].runs))] if every else [inf]
+        rest = min((costs.rest.turn for costs in every), default=inf)
         work = float(sum(runs[n] for n in self.estimator.run_of)) + rest
         return max(((self.microbatches - self.idle) / self.pp + self.idle) * work, self._shared)
 
@@ -117,7 +117,7 @@ class Ways:
                 c, cost = way.choice, self._cost(way, stage)
                 peak = self.estimator.bytes_at(c, way.costs, [cost] * self.pp, stage)
                 # All others are done before the first one.
-                wait = self.idle * cost.seconds + (0.0 if stage else self._tail(c, cost))
+                wait = self.idle * cost.turn + (0.0 if stage else self._tail(c, cost))
                 chosen = is_some & (peak <= self.room) & (wait < waits[:, :, at])
                 for table, value in ((waits, wait), (steps, self._own_step(c, cost)), (numbers, number)):
                     table[:, :, at] = np.where(chosen, value, table[:, :, at])
@@ -125,7 +125,7 @@ class Ways:
 
     def _own_step(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of a stage in a step beside those in which it waits for itself, too."""
-        return (self.microbatches - self.idle) * cost.seconds + self.estimator.sums(c, cost)
+        return (self.microbatches - self.idle) * cost.turn + self.estimator.sums(c, cost)
 
     def _tail(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of the update, and of the gradients that no work hides."""

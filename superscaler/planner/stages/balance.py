@@ -25,8 +25,11 @@ def outside(rest: Cost, share: float, is_last: bool) -> Cost:
     weights, and of the work what is early or late in the model. What it keeps is in the bytes beyond the costs.
     """
     seconds, once = (rest.seconds - rest.early, rest.once) if is_last else (rest.early, 0.0)
-    work = rest.work * seconds / rest.seconds if rest.seconds else 0.0
-    return NOTHING.plus(rest, share)._replace(seconds=seconds, work=work, once=once, kept=0.0, early=0.0)
+    part = seconds / rest.seconds if rest.seconds else 0.0
+    own = NOTHING.plus(rest, share)
+    return own._replace(
+        seconds=seconds, work=rest.work * part, host=rest.host * part, once=once, kept=0.0, early=0.0
+    )  # fmt: skip
 
 
 def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: Allowed) -> list[int] | None:
@@ -37,13 +40,16 @@ def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: A
     count = len(run_of)
     if stages == 1:
         return [0, count]
-    seconds = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
+    blocks = np.array([[costs.runs[n].seconds, costs.runs[n].host] for n in run_of])
+    until = np.concatenate([np.zeros((1, 2)), blocks.cumsum(axis=0)])
     every = list[Floats]()
     for k in range(stages):
-        own = seconds[None, :] - seconds[:, None]
+        own = until[None, :] - until[:, None]
         for is_last in (False, True):
-            own = own + (outside(costs.rest, 1.0, is_last).seconds if has_rest and k == (stages - 1) * is_last else 0.0)
-        every.append(np.where(allowed(k, stages), own, inf))
+            if has_rest and k == (stages - 1) * is_last:
+                rest = outside(costs.rest, 1.0, is_last)
+                own += rest.seconds, rest.host
+        every.append(np.where(allowed(k, stages), own.max(axis=2), inf))
     # The slowest of the stages up to each block.
     slowest = np.where(np.arange(count + 1) == 0, 0.0, inf)
     for own in every:

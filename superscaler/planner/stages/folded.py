@@ -32,8 +32,8 @@ class Folded:
 
     def __init__(self, costs: Costs, run_of: Ints, devices: int, allowed: Allowed, slow: Sequence[int]) -> None:
         # The first device has all that is outside of the blocks, early in the model or late.
-        self.rest, self.early, self.devices, self.slow = costs.rest.seconds, costs.rest.early, devices, [*slow]
-        self.until = np.concatenate([[0.0], np.cumsum([costs.runs[n].seconds for n in run_of])])
+        self.rest, self.early, self.devices, self.slow = float(costs.rest.turn), costs.rest.early, devices, [*slow]
+        self.until = np.concatenate([[0.0], np.cumsum([costs.runs[n].turn for n in run_of])])
         # The seconds of the blocks between two.
         self.inner = np.triu(self.until[None, :] - self.until[:, None]) + np.tril(
             np.full((len(self.until),) * 2, inf), -1

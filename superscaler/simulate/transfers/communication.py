@@ -199,6 +199,7 @@ class Communication:
             run.spend("host", waits)
             run.work("launch", waits + (self.launch + start))
             run.host = run.host + self.launch
+            run.spend("starts", self.launch)
         stream = run.streams.setdefault(key, len(run.names))
         if stream == len(run.names):
             run.names.append(name)
