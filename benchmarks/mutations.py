@@ -514,7 +514,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "@along_axis(recomputes=True)", "plans/test_chunked_loss"),
     ("a limit on a stage is one on all", "self.stage is None or self.stage % stages == stage", "True",
      "planner/test_constraints"),
-    ("limits are of the stage before", "np.where(allowed(k, stages), own, inf)",
+    ("limits are of the stage before", "np.where(allowed(k, stages), own.max(axis=2), inf)",
      "np.where(allowed(k - 1, stages), own, inf)", "planner/test_constraints planner/test_stages"),
     ("a last stage without blocks is nowhere", "found[-1, -1] = has_rest and stage == stages - 1 and self.ends[1]",
      "found[-1, -1] = False", "planner/test_stages"),

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.stages import Fits, OwnStages
-from superscaler.planner.programs import Found
 from superscaler.planner.space import BY_SEQUENCE, Choice
+from superscaler.planner.whole.programs import Found
 from superscaler.simulate.prediction import Prediction
 
 # A plan is better than another one below so many times its seconds.

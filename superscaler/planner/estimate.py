@@ -14,14 +14,14 @@ import numpy as np
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op, width
-from superscaler.materialize.buckets import BUCKET_BYTES
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
-from superscaler.planner.stages.balance import NOTHING, Way, cuts_of, meetings, outside
+from superscaler.planner.stages.balance import NOTHING, outside
 from superscaler.planner.stages.cuts import Cuts
+from superscaler.planner.traffic import Traffic
 from superscaler.simulate.predict import check_speeds, overheads_of, shared_cores
 from superscaler.simulate.rates import HOST
 
@@ -56,8 +56,7 @@ class Estimator:
         # The run of each block, and the number of the model's blocks in it, as `blocks=` counts them.
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
-        self._sends: dict[tuple[Way, Way, int], float] = {}
-        self._prices: dict[tuple[str, int, int, int, float], float] = {}
+        self.traffic = Traffic(graph, cluster, menu)
         self.cuts = Cuts(graph, menu, self.run_of, limits)
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
@@ -95,7 +94,7 @@ class Estimator:
             for k, own in enumerate(stages)
         ]
         ends = pairwise(map(choice.stage, range(choice.pp))) if choice.own else [(choice, choice)] * (choice.pp > 1)
-        send = max((self.send(a, b) for a, b in ends), default=0.0)
+        send = max((self.traffic.send(a, b) for a, b in ends), default=0.0)
         sends = 2 * (choice.microbatches + choice.pp) * choice.chunks * send
         # Of two directions, the devices in the middle are the last to begin.
         passes = 0.0 if choice.schedule == "zbv" else (2 * choice.pp // choice.directions - 2) * send
@@ -126,7 +125,7 @@ class Estimator:
 
     def _started(self, c: Choice) -> float:
         """Return the seconds in which devices start messages between stages, at both ends, added up."""
-        start = self.cluster.links.start("send", self._sent(c, c))
+        start = self.cluster.links.start("send", self.traffic.sent(c, c))
         return 4 * c.microbatches * (c.stages - 1) * c.dp * c.tp * start
 
     def even(self, c: Choice) -> list[float]:
@@ -239,7 +238,7 @@ class Estimator:
         """
         if c.copies == 1:
             return 0.0
-        first, own, pieces = self._first / c.tp, self.collective, stage.pieces
+        first, own, pieces = self._first / c.tp, self.traffic.collective, stage.pieces
         backward = _BACKWARD[c.recompute != "none"] * stage.turn
         if c.zero == 0:
             return self._beside(own(c, "all_reduce", stage.gradients, pieces), own(c, "all_reduce", first), backward)
@@ -286,46 +285,6 @@ class Estimator:
         kept, every = (sum(own.runs[n].kept for n in self.run_of) for own in (costs, plain))
         return every / kept if kept else 1.0
 
-    def collective(self, c: Choice, kind: str, size: Any, pieces: Any = 1.0) -> Any:
-        """Return the seconds of collectives of the data-parallel groups of a stage, one after the other: of some bytes
-        of each device in so many pieces, none larger than the largest tensor. The numbers may be arrays.
-        """
-        most = float(np.max(np.minimum(size, self._largest) if np.max(pieces) > 1 else size))
-        start = self._priced(c, kind, 0.0)
-        return pieces * start + size * (self._priced(c, kind, most) - start) / most if most else pieces * 0.0
-
-    def _priced(self, c: Choice, kind: str, size: float) -> float:
-        """Return the seconds of one collective."""
-        far = (c.pp - 1) * c.dp * c.tp * (c.directions - 1)
-        key = kind, c.dp, c.tp, far, size
-        if key not in self._prices:
-            near = np.arange(c.dp * c.tp).reshape(c.dp, c.tp)
-            # Of two directions, the ends of the pipeline have the first stage.
-            groups = (np.concatenate([near, near + far]) if far else near).T.tolist()
-            lines = self.cluster.way(kind, groups, size).lines
-            self._prices[key] = max(latency + slope * size for latency, slope in lines)
-        return self._prices[key]
-
-    @cached_property
-    def _largest(self) -> float:
-        """Return the bytes of the largest piece of gradients."""
-        weights = (t for t in self.graph.model.parameters() if t.requires_grad)
-        return float(max([BUCKET_BYTES, *(prod(t.shape) * width(t.wide_dtype) for t in weights)]))
-
-    def send(self, c: Choice, after: Choice) -> float:
-        """Return the seconds of the messages of a microbatch from a stage to the next one, which may be cut in another
-        way: each device gets what it reads of each that has it.
-        """
-        key = cuts_of(c), cuts_of(after), c.rows
-        if key not in self._sends:
-            self._sends[key] = self.cluster.seconds("send", meetings(*key[:2]), self._sent(c, after))
-        return self._sends[key]
-
-    def _sent(self, c: Choice, after: Choice) -> float:
-        """Return the bytes of such a message."""
-        parts = max(cuts_of(c)[1], cuts_of(after)[1])
-        return self._handed * c.rows * c.dp / max(c.dp, after.dp) / parts
-
     @cached_property
     def _first(self) -> float:
         """Return the bytes of the gradients of the weights that are read before the first block."""
@@ -348,9 +307,3 @@ class Estimator:
         model = self.graph.model
         names = {o.tensor for op in ops for o in op.inputs} & {t.name for t in model.parameters() if t.requires_grad}
         return float(sum(prod(model.tensors[name].shape) * width(model.tensors[name].wide_dtype) for name in names))
-
-    @cached_property
-    def _handed(self) -> float:
-        """Return the bytes that a block hands to the next one for a row of the batch."""
-        ends = [self.graph.model.tensors[block.ops[-1].outputs[0].tensor] for run in self.menu.runs for block in run]
-        return max((t.nbytes for t in ends), default=0) / self.menu.batch

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -25,22 +23,17 @@ from superscaler.cluster.links import Link
 from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
-from superscaler.ir.mask import extents
-from superscaler.ir.model import Model, width
-from superscaler.ir.program import Program, Role, calls, names
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
-from superscaler.materialize.buckets import buckets
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
 from superscaler.planner.kinds import bypass, has_own, reduced, runs
-from superscaler.planner.memory import Beyond, beyond, kept_bytes
+from superscaler.planner.memory import Beyond, beyond
+from superscaler.planner.small import ALL, costs_of
 from superscaler.planner.space import BY_SEQUENCE, Choice, Use
 from superscaler.plans import resolve
 from superscaler.plans.lib.shared import batch_of, inner_blocks
-from superscaler.simulate.predict import Simulation, check_speeds, share_of, simulate, unshared
-from superscaler.simulate.rates import seconds as seconds_of
+from superscaler.simulate.predict import share_of, simulate, unshared
 from superscaler.simulate.system import PLAIN, System
-from superscaler.simulate.works import Kernel
 from superscaler.store import cache
 
 # The rows of the microbatches that are measured. Where kernels, not their starts, take the time of these, costs of
@@ -48,8 +41,6 @@ from superscaler.store import cache
 _FEW, _MANY, _MOST = 1, 4, 16
 # The seconds of more rows in those on the line, at least: large products are a little faster.
 _LARGER = 0.96
-# Devices of a cluster whose slowest one is the slowest of its kind.
-_ALL = 10**9
 # A link that takes no time.
 _FREE = Link(0.0, 1e30)
 # The cost of a small model on slow and on fast devices, and its bytes beyond weights.
@@ -260,45 +251,9 @@ class Menu:
         zero = 3 if use.is_gathered else 0
         spec = Choice(dp, use.tp, 1, use.rows, several, use.layout, use.recompute, zero, loss=use.loss).spec
         program = compile_graph(graph, resolve(spec), cluster, certified=False).program
-        found = simulate(program, cluster, None, self.system, among=_ALL)
-        p, kept = found.prediction, kept_bytes(found)
-        update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
+        found = simulate(program, cluster, None, self.system, among=ALL)
         inside = {op.name for run in self.runs for block in run for op in block.ops}
-        weights = memory["weights"] + memory["gathered"]
-        copied, added = self._sums(found)
-        sums, idle = (several - 1) * (copied + added), p.mean("host") / several
-        end = _last(found) - (several - 1) * copied
-        seconds = max(end - idle, 0.0)
-        work = min((p.mean("compute") + p.mean("launch") - sums) / several - idle, seconds)
-        slow = Cost(
-            seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
-            float(found.table.starts.mean()) / several, idle,
-            weights, weights * _wide(graph.model), memory["optimizer"], kept, _pieces(program),
-            min(_early(found, inside), seconds),
-        )  # fmt: skip
-        saved = step - p.low if share_of(self.cluster, _ALL) < share_of(self.cluster, 1) else 0.0
-        pace = 1 - saved / (several * slow.work + sums + update)
-        return slow, slow.faster(pace), beyond(found, inside, use.is_gathered)
-
-    def _sums(self, found: Simulation) -> tuple[float, float]:
-        """Return the seconds in which a device copies the gradients of a microbatch to sums, and adds them, beyond
-        those of a step of one microbatch: it copies gradients to a wider dtype, and sums those of weights that are read
-        in several segments.
-        """
-        kind, share, program = check_speeds(self.cluster), share_of(self.cluster, _ALL), found.program
-        code = (i for i in program.devices[0].instructions[:] if i.task is not None and i.task.microbatch <= 0)
-        counts, copied, added = Counter(total.name for i in code for total in names(i, Role.SUM)), 0.0, 0.0
-        # Products of fused systems add to the sums.
-        for weight in (w for w in program.devices[0].weights if w.trained and not self.system.fused):
-            tensor = program.model.tensors[weight.tensor]
-            own, wide = ((extents(weight.box), dtype) for dtype in (tensor.dtype, tensor.wide_dtype))
-            # Compiled backwards make the first sums, but for their dtype.
-            has_copy = own != wide or not self.system.is_compiled
-            copy = seconds_of(Kernel("copy_", (own,), (wide,)), kind, share) if has_copy else 0.0
-            is_copied = own != wide or counts[weight.name.name] > 1
-            copied += 0.0 if is_copied else copy
-            added += seconds_of(Kernel("add_.Tensor", (wide, own), (wide,)), kind, share) - is_copied * copy
-        return copied, added
+        return *costs_of(found, inside, several, self.system), beyond(found, inside, use.is_gathered)
 
     def _content(self) -> str:
         """Return the hash of all that costs depend on; "" with operators of the user."""
@@ -321,49 +276,8 @@ class Menu:
             self._count = len(self._measured)
 
 
-def _last(found: Simulation) -> float:
-    """Return the end of the last backward of the first microbatch on the first device."""
-    lane = found.table.lanes[0]
-    code = ((n, lane.code[at]) for n, at in enumerate(lane.instruction.tolist()))
-    ends = [lane.end[n, 0] for n, i in code if i.is_mirror and i.task is not None and i.task.microbatch <= 0]
-    return float(max(ends, default=found.prediction.step_seconds - found.prediction.mean("optimizer")))
-
-
 def _read(pair: Any) -> Pair | None:
     if pair is None:
         return None
     slow, fast = (Costs(tuple(Cost(*cost) for cost in runs), Cost(*rest), Beyond(*held)) for runs, rest, held in pair)
     return slow, fast
-
-
-def _early(found: Simulation, inside: Set[str]) -> float:
-    """Return the seconds of the first device before its first block, and after the backward of that. `inside`: the
-    names of the ops of all blocks.
-    """
-    lane, program = found.table.lanes[0], found.program
-    tasks = {
-        call.task
-        for _, call in calls(lane.code)
-        if call.task.microbatch <= 0 and any(op.name in inside for op in program.functions[call.function].ops)
-    }
-    numbers = [n for n, at in enumerate(lane.instruction.tolist()) if getattr(lane.code[at], "task", None) in tasks]
-    events = [n for n in numbers if lane.code[lane.instruction[n]].runs_segment]
-    if not events:
-        return 0.0
-    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=_last(found))
-    return float(lane.start[events, 0].min() + _last(found) - end)
-
-
-def _pieces(program: Program) -> float:
-    """Return the number of collectives in which a device sends the gradients of all weights, the last ones first."""
-    tensors = program.model.tensors
-    weights = [(w, tensors[w.tensor]) for w in program.devices[0].weights if w.trained]
-    sizes = [prod(extents(w.box)) * width(tensor.wide_dtype) for w, tensor in weights]
-    return float(buckets(sizes[::-1]))
-
-
-def _wide(model: Model) -> float:
-    """Return the bytes of gradients for each byte of weights."""
-    weights = [t for t in model.parameters() if t.requires_grad]
-    wide = sum(prod(t.shape) * width(t.wide_dtype) for t in weights)
-    return wide / max(sum(t.nbytes for t in model.parameters()), 1)

@@ -11,7 +11,8 @@ from superscaler.cluster.devices import Speeds
 from superscaler.compiler import compile_graph
 from superscaler.ir.program import Collective
 from superscaler.planner.estimate import Estimator
-from superscaler.planner.menu import Menu, _pieces
+from superscaler.planner.menu import Menu
+from superscaler.planner.small import pieces
 from superscaler.planner.space import Choice, Use
 from superscaler.planner.stages.balance import outside
 from superscaler.plans import resolve
@@ -45,7 +46,7 @@ def test_gradients_take_the_seconds_of_their_collectives(cluster: str, choice: C
     ports, groups = Ports(devices), np.arange(16).reshape(choice.dp, choice.tp).T
     seconds = sum(float(np.max(ports.route("all_reduce", groups, size).seconds)) for size in sizes)
     estimator = Estimator(graph, devices, Menu(graph, devices))
-    found = estimator.collective(choice, "all_reduce", sum(sizes), _pieces(program))
+    found = estimator.traffic.collective(choice, "all_reduce", sum(sizes), pieces(program))
     assert 0.94 * seconds < found <= seconds
 
 

@@ -53,7 +53,9 @@ def test_costs_add_up_to_the_step_of_the_model() -> None:
     assert costs is not None
     plan = ss.compile(of_batch(graph_of(GPT), 1), "hybrid:dp=1,tp=2,pp=1,microbatches=1,sequence=true", "a100:1x2")
     total = costs.rest.plus(costs.runs[0], 4)
-    assert total.seconds + total.idle + total.once + total.update == pytest.approx(plan.simulate().step_seconds, rel=0.01)
+    assert total.seconds + total.idle + total.once + total.update == pytest.approx(
+        plan.simulate().step_seconds, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("recompute", ["full", *slow("co_shard")])

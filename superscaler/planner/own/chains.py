@@ -137,7 +137,7 @@ class Ways:
         estimate has.
         """
         every = [ways[0].choice for ways in self.by_cut]
-        send = np.array([[self.estimator.send(a, b) for b in every] for a in every])
+        send = np.array([[self.estimator.traffic.send(a, b) for b in every] for a in every])
         times = 1.0 if self.is_bound else (self.microbatches + self.pp) / (self.pp - 1)
         return 2 * times * send
 

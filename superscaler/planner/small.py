@@ -1,0 +1,103 @@
+"""What a small model costs: the seconds and bytes of a microbatch, by its simulated step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+from math import prod
+
+from superscaler.ir.mask import extents
+from superscaler.ir.model import Model, width
+from superscaler.ir.program import Program, Role, calls, names
+from superscaler.materialize.buckets import buckets
+from superscaler.planner.costs import Cost
+from superscaler.planner.memory import kept_bytes
+from superscaler.simulate.predict import Simulation, check_speeds, share_of
+from superscaler.simulate.rates import seconds as seconds_of
+from superscaler.simulate.system import System
+from superscaler.simulate.works import Kernel
+
+# Devices of a cluster whose slowest one is the slowest of its kind.
+ALL = 10**9
+
+
+def costs_of(found: Simulation, blocks: Set[str], several: int, system: System) -> tuple[Cost, Cost]:
+    """Return the cost of a small model on slow devices, on which it was simulated, and on fast ones. `blocks`: the
+    names of their ops; `several`: the microbatches of its step.
+    """
+    p, (copied, added) = found.prediction, _sums(found, system)
+    update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
+    sums, idle, end = (several - 1) * (copied + added), p.mean("host") / several, _last(found)
+    end -= (several - 1) * copied
+    seconds, weights = max(end - idle, 0.0), memory["weights"] + memory["gathered"]
+    work = min((p.mean("compute") + p.mean("launch") - sums) / several - idle, seconds)
+    slow = Cost(
+        seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
+        float(found.table.starts.mean()) / several, idle,
+        weights, weights * _wide(found.program.model), memory["optimizer"], kept_bytes(found), pieces(found.program),
+        min(_early(found, blocks), seconds),
+    )  # fmt: skip
+    saved = step - p.low if share_of(found.cluster, ALL) < share_of(found.cluster, 1) else 0.0
+    return slow, slow.faster(1 - saved / (several * slow.work + sums + update))
+
+
+def _sums(found: Simulation, system: System) -> tuple[float, float]:
+    """Return the seconds in which a device copies the gradients of a microbatch to sums, and adds them, beyond
+    those of a step of one microbatch: it copies gradients to a wider dtype, and sums those of weights that are read
+    in several segments.
+    """
+    kind, share, program = check_speeds(found.cluster), share_of(found.cluster, ALL), found.program
+    code = (i for i in program.devices[0].instructions[:] if i.task is not None and i.task.microbatch <= 0)
+    counts, copied, added = Counter(total.name for i in code for total in names(i, Role.SUM)), 0.0, 0.0
+    # Products of fused systems add to the sums.
+    for weight in (w for w in program.devices[0].weights if w.trained and not system.fused):
+        tensor = program.model.tensors[weight.tensor]
+        own, wide = ((extents(weight.box), dtype) for dtype in (tensor.dtype, tensor.wide_dtype))
+        # Compiled backwards make the first sums, but for their dtype.
+        has_copy = own != wide or not system.is_compiled
+        copy = seconds_of(Kernel("copy_", (own,), (wide,)), kind, share) if has_copy else 0.0
+        is_copied = own != wide or counts[weight.name.name] > 1
+        copied += 0.0 if is_copied else copy
+        added += seconds_of(Kernel("add_.Tensor", (wide, own), (wide,)), kind, share) - is_copied * copy
+    return copied, added
+
+
+def _last(found: Simulation) -> float:
+    """Return the end of the last backward of the first microbatch on the first device."""
+    lane = found.table.lanes[0]
+    code = ((n, lane.code[at]) for n, at in enumerate(lane.instruction.tolist()))
+    ends = [lane.end[n, 0] for n, i in code if i.is_mirror and i.task is not None and i.task.microbatch <= 0]
+    return float(max(ends, default=found.prediction.step_seconds - found.prediction.mean("optimizer")))
+
+
+def _early(found: Simulation, blocks: Set[str]) -> float:
+    """Return the seconds of the first device before its first block, and after the backward of that. `blocks`: the
+    names of the ops of all blocks.
+    """
+    lane, program = found.table.lanes[0], found.program
+    tasks = {
+        call.task
+        for _, call in calls(lane.code)
+        if call.task.microbatch <= 0 and any(op.name in blocks for op in program.functions[call.function].ops)
+    }
+    numbers = [n for n, at in enumerate(lane.instruction.tolist()) if getattr(lane.code[at], "task", None) in tasks]
+    events = [n for n in numbers if lane.code[lane.instruction[n]].runs_segment]
+    if not events:
+        return 0.0
+    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=_last(found))
+    return float(lane.start[events, 0].min() + _last(found) - end)
+
+
+def pieces(program: Program) -> float:
+    """Return the number of collectives in which a device sends the gradients of all weights, the last ones first."""
+    tensors = program.model.tensors
+    weights = [(w, tensors[w.tensor]) for w in program.devices[0].weights if w.trained]
+    sizes = [prod(extents(w.box)) * width(tensor.wide_dtype) for w, tensor in weights]
+    return float(buckets(sizes[::-1]))
+
+
+def _wide(model: Model) -> float:
+    """Return the bytes of gradients for each byte of weights."""
+    weights = [t for t in model.parameters() if t.requires_grad]
+    wide = sum(prod(t.shape) * width(t.wide_dtype) for t in weights)
+    return wide / max(sum(t.nbytes for t in model.parameters()), 1)
