@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from superscaler.store import cache
 from superscaler.timing import cores
-from tests.helpers.quick import quick_python
+from tests.helpers.quick import KEPT, quick_python
 
 PYTHON = os.environ["REAL_PYTHON"] = sys.executable
 
@@ -40,6 +41,7 @@ def is_whole(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
+    cache.ENTRIES = KEPT
     # A shell that starts pytest in the background lets it, and what tests start, ignore an interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
+# Entries of the cache of a run: a user's cache has 64, and what one process captured was gone when another needed it.
+KEPT = 10_000
 # Imports nothing but this: it must start in a few hundredths of a second. The other end sends the number of its fork,
 # and how that ended: an exit code, or minus a signal. Nothing comes where the other end was killed.
 _CLIENT = """#!{python} -IS
@@ -125,9 +127,11 @@ def _warm() -> None:
     import superscaler.train.launch
     import superscaler.train.loop
     from superscaler.models import build
+    from superscaler.store import cache
     from tests.helpers.exports import quick_exports
 
     quick_exports()
+    cache.ENTRIES = KEPT
     # Its thread would not be in a fork.
     tqdm.monitor_interval = 0
     # A build with CUDA makes eight devices up here, and autograd would start a thread for each of them.
