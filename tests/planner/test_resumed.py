@@ -32,7 +32,7 @@ def _machine(folder: Path, devices: int) -> Path:
 
 def test_a_batch_is_chosen_and_its_plan_is_predicted_as_a_capture_of_that_batch() -> None:
     graph = graph_of(f"{TINY},batch=8")
-    found = search(graph, "a100:1x2", where=f"{FEW}, rows <= 4, no pp, tp = 1", batches=[4, 8, 16])
+    found = search(graph, "a100:1x2", where=f"{FEW}, no chunked, no swap, rows <= 4, no pp, tp = 1", batches=[8, 16])
     rows = [plan.prediction.step_seconds / plan.choice.batch for plan in found.plans]
     assert rows == sorted(rows)
     assert {plan.choice.batch for plan in found.plans} > {16}
@@ -63,7 +63,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_what_can_be() -> None:
 def test_a_checkpoint_of_another_model_or_precision_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", f"{FEW}, rows = 4, tp = 1, pp = 1, zero = 0"]
+    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", f"{FEW}, no chunked, no swap, rows = 4, tp = 1, zero = 0"]
     assert run("train", TINY, "--plan", "single", "--cluster", "local:1", "--steps", 1, "--save", kept) == 0
     capfd.readouterr()
     assert run("search", "--like", kept, *given) == 0

@@ -82,8 +82,8 @@ def test_a_model_that_couples_microbatches_has_plans_of_one() -> None:
 
 
 def test_where_the_sequence_cannot_be_cut_tensor_parallelism_leaves_it_whole() -> None:
-    """Windows of a small Swin are cut among two devices, but not among four."""
-    graph = graph_of("swin:size=tiny,depths=1-1,batch=4,device=meta")
+    """Two tokens are cut among two devices, but not among four."""
+    graph = graph_of("gpt2:size=tiny,layers=1,seq=2,batch=4,device=meta")
     menu = Menu(graph, ss.Cluster.parse("a100:1x4"))
     whole, cut = (menu.costs(Use(4, layout, "none", "whole", 1)) for layout in ("tensor", "sequence"))
     assert whole is not None
@@ -304,7 +304,7 @@ def test_plans_that_are_measured_are_compiled_whole() -> None:
 
 def test_a_loss_in_parts_that_few_rows_do_not_have_is_found() -> None:
     """Blocks are measured with four rows, which cannot be in eight parts."""
-    found = search(graph_of(GPT), "a100:1x4", where="loss = chunked, layout = sequence, tp = 4, no recompute, no swap")
+    found = search(graph_of(GPT), "a100:1x2", where="loss = chunked, layout = sequence, tp = 2, no recompute, no swap")
     assert found.best.choice.rows == 8
     assert found.best.prediction.fits
 
@@ -383,7 +383,8 @@ def test_a_constraint_that_holds_nowhere_is_refused(text: str, why: str) -> None
 def test_the_command_prints_and_writes_a_plan_to_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file is for the batch that was chosen, with the command that compiles it."""
     file = tmp_path / "own.py"
-    given = ["search", GPT, "--cluster", "a100:1x2", "--where", f"{FEW}, pp = 1", "--batch", "4", "--precision", "fp32"]
+    given = ["search", GPT, "--cluster", "a100:1x2", "--where", f"{FEW}, pp = 1, layout = sequence", "--batch", "4"]
+    given += ["--precision", "fp32"]
     more = ["--why-not", "zero:2,stage=3", "--why-not", "tensor_parallel:3 x data_parallel"]
     assert run(*given, *more, "--out", file, "--json") == 0
     found = json.loads(capfd.readouterr().out)
