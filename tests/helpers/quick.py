@@ -72,7 +72,10 @@ def quick_python(folder: Path, is_warm: bool = True) -> Path:
     server.bind(address)
     server.listen(64)
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    # Another seed of hashes than this process has.
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": seed}
+    environment = {**os.environ, **own}
     command = [sys.executable, __file__, str(server.fileno()), str(os.getpid()), str(int(is_warm))]
     process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
     atexit.register(lambda: (process.kill(), process.wait()))
