@@ -42,7 +42,8 @@ def variable(name: str, value: str) -> Iterator[None]:
 @contextmanager
 def quiet(level: int, *names: str) -> Iterator[None]:
     """Hold back messages of these loggers below a level in the block."""
-    before = {logger: logger.level for logger in map(logging.getLogger, names)}
+    # To set a level takes the time of all loggers there are.
+    before = {logger: logger.level for logger in map(logging.getLogger, names) if logger.level != level}
     try:
         for logger in before:
             logger.setLevel(level)

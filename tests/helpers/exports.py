@@ -16,10 +16,12 @@ from torch._logging import _internal
 from torch._ops import OperatorBase
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
-from torch.fx import GraphModule, graph, proxy
+from torch.fx import GraphModule, _symbolic_trace, graph, proxy
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree
+
+from superscaler.frontend.export import _TALKATIVE
 
 
 def quick_exports() -> None:
@@ -56,7 +58,37 @@ def quick_exports() -> None:
     _internal.trace_log = logging.Logger("nobody reads it")
     for name in ("__call__", "__getattr__", "__setattr__"):
         setattr(GraphModule, name, vars(nn.Module)[name])
+    _symbolic_trace.setattr = _stacking("__call__", "__getattr__")  # type: ignore[attr-defined]
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     _use_lazy_graph_module(True).__enter__()
+
+
+def _stacking(*names: str) -> Callable[[Any, str, Any], None]:
+    """Let these methods of all modules call the last of a stack, which is that of torch at first. Returns what sets
+    attributes: a method of all modules goes on the stack, and the method that is there now takes the last one off. A
+    class would tell each of a thousand below it.
+    """
+    stacks: dict[Any, list[Any]] = {}
+
+    def stacked(stack: list[Any]) -> Callable[..., Any]:
+        return lambda module, *args, **kwargs: stack[-1](module, *args, **kwargs)
+
+    for name in names:
+        stack = [vars(nn.Module)[name]]
+        method = stacked(stack)
+        stacks[method] = stack
+        setattr(nn.Module, name, method)
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        if owner is not nn.Module or name not in names:
+            setattr(owner, name, value)
+        elif value in stacks:
+            stacks[value].pop()
+        else:
+            stacks[vars(nn.Module)[name]].append(value)
+
+    return put
 
 
 class _Frames(list[str]):
