@@ -387,9 +387,19 @@ def test_the_shell_completes_models_keys_of_plans_and_clusters(
 
 
 def test_compile_writes_a_program_for_each_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["gpt2:size=tiny,layers=1,seq=8", "--plan", "single", "--cluster", "local:1", "--out", tmp_path / "plan"]
+    (tmp_path / "words.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Words(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = nn.Embedding(9, 4)\n\n"
+        "    def forward(self, ids):\n"
+        "        return self.table(ids).square().mean()\n\n\n"
+        "def words():\n    return Words(), (torch.zeros(8, 8, dtype=torch.int64),)\n"
+    )
+    model = [f"{tmp_path}/words.py:words", "--plan", "single", "--cluster", "local:1", "--out", tmp_path / "plan"]
     assert run("compile", *model, "--lengths", "4,6") == 0
-    sizes = [read_plan(folder).head["inputs"]["input_ids"][0] for folder in shapes_in(tmp_path / "plan")]
+    sizes = [read_plan(folder).head["inputs"]["ids"][0] for folder in shapes_in(tmp_path / "plan")]
     assert [list(size) for size in sizes] == [[8, 4], [8, 6]]
     assert run("compile", *model) == 0
     assert shapes_in(tmp_path / "plan") == []

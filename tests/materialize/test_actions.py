@@ -34,7 +34,7 @@ def test_sums_of_a_backward_arrive_after_the_next_one(monkeypatch: pytest.Monkey
     real = build.actions
     monkeypatch.setattr(build, "actions", lambda *given: made.append(list(real(*given))) or made[-1])
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    ss.compile(graph_of("gpt2:size=tiny,layers=3"), "fsdp", "local:2")
+    ss.compile(graph_of("gpt2:size=tiny,layers=4,batch=16"), "fsdp", "local:2")
     works, started = 0, dict[int, int]()
     most = 0
     for action in made[-1]:

@@ -63,7 +63,8 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_what_can_be() -> None:
 def test_a_checkpoint_of_another_model_or_precision_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", f"{FEW}, no chunked, no swap, rows = 4, tp = 1, zero = 0"]
+    where = f"{FEW}, no chunked, no swap, rows = 4, tp = 1, pp = 1, zero = 0"
+    kept, given = tmp_path / "kept", ["--cluster", "a100:1x2", "--where", where]
     assert run("train", TINY, "--plan", "single", "--cluster", "local:1", "--steps", 1, "--save", kept) == 0
     capfd.readouterr()
     assert run("search", "--like", kept, *given) == 0

@@ -36,7 +36,7 @@ from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
 # Few plans, of few uses of devices.
-FEW = "rows = 4, no recompute"
+FEW = "rows = 4, no recompute, no ulysses, no ring"
 # A model of two axes and of several passes.
 FOLDED = "alphafold2:size=tiny,layers=2,passes=2,batch=8"
 # A model whose products take longer than the launches of kernels.

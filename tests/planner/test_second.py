@@ -22,7 +22,7 @@ from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
-FEW = "rows = 4, no recompute"
+FEW = "rows = 4, no recompute, tp = 1, no pp"
 ONE, TWO, THREE = (Job("costs", n, is_short=True) for n in (1, 2, 3))
 
 

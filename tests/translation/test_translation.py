@@ -105,9 +105,7 @@ def adapted() -> ss.Graph:
 
 
 def test_updates_between_the_backwards_of_equal_layers_train_the_weights_of_each() -> None:
-    assert (
-        "for l in" in equal(graph_of("llama:size=tiny,layers=5,batch=8"), lomo).compiled.emitted.files["program_0.py"]
-    )
+    assert "for l in" in equal(graph_of(DEEP), lomo).compiled.emitted.files["program_0.py"]
 
 
 def test_gathered_weights_do_not_take_the_name_of_what_they_wait_for() -> None:
@@ -148,8 +146,7 @@ def test_weights_of_equal_layers_at_the_root_are_named_by_layer() -> None:
 def test_sums_of_layers_are_those_of_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the gradients of each layer are a bucket of their own.
     monkeypatch.setattr("superscaler.materialize.buckets.BUCKET_BYTES", 20_000)
-    graph = graph_of("gpt2:size=tiny,layers=6,batch=16")
-    files = equal(graph, "hybrid:dp=2,tp=2,pp=2,microbatches=8", 8).compiled.emitted.files
+    files = equal(graph_of(DEEP), "hybrid:dp=2,tp=2,pp=1,microbatches=8", 4).compiled.emitted.files
     assert "{l: rt.sums(" in files["program_0.py"]
 
 
