@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +138,11 @@ def largest_gap(one: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors; infinite if their shapes differ."""
     if one.shape != other.shape:
         return float("inf")
-    return float(gaps(one, other).max()) if one.numel() else 0.0
+    if not one.numel():
+        return 0.0
+    # Nan, if one of them or both have one, and where both are infinite.
+    gap = float((one.double() - other.double()).abs().max())
+    return gap if isfinite(gap) else float(gaps(one, other).max())
 
 
 @contextmanager

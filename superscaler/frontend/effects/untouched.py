@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copyreg import _slotnames  # type: ignore[attr-defined]
+from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -95,18 +96,17 @@ class _Kept:
                 todo += keep(self, value)
 
     def _dict(self, held: dict[Any, Any]) -> Iterable[Any]:
-        kind, saved = OrderedDict if isinstance(held, OrderedDict) else dict, list(held.items())
+        kind = OrderedDict if isinstance(held, OrderedDict) else dict
+        keys, values = [*held.keys()], [*held.values()]
 
         def put() -> None:
-            if len(held) != len(saved) or any(
-                k is not a or v is not b for (k, v), (a, b) in zip(held.items(), saved, strict=True)
-            ):
+            if not _is_alike(held.keys(), keys) or not _is_alike(held.values(), values):
                 kind.clear(held)
-                for key, value in saved:
+                for key, value in zip(keys, values, strict=True):
                     kind.__setitem__(held, key, value)
 
         self.puts.append(put)
-        return [*(value for _, value in saved), getattr(held, "__dict__", None)]
+        return [*values, getattr(held, "__dict__", None)]
 
     def _list(self, held: Any) -> Iterable[Any]:
         saved = list(held)
@@ -277,7 +277,7 @@ def _keeper(kind: type) -> Keep | None:
 def _is_alike(some: Iterable[Any], others: list[Any]) -> bool:
     """Return whether these are the same objects."""
     found = list(some)
-    return len(found) == len(others) and all(a is b for a, b in zip(found, others, strict=True))
+    return len(found) == len(others) and all(map(is_, found, others))
 
 
 def _has_values(x: Tensor) -> bool:
