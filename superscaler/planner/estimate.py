@@ -80,7 +80,7 @@ class Estimator:
 
     def with_stages(self, choice: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> Estimate:
         """Return the estimate of a plan with stages of these costs, each from one bound to the next."""
-        stages = self._costs(choice, costs, bounds)
+        stages = self.stage_costs(choice, costs, bounds)
         is_whole = choice.pp == 1 or choice.is_even
         chosen = replace(
             choice, blocks=() if is_whole else tuple(sum(self.cuts.sizes[a:b]) for a, b in pairwise(bounds))
@@ -128,15 +128,6 @@ class Estimator:
         start = self.cluster.links.start("send", self.traffic.sent(c, c))
         return 4 * c.microbatches * (c.stages - 1) * c.dp * c.tp * start
 
-    def even(self, c: Choice) -> list[float]:
-        """Return the seconds that each stage of a plan takes longer with equal FLOPs in all; none if not known."""
-        costs, blocks = self.menu.costs(c.use), np.cumsum([0, *self.cuts.sizes])
-        own, even = np.searchsorted(blocks, np.cumsum([0, *c.blocks])).tolist(), self.cuts.even(c.stages)
-        if costs is None or even is None:
-            return []
-        pairs = zip(*(self._costs(c, [costs] * c.stages, bounds) for bounds in (even, own)), strict=True)
-        return [a.seconds - b.seconds for a, b in pairs]
-
     def least_bytes(self, c: Choice) -> float:
         """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:
         no activations are kept where some are recomputed, and none of the loss where that is in parts. Those of a use
@@ -150,10 +141,10 @@ class Estimator:
         runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)
         rest = costs.rest if c.loss == "whole" and c.recompute == "none" else costs.rest._replace(kept=0.0)
         least = Costs(runs, rest, NONE)
-        stages = self._costs(c, [least] * (len(bounds) - 1), bounds)
+        stages = self.stage_costs(c, [least] * (len(bounds) - 1), bounds)
         return max(self.bytes_at(c, least, stages, device) for device in range(c.pp))
 
-    def _costs(self, c: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> list[Cost]:
+    def stage_costs(self, c: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> list[Cost]:
         """Return the costs of the stages: of their blocks, and of the rest. That is on the last one, and the weights of
         the embedding on the first; an interlaced pipeline has a share of it on each device.
         """

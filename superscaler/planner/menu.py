@@ -64,7 +64,6 @@ class Menu:
 
     def __init__(self, graph: Graph, cluster: Cluster, system: System = PLAIN, second: Second | None = None) -> None:
         self.graph, self.cluster, self.system = graph, cluster, system
-        # The process that measures beside this one.
         self.second = second or Second()
         # The plans that come next, as far as that is known: those whose uses are not measured, and the rest.
         self._near, self._ahead = list[Choice](), iter(list[Choice]())

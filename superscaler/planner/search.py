@@ -19,7 +19,7 @@ from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.kinds import has_own
 from superscaler.planner.menu import Menu
-from superscaler.planner.own.stages import Fits, least_beside
+from superscaler.planner.own.stages import Fits, even, least_beside
 from superscaler.planner.space import Choice, choices, undivided
 from superscaler.planner.whole.improve import Improved, improve
 from superscaler.planner.whole.programs import Found, Programs
@@ -160,7 +160,9 @@ def _found(
                 break
         if found:
             ordered = (
-                None if is_late() else improve(programs, candidates.estimator.even, partial(satisfies, constraints))
+                None
+                if is_late()
+                else improve(programs, partial(even, candidates.estimator), partial(satisfies, constraints))
             )
             beside += candidates.beside((ordered.origin if ordered else found[0]).choice)
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from superscaler.planner.orders.branch import bound, improved
 from superscaler.planner.orders.lists import Way, listed
 from superscaler.planner.orders.measured import measured
 from superscaler.planner.orders.works import Rows, Works, finish, kept_by
+from superscaler.planner.own.stages import even
 from superscaler.planner.reasons import reasons
 from superscaler.planner.search import Answer, search
 from superscaler.planner.space import Choice
@@ -302,11 +303,11 @@ def test_stages_of_equal_flops_take_the_seconds_that_other_stages_say() -> None:
     programs, estimator = Programs(graph, cluster, None, PLAIN), Estimator(graph, cluster, Menu(graph, cluster))
     (origin,) = (found.choice for found in answer().plans if found.choice.schedule == "zb_h1")
     uneven = replace(origin, blocks=(3, 2, 2, 1))
-    given, even, more = programs.works(uneven), programs.works(replace(origin, blocks=())), estimator.even(uneven)
+    given, equal, more = programs.works(uneven), programs.works(replace(origin, blocks=())), even(estimator, uneven)
     assert given is not None
-    assert even is not None
+    assert equal is not None
     assert {*more} != {0.0}
-    for own, other, seconds in zip(given.seconds, even.seconds, more, strict=True):
+    for own, other, seconds in zip(given.seconds, equal.seconds, more, strict=True):
         assert other["F"] + other["B"] == pytest.approx(own["F"] + own["B"] + seconds, abs=0.1 * max(more))
 
 

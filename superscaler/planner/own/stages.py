@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
+import numpy as np
+
 from superscaler.groups import collect
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.chains import Ways
@@ -87,6 +89,16 @@ def least_beside(estimator: Estimator, e: Estimate, peak: float, room: float) ->
     ):
         return e.bound
     return max(e.bound, Ways(estimator, [plain], room * e.peak / peak, is_bound=True).bound())
+
+
+def even(estimator: Estimator, c: Choice) -> list[float]:
+    """Return the seconds that each stage of a plan takes longer with equal FLOPs in all; none if not known."""
+    costs, blocks = estimator.menu.costs(c.use), np.cumsum([0, *estimator.cuts.sizes])
+    own, even = np.searchsorted(blocks, np.cumsum([0, *c.blocks])).tolist(), estimator.cuts.even(c.stages)
+    if costs is None or even is None:
+        return []
+    pairs = zip(*(estimator.stage_costs(c, [costs] * c.stages, bounds) for bounds in (even, own)), strict=True)
+    return [a.seconds - b.seconds for a, b in pairs]
 
 
 def _group(c: Choice) -> tuple[object, ...]:

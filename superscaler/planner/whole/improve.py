@@ -103,9 +103,9 @@ def _compiled(programs: Programs, choice: Choice, limit: float) -> Found | None:
 def _problems(
     programs: Programs, even: Callable[[Choice], Sequence[float]], limit: Callable[[], float]
 ) -> Iterator[_Problem]:
-    """Yield the problems of the best plan of each form, the most promising first, if the best plan of all has one or is
-    chimera, whose order is not improved; then those of the same plans with stages of equal FLOPs. These are measured if
-    the works of the others say that they could take less than `limit` seconds a row.
+    """Yield the problems of the best plan of each form, if the best plan of all has one or is chimera, whose order is
+    not improved, the most promising first; then those of the same plans with stages of equal FLOPs. These are measured
+    if the works of the others say that they could take less than `limit` seconds a row.
     """
     best, forms = programs.found[0], dict[str, tuple[Found, Works]]()
     for found in programs.found if best.choice.schedule in (*FORMS, "chimera") else ():
