@@ -158,12 +158,9 @@ def _found(
             note(_line(whole))
             if is_late():
                 break
+        if found and not is_late():
+            ordered = improve(programs, partial(even, candidates.estimator), partial(satisfies, constraints))
         if found:
-            ordered = (
-                None
-                if is_late()
-                else improve(programs, partial(even, candidates.estimator), partial(satisfies, constraints))
-            )
             beside += candidates.beside((ordered.origin if ordered else found[0]).choice)
     except KeyboardInterrupt:
         # It may be in the middle of a message.
@@ -270,11 +267,11 @@ def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, p
         ranked = sorted(map(errors.corrected, waiting.values()), key=rank)
         if not ranked or not is_worth(ranked[0], count):
             return
-        next_, estimate = partial(_ahead, ranked, is_worth, count), waiting.pop(ranked[0].choice)
+        ahead, estimate = partial(_ahead, ranked, is_worth, count), waiting.pop(ranked[0].choice)
         if not is_worth(estimate, _LEAST):
             # It is compiled since there are so many at least: the best is likely to stay.
-            programs.certify_ahead(chain([estimate.choice], next_()))
-        whole = programs.compiled(estimate.choice, ahead=next_)
+            programs.certify_ahead(chain([estimate.choice], ahead()))
+        whole = programs.compiled(estimate.choice, ahead=ahead)
         if whole is None:
             errors.refuse(estimate.choice, waiting)
         else:

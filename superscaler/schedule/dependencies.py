@@ -120,15 +120,14 @@ class DependencyGraph:
         """
         plain, found = {s.number for s in self.schedule.segments if all(op.from_data for op in s.ops)}, set[int]()
         read = [(t, _forwards(t.pieces), _forwards(t.readers)) for t in self.schedule.transfers if t.kind == FORWARD]
-        moved = {
-            n
-            for t, made, _ in read
-            if not t.is_local or (len(t.microbatches) > 1 and not self.graph.orders)
-            for n in made
-        }
-        while new := plain.intersection(moved).difference(found):
+
+        def is_moved(t: Transfer) -> bool:
+            return not t.is_local or (len(t.microbatches) > 1 and not self.graph.orders)
+
+        sent = {n for t, made, _ in read if is_moved(t) for n in made}
+        while new := plain.intersection(sent).difference(found):
             found |= new
-            moved = {n for _, made, readers in read if not found.isdisjoint(readers) for n in made}
+            sent = {n for _, made, readers in read if not found.isdisjoint(readers) for n in made}
         return (self.copies - self.passed_on).union(found)
 
     def _add(self, node: Node) -> int:

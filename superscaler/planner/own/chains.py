@@ -78,13 +78,9 @@ class Ways:
     def _shared(self) -> float:
         """Return the least seconds of the work of all devices, on the cores that they share."""
         every = [(c.dp * c.tp, costs) for c, costs in self.known]
-        runs = (
-            [min(n * costs.runs[k].work for n, costs in every) for k in range(len(every[0][1].runs))]
-            if every
-            else [0.0]
-        )
+        works = (min((n * costs.runs[k].work for n, costs in every), default=0.0) for k in self.estimator.run_of)
         rest = min((n * costs.rest.work for n, costs in every), default=0.0)
-        return self.estimator.shared(self.microbatches * (float(sum(runs[k] for k in self.estimator.run_of)) + rest))
+        return self.estimator.shared(self.microbatches * (sum(works) + rest))
 
     @cached_property
     def by_cut(self) -> list[list[Way]]:
