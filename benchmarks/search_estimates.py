@@ -68,8 +68,8 @@ def main() -> None:
                 flush=True,
             )
     above = [sum(bound > limit for bound in bounds) for limit in (1.01, 1.03)]
-    print(f"{len(bounds)} plans: bounds of {above[0]} are more than 1 % above the step, of {above[1]} more than 3 %, by "
-          f"{max(bounds) - 1:.1%} at most; {near} estimates are within 5 % of it")  # fmt: skip
+    print(f"{len(bounds)} plans: bounds of {above[0]} are more than 1 % above the step, of {above[1]} more than 3 %, the "
+          f"highest is {max(bounds):.3f} of it; {near} estimates are within 5 %")  # fmt: skip
 
 
 if __name__ == "__main__":
