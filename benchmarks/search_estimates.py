@@ -68,7 +68,7 @@ def main() -> None:
                 flush=True,
             )
     above = [sum(bound > limit for bound in bounds) for limit in (1.01, 1.03)]
-    print(f"{len(bounds)} plans: bounds of {above[0]} are more than 1 % above the step, of {above[1]} more than 3 %, the "
+    print(f"{len(bounds)} plans: {above[0]} bounds are more than 1 % above the step, {above[1]} more than 3 %; the "
           f"highest is {max(bounds):.3f} of it; {near} estimates are within 5 %")  # fmt: skip
 
 
