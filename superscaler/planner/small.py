@@ -15,6 +15,7 @@ from superscaler.planner.memory import kept_bytes
 from superscaler.simulate.predict import Simulation, check_speeds, share_of
 from superscaler.simulate.rates import seconds as seconds_of
 from superscaler.simulate.system import System
+from superscaler.simulate.timetable import COMPUTE
 from superscaler.simulate.works import Kernel
 
 # Devices of a cluster whose slowest one is the slowest of its kind.
@@ -25,15 +26,16 @@ def costs_of(found: Simulation, blocks: Set[str], several: int, system: System) 
     """Return the cost of a small model on slow devices, on which it was simulated, and on fast ones. `blocks`: the
     names of their ops; `several`: the microbatches of its step.
     """
-    p, (copied, added) = found.prediction, _sums(found, system)
+    p, (copied, added), ends = found.prediction, _sums(found, system), _ends(found)
     update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
-    sums, idle, end = (several - 1) * (copied + added), p.mean("host") / several, _last(found)
-    end -= (several - 1) * copied
-    seconds, weights = max(end - idle, 0.0), memory["weights"] + memory["gathered"]
-    work = min((p.mean("compute") + p.mean("launch") - sums) / several - idle, seconds)
+    sums, end, weights = (several - 1) * (copied + added), ends[0] - (several - 1) * copied, memory["weights"]
+    seconds, host = max(end - _idle(found, ends[0]), 0.0), float(found.table.starts.mean()) / several
+    work = min((p.mean("compute") + p.mean("launch") - p.mean("host") - sums) / several, seconds)
+    weights += memory["gathered"]
     slow = Cost(
         seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
-        float(found.table.starts.mean()) / several, idle,
+        # The host also starts what the step does once.
+        min(host, ends[1] - ends[0]) if several > 1 else host, end - seconds,
         weights, weights * _wide(found.program.model), memory["optimizer"], kept_bytes(found), pieces(found.program),
         min(_early(found, blocks), seconds),
     )  # fmt: skip
@@ -62,12 +64,20 @@ def _sums(found: Simulation, system: System) -> tuple[float, float]:
     return copied, added
 
 
-def _last(found: Simulation) -> float:
-    """Return the end of the last backward of the first microbatch on the first device."""
+def _ends(found: Simulation) -> list[float]:
+    """Return the end of the last backward of each microbatch on the first device."""
+    lane, ends = found.table.lanes[0], dict[int, float]()
+    for n, at in enumerate(lane.instruction.tolist()):
+        if lane.code[at].is_mirror and (task := lane.code[at].task):
+            ends[task.microbatch] = float(lane.end[n, 0])
+    return [*ends.values()] or [found.prediction.step_seconds - found.prediction.mean("optimizer")]
+
+
+def _idle(found: Simulation, end: float) -> float:
+    """Return the seconds until some time in which the first device waits for its host."""
     lane = found.table.lanes[0]
-    code = ((n, lane.code[at]) for n, at in enumerate(lane.instruction.tolist()))
-    ends = [lane.end[n, 0] for n, i in code if i.is_mirror and i.task is not None and i.task.microbatch <= 0]
-    return float(max(ends, default=found.prediction.step_seconds - found.prediction.mean("optimizer")))
+    is_work = (lane.waited < 0) & (lane.stream == COMPUTE) & (lane.start[:, 0] < end)
+    return float((lane.met - lane.start)[is_work, 0].sum())
 
 
 def _early(found: Simulation, blocks: Set[str]) -> float:
@@ -84,8 +94,8 @@ def _early(found: Simulation, blocks: Set[str]) -> float:
     events = [n for n in numbers if lane.code[lane.instruction[n]].runs_segment]
     if not events:
         return 0.0
-    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=_last(found))
-    return float(lane.start[events, 0].min() + _last(found) - end)
+    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=_ends(found)[0])
+    return float(lane.start[events, 0].min() + _ends(found)[0] - end)
 
 
 def pieces(program: Program) -> float:

@@ -170,7 +170,6 @@ class _Clock:
         late, own = self.starts(run.cohort, run.at)
         waits = later(run.host + late - run.clock - seconds, 0.0)
         run.host, seconds = even(run.host + own), even(seconds + waits)
-        run.spend("host", waits)
         run.spend("starts", 0.0 if step.first.updates else own)
         if self.cores is not None:
             seconds = yield from self._shared(run, self.cores, latest(seconds))
@@ -178,7 +177,7 @@ class _Clock:
             run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
                 seconds = yield from self._settled(run, seconds)
-        run.work("optimizer" if step.first.updates else "compute", seconds)
+        run.work("optimizer" if step.first.updates else "compute", seconds, waits)
 
     def _shared(self, run: Run, cores: Cores, seconds: float) -> Generator[None, None, Times]:
         """Return the seconds of work on shared cores, with the work that communication beside it does there."""

@@ -24,8 +24,9 @@ class Events:
     `stream`: the number of its name in `streams`; an event on a stream of communication is the time from its first byte
     to its last. `instruction`: its number in `code`. `waited`: for a wait on the compute stream, the number of the
     instruction that started the communication; else -1. `start`, `end` [events, devices]. `met`: for a wait, when all
-    ends of the communication were there: until then it is a bubble; else the start. `late`: gives, for a row of
-    `devices`, the device that came last to the collective of each wait, -1 for other events.
+    ends of the communication were there: until then it is a bubble; for work, its start after waits for the host.
+    `late`: gives, for a row of `devices`, the device that came last to the collective of each wait, -1 for other
+    events.
     """
 
     devices: Ints

@@ -23,6 +23,8 @@ from tests.helpers.sweeps import slow
 # Gradients that are far larger than a bucket, and some that are far smaller.
 MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=16,vocab=8192,batch=16,device=meta"
 LOSS_BYTES = 4
+# A weight that the embedding and the head read takes most bytes.
+HEAVY = "gpt2:layers=2,hidden=256,heads=4,seq=1024,vocab=50304,batch=8,device=meta"
 # Four equal stages, whose blocks take most of the time.
 LARGE = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=1024,batch=16,device=meta"
 # A machine of two cores, for four processes.
@@ -48,6 +50,19 @@ def test_gradients_take_the_seconds_of_their_collectives(cluster: str, choice: C
     estimator = Estimator(graph, devices, Menu(graph, devices))
     found = estimator.traffic.collective(choice, "all_reduce", sum(sizes), pieces(program))
     assert 0.94 * seconds < found <= seconds
+
+
+@pytest.mark.parametrize("model", ["gpt2:size=tiny,layers=4,batch=8", *slow(HEAVY)])
+@pytest.mark.parametrize(
+    "choice", [Choice(1, 2, 1, 1, 8, "sequence"), *(Choice(1, 2, 1, 1, 8, "ulysses", own) for own in ("none", "full"))]
+)
+def test_a_step_of_many_microbatches_is_estimated_by_one_or_two(model: str, choice: Choice) -> None:
+    """Where devices wait for the host, and where gradients of a large weight, which is read twice, are summed."""
+    graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x2")
+    found = Estimator(graph, cluster, Menu(graph, cluster)).of(choice)
+    assert found is not None
+    step = ss.compile(graph, choice.spec, cluster).simulate().step_seconds
+    assert 0.97 * step < found.bound <= found.seconds <= step
 
 
 def test_the_embedding_works_on_the_first_stage() -> None:

@@ -196,8 +196,7 @@ class Communication:
         if self.launch + start:
             # The host comes to it after what it started before.
             waits = later(run.host - run.clock, 0.0)
-            run.spend("host", waits)
-            run.work("launch", waits + (self.launch + start))
+            run.work("launch", waits + (self.launch + start), waits)
             run.host = run.host + self.launch
             run.spend("starts", self.launch)
         stream = run.streams.setdefault(key, len(run.names))

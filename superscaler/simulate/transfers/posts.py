@@ -99,7 +99,7 @@ class Post:
 
 class Event(NamedTuple):
     """An instruction, or a transfer that it started, on a stream of a cohort. `met`: for a wait on the compute stream,
-    when all ends of its communication, `post`, were there.
+    when all ends of its communication, `post`, were there; for work, its start after waits for the host.
     """
 
     stream: int
@@ -146,11 +146,12 @@ class Run:
     events: list[Event] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
 
-    def work(self, name: str, seconds: Times) -> None:
-        """Spend seconds on the current instruction."""
+    def work(self, name: str, seconds: Times, waits: Times) -> None:
+        """Spend seconds on the current instruction, with waits for the host."""
         start, self.clock = self.clock, even(self.clock + seconds)
         self.spend(name, seconds)
-        self.note(Event(COMPUTE, self.at, start, self.clock, start, None))
+        self.spend("host", waits)
+        self.note(Event(COMPUTE, self.at, start, self.clock, even(start + waits), None))
 
     def note(self, event: Event) -> None:
         """Record an event of the compute stream."""
