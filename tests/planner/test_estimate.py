@@ -54,7 +54,11 @@ def test_gradients_take_the_seconds_of_their_collectives(cluster: str, choice: C
 
 @pytest.mark.parametrize("model", ["gpt2:size=tiny,layers=4,batch=8", *slow(HEAVY)])
 @pytest.mark.parametrize(
-    "choice", [Choice(1, 2, 1, 1, 8, "sequence"), *(Choice(1, 2, 1, 1, 8, "ulysses", own) for own in ("none", "full"))]
+    "choice",
+    [
+        Choice(1, 2, 1, 1, 8, "ulysses"),
+        *slow(Choice(1, 2, 1, 1, 8, "ulysses", "full"), Choice(1, 2, 1, 1, 8, "sequence")),
+    ],
 )
 def test_a_step_of_many_microbatches_is_estimated_by_one_or_two(model: str, choice: Choice) -> None:
     """Where devices wait for the host, and where gradients of a large weight, which is read twice, are summed."""
