@@ -199,13 +199,16 @@ class Estimator:
         if c.schedule == "interlaced":
             # All devices do their share of it at a time.
             total -= rest * (1 - 1 / c.pp)
-        # Of the last gradients, only those of the first device have nothing beside them.
-        sums = max(sum(self.sums(c, stage) for stage in some) for some in own) + sum(stage.once for stage in own[0])
+        # Devices that wait for their hosts add gradients meanwhile.
+        count, sums = c.microbatches, (sum(self.sums(c, stage) for stage in some) for some in own)
+        busy = [count * device.seconds / c.directions + added for device, added in zip(devices, sums, strict=True)]
         if c.pp == 1:
-            # Of a step's begin, as far as the host is not in time later, either.
-            sums += max(stages[0].idle - c.microbatches * (slowest - stages[0].seconds), 0.0)
+            # Its first microbatch waits for the host, which may be in time later.
+            busy[0] += stages[0].idle
         # 1F1B fills and drains once through all other stages.
-        idle, count = (total - slowest) * IDLE.get(c.schedule, 1.0 / c.chunks), c.microbatches
+        share = IDLE.get(c.schedule, 1.0 / c.chunks)
+        pairs = ((max(count * work, least), share * (total - work)) for work, least in zip(works, busy, strict=True))
+        spent, idle = max(pairs, key=sum)
         if c.schedule in IDLE:
             # Few microbatches cannot fill it: the first goes through all stages both ways before other backwards.
             idle = max(idle, (2 * total + (2 * count - 1) * stages[0].seconds) / 3 - count * slowest)
@@ -215,7 +218,8 @@ class Estimator:
             late = 2 * _BACKWARD[c.recompute != "none"]
             ends = (count * work + late * before for work, before in zip(works, ahead, strict=True))
             idle = max(*ends, total) - count * slowest
-        return count * slowest + sums, idle
+        # Of the last gradients, only those of the first device have nothing beside them.
+        return spent + sum(stage.once for stage in own[0]), idle
 
     def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""
