@@ -28,16 +28,16 @@ def costs_of(found: Simulation, blocks: Set[str], several: int, system: System) 
     """
     p, (copied, added), ends = found.prediction, _sums(found, system), _ends(found)
     update, memory, step = p.mean("optimizer"), p.fullest.memory, p.step_seconds
-    sums, end, weights = (several - 1) * (copied + added), ends[0] - (several - 1) * copied, memory["weights"]
+    sums, end = (several - 1) * (copied + added), ends[0] - (several - 1) * copied
     seconds, host = max(end - _idle(found, ends[0]), 0.0), float(found.table.starts.mean()) / several
     work = min((p.mean("compute") + p.mean("launch") - p.mean("host") - sums) / several, seconds)
-    weights += memory["gathered"]
+    weights = memory["weights"] + memory["gathered"]
     slow = Cost(
         seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
         # The host also starts what the step does once.
         min(host, ends[1] - ends[0]) if several > 1 else host, end - seconds,
         weights, weights * _wide(found.program.model), memory["optimizer"], kept_bytes(found), pieces(found.program),
-        min(_early(found, blocks), seconds),
+        min(_early(found, blocks, ends[0]), seconds),
     )  # fmt: skip
     saved = step - p.low if share_of(found.cluster, ALL) < share_of(found.cluster, 1) else 0.0
     return slow, slow.faster(1 - saved / (several * slow.work + sums + update))
@@ -80,9 +80,9 @@ def _idle(found: Simulation, end: float) -> float:
     return float((lane.met - lane.start)[is_work, 0].sum())
 
 
-def _early(found: Simulation, blocks: Set[str]) -> float:
+def _early(found: Simulation, blocks: Set[str], last: float) -> float:
     """Return the seconds of the first device before its first block, and after the backward of that. `blocks`: the
-    names of the ops of all blocks.
+    names of the ops of all blocks; `last`: the end of the last backward of the first microbatch.
     """
     lane, program = found.table.lanes[0], found.program
     tasks = {
@@ -94,8 +94,8 @@ def _early(found: Simulation, blocks: Set[str]) -> float:
     events = [n for n in numbers if lane.code[lane.instruction[n]].runs_segment]
     if not events:
         return 0.0
-    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=_ends(found)[0])
-    return float(lane.start[events, 0].min() + _ends(found)[0] - end)
+    end = max((lane.end[n, 0] for n in events if lane.code[lane.instruction[n]].is_mirror), default=last)
+    return float(lane.start[events, 0].min() + last - end)
 
 
 def pieces(program: Program) -> float:
