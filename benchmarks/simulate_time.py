@@ -31,7 +31,7 @@ def main() -> None:
     from superscaler.ir.program import Backward, Forward, Update
     from superscaler.models import build
     from superscaler.plans import resolve
-    from superscaler.simulate.clock import clock
+    from superscaler.simulate.clock import Behavior, clock
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(case.name for case, _ in CASES))
@@ -55,7 +55,7 @@ def main() -> None:
         program = ss.compile(graph, resolve(case.plan), cluster).compiled.program
         for slowdown in (None, 1.0, 1.0, 1.2):
             if slowdown is not None:
-                found = clock(program, cluster, work, launch=1e-5, slowdown=slowdown)
+                found = clock(program, cluster, work, Behavior(launch=1e-5, slowdown=slowdown))
             times.append(time.process_time())
         compiled, *clocks = (b - a for a, b in pairwise(times))
         shown = " ".join(f"{x:6.2f}" for x in clocks)

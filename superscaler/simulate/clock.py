@@ -35,72 +35,59 @@ from superscaler.timing import without_garbage_collection
 Work = Callable[[Cohort, int], float | Floats]
 # Meetings with a device that comes last.
 _MANY = (Meets.GROUP, Meets.ALL)
-# The bytes of the tape of a task that is copied to the host.
-Moved = Callable[[Cohort, Task], int]
-# Of the kernels of an instruction: the seconds from the start of their host until they end on a device that waits for
-# each start, and those of the host.
-Starts = Callable[[Cohort, int], tuple[float | Floats, float | Floats]]
-# What hides the collective with a number in the code of a cohort.
-Hidden = Callable[[Cohort, int], Beside | None]
 
 
 @dataclass(frozen=True)
-class Gathers:
-    """The gathers of weights of another system.
+class Behavior:
+    """How devices and their hosts run a program, beside the seconds of its kernels.
 
-    awaited  the numbers of those, in the code of a cohort, that their devices wait for at once
-    owned    by the number of one, the broadcasts in its place
+    launch      the seconds of the compute stream to start a communication or a copy, beside those that were measured
+                for the links of the cluster
+    slowdown    the factor of work beside communication of its device
+    one_stream  all messages of a device run one after the other, not only those of one direction with one peer
+    cores       of a server, which its devices share; 0: each has its own
+    starts      of the kernels of an instruction: the seconds from the start of their host until they end on a device
+                that waits for each start, and those of the host
+    moved       the bytes of the tape of a task that is copied to the host
+    hidden      what hides the collective with a number in the code of a cohort
+    awaited     the numbers of the gathers of weights, in the code of a cohort, that their devices wait for at once
+    owned       by the number of a gather of weights, the broadcasts in its place
     """
 
+    launch: float = 0.0
+    slowdown: float = 1.0
+    one_stream: bool = False
+    cores: int = 0
+    starts: Callable[[Cohort, int], tuple[float | Floats, float | Floats]] = lambda cohort, at: (0.0, 0.0)
+    moved: Callable[[Cohort, Task], int] = lambda cohort, task: 0
+    hidden: Callable[[Cohort, int], Beside | None] = lambda cohort, at: None
     awaited: Callable[[Cohort], Set[int]] = lambda cohort: frozenset()
     owned: Callable[[Cohort], Mapping[int, float]] = lambda cohort: {}
 
 
-_OURS = Gathers()
+_PLAIN = Behavior()
 
 
-def clock(
-    program: Program,
-    cluster: Cluster,
-    work: Work,
-    *,
-    launch: float = 0.0,
-    slowdown: float = 1.0,
-    one_stream: bool = False,
-    moved: Moved = lambda cohort, task: 0,
-    hidden: Hidden = lambda cohort, at: None,
-    starts: Starts = lambda cohort, at: (0.0, 0.0),
-    gathers: Gathers = _OURS,
-    cores: int = 0,
-) -> Timetable:
+def clock(program: Program, cluster: Cluster, work: Work, how: Behavior = _PLAIN) -> Timetable:
     """Return the times of a step.
 
     `work`: the seconds of the kernels of instructions; those of a Wait run after it, those of communication before it
-    starts. `launch`: the seconds of the compute stream to start a communication or a copy, beside those that
-    were measured for the links of the cluster. `slowdown`: the factor of
-    work beside communication of its device. `one_stream`: all messages of a device run one after the other, not only
-    those of one direction with one peer. `moved`, `hidden`, `starts`, `gathers`: see `Moved`, `Hidden`, `Starts`,
-    `Gathers`. `cores`: of a server, which its devices share; 0: each has its own.
-    Raises ScheduleError if devices wait for each other for ever.
+    starts. Raises ScheduleError if devices wait for each other for ever.
     """
     with without_garbage_collection():
-        return _Clock(program, cluster, work, launch, slowdown, one_stream, moved, hidden, starts, gathers, cores).run()
+        return _Clock(program, cluster, work, how).run()
 
 
 class _Clock:
-    def __init__(
-        self, program: Program, cluster: Cluster, work: Work, launch: float, slowdown: float, one_stream: bool,
-        moved: Moved, hidden: Hidden, starts: Starts, gathers: Gathers, cores: int,
-    ) -> None:  # fmt: skip
-        self.program, self.work, self.slowdown, self.moved, self.hidden = program, work, slowdown, moved, hidden
-        self.starts, self.gathers = starts, gathers
-        some = cohorts(program) if cores == 0 else alone(program)
-        self.runs = [Run(c, batches(c.code[:]) if one_stream else {}) for c in some]
+    def __init__(self, program: Program, cluster: Cluster, work: Work, how: Behavior) -> None:
+        self.program, self.work, self.how = program, work, how
+        some = alone(program) if how.cores else cohorts(program)
+        self.runs = [Run(c, batches(c.code[:]) if how.one_stream else {}) for c in some]
         for run in self.runs:
             run.going = self._going(run)
         self.agenda = Agenda(list(self.runs))
-        self.communication = Communication(program, self.agenda, Ports(cluster), launch, one_stream)
-        self.cores = Cores(self.agenda, cores, cluster.devices_per_server) if cores else None
+        self.communication = Communication(program, self.agenda, Ports(cluster), how.launch, how.one_stream)
+        self.cores = Cores(self.agenda, how.cores, cluster.devices_per_server) if how.cores else None
 
     def run(self) -> Timetable:
         agenda = self.agenda
@@ -130,9 +117,9 @@ class _Clock:
                 yield from self._work(run, step, even(given))
             match step.first.meets:
                 case Meets.GROUP:
-                    beside, parts = self.hidden(run.cohort, at), self.gathers.owned(run.cohort).get(at, 0.0)
+                    beside, parts = self.how.hidden(run.cohort, at), self.how.owned(run.cohort).get(at, 0.0)
                     post = self.communication.collective(run, step, turn, beside, parts)
-                    if at in self.gathers.awaited(run.cohort):
+                    if at in self.how.awaited(run.cohort):
                         yield from self._wait(run, post)
                 case Meets.PEER:
                     self.communication.message(run, step, turn)
@@ -149,7 +136,7 @@ class _Clock:
             run.handles[step.handles_at(turn)[0]] = self.communication.copy(run, i.bytes, i.to_host)
         else:
             task = step.moved("task", turn)
-            run.tapes[task] = self.communication.copy(run, self.moved(run.cohort, task), i.to_host)
+            run.tapes[task] = self.communication.copy(run, self.how.moved(run.cohort, task), i.to_host)
 
     def _needed(self, run: Run, step: Step, turn: int) -> Sequence[Post]:
         """Return the communication that a step waits for."""
@@ -167,13 +154,13 @@ class _Clock:
 
     def _work(self, run: Run, step: Step, seconds: Times) -> Iterator[None]:
         """Run work that its host has started. Beside transfers it ends when all transfers until its end are known."""
-        late, own = self.starts(run.cohort, run.at)
+        late, own = self.how.starts(run.cohort, run.at)
         waits = later(run.host + late - run.clock - seconds, 0.0)
         run.host, seconds = even(run.host + own), even(seconds + waits)
         run.spend("starts", 0.0 if step.first.updates else own)
         if self.cores is not None:
             seconds = yield from self._shared(run, self.cores, latest(seconds))
-        elif self.slowdown > 1.0:
+        elif self.how.slowdown > 1.0:
             run.beside = [(t, side) for t, side in run.beside if is_later(of_rows(t.end, side.group), run.clock)]
             if run.open or run.beside:
                 seconds = yield from self._settled(run, seconds)
@@ -209,8 +196,8 @@ class _Clock:
         for transfer, side in sorted(run.beside, key=lambda pair: earliest(pair[0].start)):
             start = later(of_rows(transfer.start, side.group), seen)
             left = later(of_rows(transfer.end, side.group) - start, 0.0)
-            both = sooner(left, later(end - start, 0.0) * self.slowdown)
-            end = end + both * (1 - 1 / self.slowdown)
+            both = sooner(left, later(end - start, 0.0) * self.how.slowdown)
+            end = end + both * (1 - 1 / self.how.slowdown)
             seen = later(seen, start + both)
         return end
 

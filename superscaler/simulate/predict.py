@@ -18,7 +18,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.model import Model
 from superscaler.ir.program import Meets, Program, Task
 from superscaler.materialize.joined.join import joined
-from superscaler.simulate.clock import Gathers, clock
+from superscaler.simulate.clock import Behavior, clock
 from superscaler.simulate.kernels import Kernel, Kernels, Works
 from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
 from superscaler.simulate.prediction import DeviceTimes, Prediction, fit_line
@@ -101,12 +101,17 @@ def _simulated(
     work = _Work(works, kind, share_of(cluster, among))
     weights = (weight.name.name for cohort in cohorts(program) for weight in cohort.weights)
     work.overlap = system.overlaps(work.kernel, speeds.slowdown, weights, speeds.units > 0)
-    cores = shared_cores(cluster, program.world)
-    table = clock(
-        program, cluster, work.seconds, launch=speeds.issue, slowdown=speeds.slowdown, moved=work.moved,
-        hidden=work.hidden, starts=work.starts, gathers=Gathers(system.awaited(program), system.owned(program)),
-        cores=cores,
-    )  # fmt: skip
+    how = Behavior(
+        launch=speeds.issue,
+        slowdown=speeds.slowdown,
+        cores=shared_cores(cluster, program.world),
+        starts=work.starts,
+        moved=work.moved,
+        hidden=work.hidden,
+        awaited=system.awaited(program),
+        owned=system.owned(program),
+    )
+    table = clock(program, cluster, work.seconds, how)
     made = products(program.model)
     flops, needed = count(made, flops_of), count(made, needed_of)
     dtype = max(flops, key=lambda d: flops[d], default="float32")
@@ -114,7 +119,7 @@ def _simulated(
     has = capacity or kind.memory
     found = memories(program, work.works.segments, overheads=overheads, capacity=has)
     # Devices that share cores have lanes of their own.
-    alike = [c.devices for c in cohorts(program)] if cores else [lane.devices for lane in table.lanes]
+    alike = [c.devices for c in cohorts(program)] if how.cores else [lane.devices for lane in table.lanes]
     samples, tokens = _batch(program.model)
     prediction = Prediction(
         cluster=str(cluster),

@@ -16,7 +16,7 @@ from superscaler.ir.cohorts import Cohort
 from superscaler.ir.loops import Rolled
 from superscaler.ir.model import Model
 from superscaler.ir.program import CollectiveArg, Device, Instruction, Program, Value
-from superscaler.simulate.clock import clock
+from superscaler.simulate.clock import Behavior, clock
 from superscaler.simulate.timetable import Timetable
 from tests.helpers.ran import Around, captured
 
@@ -82,7 +82,7 @@ def cluster(servers: int, per_server: int, alpha: float = 0.0, bandwidth: float 
 
 def timed(where: ss.Cluster, *codes: Sequence[Instruction], **options: Any) -> Timetable:
     """Return the times of codes, by which each device spends all of its time on something."""
-    found = clock(made_of(*codes), where, work, **options)
+    found = clock(made_of(*codes), where, work, Behavior(**options))
     check_sums(found)
     return found
 

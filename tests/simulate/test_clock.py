@@ -19,7 +19,7 @@ from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Load, Recv, Send, Wait
 from superscaler.measure.fit import Sample, slowdown
 from superscaler.plans import resolve
-from superscaler.simulate.clock import clock
+from superscaler.simulate.clock import Behavior, clock
 from superscaler.simulate.timetable import COMPUTE, Link
 from tests.helpers.small_plans import exact
 from tests.helpers.sweeps import slow
@@ -364,7 +364,7 @@ def test_compiled_programs_spend_all_time_on_something(name: str) -> None:
         return 1e-4 if isinstance(cohort.code[at], Forward | Backward) else 0.0
 
     for options in ({}, {"launch": 1e-6}, {"slowdown": 1.3}, {"one_stream": True, "slowdown": 1.1, "launch": 1e-6}):
-        found = clock(program, where, seconds, **options)
+        found = clock(program, where, seconds, Behavior(**options))
         check_sums(found)
         codes = [device.instructions for device in program.devices]
         runs = [sum(isinstance(i, Forward | Backward) for i in code) for code in codes]

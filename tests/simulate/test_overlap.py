@@ -12,7 +12,7 @@ from superscaler.errors import InputError
 from superscaler.ir import program as p
 from superscaler.ir.cohorts import cohorts
 from superscaler.ir.program import Collective, CollectiveArg, Instruction, Task, Value
-from superscaler.simulate.clock import Gathers, clock
+from superscaler.simulate.clock import Behavior, clock
 from superscaler.simulate.predict import simulate
 from superscaler.simulate.system import System
 from superscaler.simulate.timetable import COMPUTE, Events
@@ -93,7 +93,7 @@ def test_gathers_of_weights_and_of_keys_are_not_hidden() -> None:
 def test_the_clock_moves_what_is_left_after_products(beside: Beside | None, seconds: float) -> None:
     """8 seconds of communication after 5 of work: of those that are hidden, half are lost by slower products."""
     code = [run(5.0), reduced("g", [0, 1], 8), wait("g"), END]
-    table = clock(made_of(code, code), cluster(1, 2), work, hidden=lambda cohort, at: beside)
+    table = clock(made_of(code, code), cluster(1, 2), work, Behavior(hidden=lambda cohort, at: beside))
     assert table.seconds == seconds
     assert table.exposed.tolist() == [seconds - 5] * 2
 
@@ -117,7 +117,7 @@ def test_a_system_overlaps_its_tensor_parallelism() -> None:
 def test_the_clock_runs_nothing_beside_collectives_that_are_awaited(awaited: frozenset[int], seconds: float) -> None:
     """5 seconds of work after the start of 8 of communication, beside it or behind it."""
     code = [reduced("g", [0, 1], 8), run(5.0), wait("g"), END]
-    table = clock(made_of(code, code), cluster(1, 2), work, gathers=Gathers(awaited=lambda cohort: awaited))
+    table = clock(made_of(code, code), cluster(1, 2), work, Behavior(awaited=lambda cohort: awaited))
     assert table.seconds == seconds
     assert table.exposed.tolist() == [seconds - 5] * 2
 
@@ -126,8 +126,8 @@ def test_the_clock_runs_nothing_beside_collectives_that_are_awaited(awaited: fro
 def test_the_clock_broadcasts_one_by_one_in_place_of_a_gather(owned: dict[int, float], seconds: float) -> None:
     """Of 8 bytes of each of 4 devices, in a chain of 3 links of one second each, all 32 pass each link."""
     gather = replace(reduced("g", range(4), 8), kind="all_gather")
-    gathers = Gathers(owned=lambda cohort: owned)
-    table = clock(made_of(*[[gather, wait("g"), END]] * 4), cluster(1, 4, 1.0), work, gathers=gathers)
+    how = Behavior(owned=lambda cohort: owned)
+    table = clock(made_of(*[[gather, wait("g"), END]] * 4), cluster(1, 4, 1.0), work, how)
     assert table.seconds == seconds
 
 

@@ -18,7 +18,7 @@ from superscaler.ir.program import Backward, Forward, Program
 from superscaler.plans import resolve
 from superscaler.plans.lib import schedules
 from superscaler.plans.lib.place_table import place_table
-from superscaler.simulate.clock import Work, clock
+from superscaler.simulate.clock import Behavior, Work, clock
 from superscaler.simulate.timetable import Timetable
 from tests.helpers.ran import Around, captured
 from tests.helpers.sweeps import slow
@@ -137,7 +137,7 @@ def test_one_stream_for_all_messages_holds_back_those_behind_an_early_receive() 
     p, m = 4, 8
     program = ss.compile(chain(p, m), resolve(f"pipeline_1f1b:microbatches={m}"), ss.Cluster.local(p)).compiled.program
     work = work_of(program, F=1.0, B=2.0)
-    apart, together = (clock(program, free(p), work, one_stream=one) for one in (False, True))
+    apart, together = (clock(program, free(p), work, Behavior(one_stream=one)) for one in (False, True))
     assert apart.seconds == 3 * (m + p - 1)
     assert together.seconds - 3 * m == 16
     assert (together.compute == apart.compute).all()
