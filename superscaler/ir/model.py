@@ -80,6 +80,11 @@ class PTensor:
         """Return the dtype in which many values of this tensor are added: float32 for halves."""
         return "float32" if self.dtype in HALVES.values() else self.dtype
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the sum of its gradients."""
+        return prod(self.shape) * width(self.wide_dtype)
+
 
 # optimizer -> its states of a weight, two where it is not named; and the options that each add one
 _STATES = {"": 0, "SGD": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1, "Muon": 0}
@@ -263,6 +268,10 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+    def trained_parameters(self) -> Iterator[PTensor]:
+        """Yield the trained parameters in the order of the module."""
+        return (t for t in self.parameters() if t.requires_grad)
 
 
 @lru_cache(1 << 14)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import chain, pairwise, takewhile
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import Op, width
+from superscaler.ir.model import Op
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.memory import NONE, moments, overhead
@@ -299,6 +299,5 @@ class Estimator:
 
     def _read(self, ops: Sequence[Op]) -> float:
         """Return the bytes of the gradients of the weights that ops read."""
-        model = self.graph.model
-        names = {o.tensor for op in ops for o in op.inputs} & {t.name for t in model.parameters() if t.requires_grad}
-        return float(sum(prod(model.tensors[name].shape) * width(model.tensors[name].wide_dtype) for name in names))
+        names = {o.tensor for op in ops for o in op.inputs}
+        return float(sum(t.gradient_bytes for t in self.graph.model.trained_parameters() if t.name in names))

@@ -36,8 +36,8 @@ def costs_of(found: Simulation, blocks: Set[str], several: int, system: System) 
         seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
         # The host also starts what the step does once.
         min(host, ends[1] - ends[0]) if several > 1 else host, end - seconds,
-        weights, weights * _wide(found.program.model), memory["optimizer"], kept_bytes(found), pieces(found.program),
-        min(_early(found, blocks, ends[0]), seconds),
+        weights, weights * _gradients(found.program.model), memory["optimizer"], kept_bytes(found),
+        pieces(found.program), min(_early(found, blocks, ends[0]), seconds),
     )  # fmt: skip
     saved = step - p.low if share_of(found.cluster, ALL) < share_of(found.cluster, 1) else 0.0
     return slow, slow.faster(1 - saved / (several * slow.work + sums + update))
@@ -106,8 +106,6 @@ def pieces(program: Program) -> float:
     return float(buckets(sizes[::-1]))
 
 
-def _wide(model: Model) -> float:
+def _gradients(model: Model) -> float:
     """Return the bytes of gradients for each byte of weights."""
-    weights = [t for t in model.parameters() if t.requires_grad]
-    wide = sum(prod(t.shape) * width(t.wide_dtype) for t in weights)
-    return wide / max(sum(t.nbytes for t in model.parameters()), 1)
+    return sum(t.gradient_bytes for t in model.trained_parameters()) / max(sum(t.nbytes for t in model.parameters()), 1)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import width
 from superscaler.materialize.buckets import BUCKET_BYTES
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
@@ -48,8 +46,7 @@ class Traffic:
     @cached_property
     def _largest(self) -> float:
         """Return the bytes of the largest piece of gradients."""
-        weights = (t for t in self.graph.model.parameters() if t.requires_grad)
-        return float(max([BUCKET_BYTES, *(prod(t.shape) * width(t.wide_dtype) for t in weights)]))
+        return float(max([BUCKET_BYTES, *(t.gradient_bytes for t in self.graph.model.trained_parameters())]))
 
     def send(self, c: Choice, after: Choice) -> float:
         """Return the seconds of the messages of a microbatch from a stage to the next one, which may be cut in another

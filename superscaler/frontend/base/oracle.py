@@ -169,7 +169,7 @@ def reference_step(
     `draw(node, shape)` returns the uniform numbers for other random operators; without it torch draws them.
     """
     model = captured.model
-    trained = [t.name for t in model.parameters() if t.requires_grad]
+    trained = [t.name for t in model.trained_parameters()]
     leaves = {name: retyped(values[name].detach(), dtype).clone().requires_grad_() for name in trained}
     device = next((x.device for x in values.values()), torch.device("cpu"))
     known = {**values, **leaves, **batch}

@@ -84,7 +84,7 @@ def cheapest(graph: Graph, limit: float, times: str, parts: int) -> list[Run]:
         raise InputError(f"times={times} has no seconds for {lacking[0]}; give a JSON object of seconds by block.")
     units = [_unit(graph, path, ops, seconds, parts) for path, ops in stretches(graph)]
     rest = sum(t.nbytes for t in graph.model.parameters())
-    for t in (t for t in graph.model.parameters() if t.requires_grad):
+    for t in graph.model.trained_parameters():
         # Gradients are added in float32 at least.
         rest += max(t.nbytes, 4 * prod(t.shape)) + prod(t.shape) * graph.model.optimizer.state_bytes(t.dtype)
     runs = choose(units, int(limit) - rest)
