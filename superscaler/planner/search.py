@@ -19,7 +19,7 @@ from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.kinds import has_own
 from superscaler.planner.menu import Menu
-from superscaler.planner.own.stages import Fits, even, least_beside
+from superscaler.planner.own.stages import CLOSE, Fits, even, least_beside
 from superscaler.planner.space import Choice, choices, undivided
 from superscaler.planner.whole.improve import Improved, improve
 from superscaler.planner.whole.programs import Found, Programs
@@ -31,8 +31,8 @@ from superscaler.specs.sizes import duration, size
 
 # The plans that are compiled whole: at most, and at least.
 MOST, _LEAST = 25, 3
-# A bound below so many times the best step is raised, by so many more whole plans at most.
-_CLOSE, _PROOFS = 0.95, 4
+# The most whole plans by which a bound is raised.
+_PROOFS = 4
 # Estimates of bytes that are compiled whole, in those of a device: to find a plan that fits, and to see how far the
 # least is from that.
 _ALMOST, _FAR = 1.04, 1.5
@@ -298,7 +298,7 @@ def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs, fi
     for _ in range(min(_PROOFS, MOST - len(programs.found))):
         others = (e for e in waiting.values() if e.peak <= _ALMOST * room)
         low = min(others, key=lambda e: e.bound / e.choice.batch, default=None)
-        if low is None or low.bound / low.choice.batch >= _CLOSE * _best(programs.found):
+        if low is None or low.bound / low.choice.batch >= CLOSE * _best(programs.found):
             return
         if low.choice.blocks and fits(low):
             return

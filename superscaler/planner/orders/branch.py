@@ -6,10 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import inf
 
-from superscaler.planner.orders.works import Rows, State, Work, Works
+from superscaler.planner.orders.works import BETTER, Rows, State, Work, Works
 
-# An order is better by more than this share of a step.
-_BETTER = 1e-9
 # The earlier orders of the same works, beside which one is compared.
 _KNOWN = 8
 
@@ -45,7 +43,7 @@ class _Search:
         """Try all works that could be next on the device that could end one first."""
         self.left -= 1
         state, place, seconds = self.state, self.works.place, self.works.seconds
-        if self.left <= 0 or _bound(state) >= self.best * (1 - _BETTER) or self._is_known():
+        if self.left <= 0 or _bound(state) >= self.best * (1 - BETTER) or self._is_known():
             return
         ready = [pair for device in range(len(self.works.rooms)) for pair in state.ready(device)]
         if not ready:

@@ -7,12 +7,10 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from superscaler.planner.orders.works import Rows, State, Work, Works, finish
+from superscaler.planner.orders.works import BETTER, Rows, State, Work, Works, finish
 
 # A work moves so many places.
 _DISTANCES = 1, 2, 3, 5
-# An order is better by more than this share of a step.
-_BETTER = 1e-9
 
 
 class Way(NamedTuple):
@@ -71,7 +69,7 @@ def moved(works: Works, seconds: float, rows: Rows, left: int) -> tuple[float, R
                 end, left = at + distance, left - sum(map(len, rows))
                 other = [*row[:at], row[end], *row[at:end], *row[end + 1 :]]
                 found = [*rows[:device], other, *rows[device + 1 :]]
-                if row[at] != row[end] and (step := finish(works, found)) < seconds * (1 - _BETTER):
+                if row[at] != row[end] and (step := finish(works, found)) < seconds * (1 - BETTER):
                     seconds, rows = step, found
     return seconds, rows
 

@@ -13,6 +13,8 @@ Work = tuple[int, str]
 Rows = list[list[Work]]
 # What a work adds to the activations that its device keeps.
 _KEEPS = {"F": 1, "B": -1, "W": -1}
+# An order is better by more than this share of a step.
+BETTER = 1e-9
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from superscaler.planner.space import RECOMPUTE, Choice
 _SHARES = 1.0, 0.93, 0.85
 # The estimate of bytes, in those of a device, from which on a stage does not fit for certain.
 _ALMOST = 1.1
-# A bound below so many times the best step is raised by measuring more.
-_CLOSE = 0.95
+# A bound below so many times the best step is raised: by measuring more, or by more whole plans.
+CLOSE = 0.95
 # The most devices of pipelines whose stages have a (dp, tp) of their own: data-parallel devices do not fold there.
 _UNFOLDED = 32
 _OWN, _SCHEDULES = tuple(RECOMPUTE)[:3], ("1f1b", "zb_h1")
@@ -63,7 +63,7 @@ class OwnStages:
         if all(menu.known(c.use) for c in group) or not any(menu.known(c.use.plain) for c in group) or limit == inf:
             return
         ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
-        low = _CLOSE * limit * group[0].batch
+        low = CLOSE * limit * group[0].batch
         if ways.least < low and ways.bound() < low:
             for c in group:
                 menu.costs(c.use)
