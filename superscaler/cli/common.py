@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.models import BuiltModel
     from superscaler.plan import Plan
+    from superscaler.simulate.system import System
     from superscaler.verbs import Graph
 
 
@@ -190,9 +191,11 @@ class PlanRequest(ModelRequest):
         ),
     ] = ""
 
-    def read(self, **options: Any) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
+    def read(
+        self, memory: int | None = None, system: System | None = None
+    ) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
         """Return the sProgram and the cluster. Both are checked, with the sizes of the model, before that is built.
-        `options`: of a search for the plan.
+        A search for the plan is for devices of so much memory, and for this system.
         """
         from superscaler.cluster import Cluster
         from superscaler.planner.auto import is_auto, plan_of
@@ -200,7 +203,7 @@ class PlanRequest(ModelRequest):
 
         self.check()
         read_mixture(self.lengths)
-        sprogram, cluster = plan_of(self.plan, **options), Cluster.parse(self.cluster)
+        sprogram, cluster = plan_of(self.plan, memory, system), Cluster.parse(self.cluster)
         with phase("import"):
             from superscaler.models import sizes_of
 
@@ -218,9 +221,9 @@ class PlanRequest(ModelRequest):
     def __str__(self) -> str:
         return f"{self.model} under {self.plan} on {self.cluster}"
 
-    def compile(self, **options: Any) -> tuple[Plan, BuiltModel]:
-        """Build, capture and compile. `options`: of a search for the plan. Raises PlanError with the reason."""
-        sprogram, cluster = self.read(**options)
+    def compile(self, system: System | None = None) -> tuple[Plan, BuiltModel]:
+        """Build, capture and compile. `system`: of a search for the plan. Raises PlanError with the reason."""
+        sprogram, cluster = self.read(system=system)
         from superscaler.plan import compile as compile_graph
 
         graph, built = self.on(cluster).capture()

@@ -60,8 +60,8 @@ def simulate(
     from superscaler.simulate.predict import check_speeds
 
     check_speeds(cluster)
-    specs, searched = list(dict.fromkeys([request.plan, *(compare or ())])), options.searched
-    sprograms = [replace(request, plan=spec).read(**searched)[0] for spec in specs]
+    specs = list(dict.fromkeys([request.plan, *(compare or ())]))
+    sprograms = [replace(request, plan=spec).read(options.capacity, options.system)[0] for spec in specs]
     if request.lengths:
         return _mixture(printer, request, sprograms, cluster, options)
     graph = _shapes(request, cluster)

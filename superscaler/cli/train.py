@@ -37,6 +37,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     printer.progress.announce(f"train {request}: capture, compile, certify, then {training.steps} steps")
     with phase("import"):
         from superscaler.plan import save_evaluation
+        from superscaler.simulate.system import System
         from superscaler.train import launch
         from superscaler.train.resume import ending, interrupted, unsaved
         from superscaler.verify.plan_dir import known_of
@@ -49,7 +50,7 @@ def train(printer: Printer, request: PlanRequest, training: RunOptions, out: Out
     if training.run is not None:
         save_options(training.run, printer.options)
     is_forked = launch.start_server()
-    compiled, built = request.compile(torch_compile=training.torch_compile, cuda_graph=training.cuda_graph)
+    compiled, built = request.compile(System(torch_compile=training.torch_compile, cuda_graph=training.cuda_graph))
     if not compiled.trains:
         why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
         raise InputError(

@@ -13,6 +13,7 @@ from superscaler.cli.options.declare import option
 from superscaler.cli.printing import Printer
 from superscaler.errors import InputError
 from superscaler.report.model import collapse, span
+from superscaler.timing import phase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,10 @@ def verify(
     steps. Exit code 1 when they are not equal.
     """
     printer.progress.announce(f"verify {request}: capture, compile, then compare two steps with the module's")
-    compiled, built = request.compile(torch_compile=torch_compile)
+    with phase("import"):
+        from superscaler.simulate.system import System
+
+    compiled, built = request.compile(System(torch_compile=torch_compile))
     printer.result = compiled.verify(_backend(processes, gpu), real_batch(built), shapes, torch_compile)
     printer.show(_certificate(printer.result, compiled.precision))
     for shape, found in printer.result.get("other_shapes", {}).items():

@@ -28,6 +28,7 @@ from superscaler.integrations.source import Form, Source, UndividedError
 from superscaler.plan import load
 from superscaler.runtime.shapes.forms import paired
 from superscaler.runtime.step import Step
+from superscaler.simulate.system import System
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ class Planned:
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute = module, optimizer, compute
         self.notes = (notes or Notes()).by_name
-        loaded = {"torch_compile": torch_compile, "cuda_graph": cuda_graph}
-        self._source = Source(module, optimizer, compute, plan, cluster, autocast, self.notes, owner, loaded)
+        system = System(torch_compile=torch_compile, cuda_graph=cuda_graph)
+        self._source = Source(module, optimizer, compute, plan, cluster, autocast, self.notes, owner, system)
         self._directory, self._autocast, self._seed, self._steps = directory, autocast, seed, steps
         self._torch_compile, self._cuda_graph = torch_compile, cuda_graph
         self._is_stale, self._saved = False, 0

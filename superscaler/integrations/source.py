@@ -17,6 +17,7 @@ from superscaler.integrations.loss import Compute, Layout, LossOfLoop
 from superscaler.integrations.reads import reads, settings
 from superscaler.plan import Plan, capture, compile
 from superscaler.planner.auto import plan_of
+from superscaler.simulate.system import System
 
 
 class UndividedError(InputError):
@@ -41,12 +42,12 @@ class Source:
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, plan: str | Callable[..., Any],
-        cluster: str | None, autocast: str | None, notes: dict[str, Any], owner: object, options: Mapping[str, bool],
+        cluster: str | None, autocast: str | None, notes: dict[str, Any], owner: object, system: System,
     ) -> None:  # fmt: skip
         self._module, self._optimizer, self._compute, self._owner = module, optimizer, compute, owner
         self._plan, self._cluster, self._autocast, self._notes = plan, cluster, autocast, notes
         # Of a search for the plan.
-        self._options = options
+        self._system = system
         # The objects of the user by path, and the attributes of them that captures read: path and name.
         self._objects: dict[str | None, object] = {None: owner or module, **dict(module.named_modules())}
         self._objects |= settings(self._objects)
@@ -103,7 +104,7 @@ class Source:
                     self._costs = {op.name: op.flops for op in graph.model.ops}
                 graph.costs = self._costs
                 try:
-                    self._plan = plan_of(self._plan, **self._options) if isinstance(self._plan, str) else self._plan
+                    self._plan = plan_of(self._plan, system=self._system) if isinstance(self._plan, str) else self._plan
                     return compile(graph, self._plan, self._cluster or f"local:{world}")
                 except PlanError as error:
                     raise UndividedError(str(error)) from error

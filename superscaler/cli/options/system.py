@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -82,11 +82,6 @@ class SystemOptions:
 
         given = {field.name: getattr(self, field.name) for field in fields(System)}
         return System(**{**given, "documents": self.lengths})
-
-    @property
-    def searched(self) -> dict[str, Any]:
-        """Return the options of a search for a plan."""
-        return {"memory": self.capacity, **asdict(self.system)}
 
     def packed(self, model: str) -> str:
         """Return the spec of a model of the library with rows of these documents."""
