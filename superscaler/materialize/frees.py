@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from superscaler.groups import collect
 from superscaler.ir.communication import batches
 from superscaler.ir.program import ONE, Free, Instruction, Meets, Value, ended, reads, writes
 from superscaler.materialize.steps import LoweringOptions
@@ -43,9 +44,7 @@ def _freed(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> l
         for name in ended(instruction):
             del last[name]
     done: list[Instruction] = []
-    dying: dict[int, list[Value]] = {}
-    for name, at in last.items():
-        dying.setdefault(at, []).append(name)
+    dying = collect((at, name) for name, at in last.items())
     for at, instruction in enumerate(code):
         done.append(instruction)
         names = tuple(sorted((n for n in dying.get(at, ()) if n != ONE), key=key))

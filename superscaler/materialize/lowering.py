@@ -8,6 +8,7 @@ from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.collectives import KINDS, ONE
+from superscaler.groups import collect
 from superscaler.ir.grid import HOSTS
 from superscaler.ir.layout import Provenance
 from superscaler.ir.mask import Box, extents, inside, intersect
@@ -187,9 +188,8 @@ def _outer(transfer: Transfer) -> list[int]:
     """Return, for each reader, the reader on its device with the largest box around its own, if both read all
     pieces.
     """
-    by_device: dict[int, list[int]] = {}
-    for r, reader in enumerate(transfer.readers):
-        by_device.setdefault(reader.device if transfer.is_joint and not transfer.is_to_updates else ~r, []).append(r)
+    is_whole = transfer.is_joint and not transfer.is_to_updates
+    by_device = collect((reader.device if is_whole else ~r, r) for r, reader in enumerate(transfer.readers))
     found = dict[int, int]()
     for some in by_device.values():
         boxes = {r: transfer.readers[r].box for r in some}

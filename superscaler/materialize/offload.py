@@ -7,6 +7,7 @@ back while the device does the work before its backward.
 from collections.abc import Container, Mapping, Sequence
 from itertools import groupby, pairwise
 
+from superscaler.groups import collect
 from superscaler.ir.program import Fetch, Forward, Function, Instruction, Offload, Value, calls, ended
 
 
@@ -53,10 +54,7 @@ def _is_kept(function: Function) -> bool:
 
 def _kept(runs: Sequence[set[int]], most: int) -> list[set[int]]:
     """Return the tapes on the device while it does each work, given the tapes of all works."""
-    uses: dict[int, list[int]] = {}
-    for number, own in enumerate(runs):
-        for tape in own:
-            uses.setdefault(tape, []).append(number)
+    uses = collect((tape, number) for number, own in enumerate(runs) for tape in own)
     found = []
     for number, own in enumerate(runs):
         # The first use after this work of each tape that exists.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from superscaler.collectives import KINDS
+from superscaler.groups import collect, group_by
 from superscaler.ir.mask import Box
 from superscaler.materialize.collectives import Match, match_boxes, refusal
 from superscaler.materialize.steps import (
@@ -30,9 +31,7 @@ T = TypeVar("T")
 
 def reduction(transfer: Transfer, options: LoweringOptions) -> Lowered | None:
     """Return the collectives that reduce gradients for their updates, None if these would not help."""
-    readers_of: dict[int, list[int]] = {}
-    for p, r in transfer.links:
-        readers_of.setdefault(p, []).append(r)
+    readers_of = collect(transfer.links)
     steps = _Steps(transfer, options)
     classes: dict[tuple[Box, tuple[int, ...]], dict[int, Slot]] = {}
     for slot in slots_of(transfer):
@@ -46,10 +45,7 @@ def reduction(transfer: Transfer, options: LoweringOptions) -> Lowered | None:
             required = {r for r in numbers if own in (box, transfer.readers[r].box)}
             sums[steps.sum(own, pieces, {transfer.readers[r].device for r in required})] = required
     items_of = {r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))}
-    by_box: dict[Box, list[int]] = {}
-    for r, reader in enumerate(transfer.readers):
-        by_box.setdefault(reader.box, []).append(r)
-    for box, readers in by_box.items():
+    for box, readers in collect((reader.box, r) for r, reader in enumerate(transfer.readers)).items():
         shared = [n for n in sums if sums[n].issuperset(readers) and steps.boxes[n] != box]
         for group in (
             [r for r in readers if steps.holds(shared, transfer.readers[r].device) is held] for held in (True, False)
@@ -98,12 +94,11 @@ def by_server(transfer: Transfer, found: Match, options: LoweringOptions) -> Low
     """Return a hierarchical sum over several servers: reduce_scatter inside each, all_reduce of equal slices between
     them, all_gather inside. None unless all servers have equally many devices, at least two.
     """
-    per_server, rows = getattr(options.costs, "devices_per_server", len(found.group)), dict[int, list[int]]()
-    for device in found.group:
-        rows.setdefault(device // per_server, []).append(device)
-    first, *others = rows.values()
+    per_server = getattr(options.costs, "devices_per_server", len(found.group))
+    rows = [*group_by(found.group, lambda device: device // per_server).values()]
+    first, *others = rows
     is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
-    return _in_slices(transfer, list(rows.values()), options) if found.kind == "all_reduce" and is_nested else None
+    return _in_slices(transfer, rows, options) if found.kind == "all_reduce" and is_nested else None
 
 
 def in_halves(transfer: Transfer, found: Match, options: LoweringOptions) -> Lowered | None:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from superscaler.groups import collect
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.joins import Required
 from superscaler.schedule.recompute_order import Work
@@ -55,9 +56,7 @@ def last_of(segments: Sequence[Segment], place: Place) -> Work:
 
 def _meetings(one: Required, other: Required, keys: Sequence[Key], others: Sequence[Key]) -> list[tuple[Key, Key]]:
     """Return the pairs of parts of two ops on one device whose inputs share elements."""
-    at: dict[int, list[int]] = {}
-    for row, key in enumerate(keys):
-        at.setdefault(key[0], []).append(row)
+    at = collect((key[0], row) for row, key in enumerate(keys))
     pairs = [(a, b) for b, key in enumerate(others) for a in at.get(key[0], ())]
     a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     common = (np.maximum(one.lo[a], other.lo[b]) < np.minimum(one.hi[a], other.hi[b])).all(axis=1)

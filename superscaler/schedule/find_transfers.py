@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import ScheduleError
+from superscaler.groups import group_by
 from superscaler.ir.mask import intersect
 from superscaler.ir.parts import Tree
 from superscaler.schedule.dataflow import Dataflow, Edge, Port
@@ -105,9 +106,7 @@ def _by_region(readers: Reads, is_late: bool, each: bool) -> list[tuple[Reads, i
     """Return groups of readers of a resident weight or a copy: one per recomputed region, and with `each` for
     regathered weights one per microbatch, because each gathers the weight once more.
     """
-    found: dict[str, Reads] = {}
-    for read in readers:
-        found.setdefault(read[0].region if is_late else "", []).append(read)
+    found = group_by(readers, lambda read: read[0].region if is_late else "")
     is_regather = each and (any(found) or any(number in segment.regathered for segment, number, _ in readers))
     microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if is_regather else [None]
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from superscaler.groups import collect
 from superscaler.schedule.dependencies import PASSED, DependencyGraph, Node
 from superscaler.schedule.transfers import FORWARD, Transfer
 
@@ -19,10 +20,11 @@ def delay_gathers(nodes: DependencyGraph, order: Sequence[Node]) -> bool:
     late = {n: _copiers(nodes, t) for n, t in enumerate(transfers)}
     late = {n: some for n, some in late.items() if some or transfers[n].is_from_rest or transfers[n].is_regather}
     position = {node: at for at, node in enumerate(order)} if late else {}
-    runs: dict[int, list[int]] = {}
-    for node, at in position.items():
-        if node.is_run and not segments[node.number].ops[0].from_data and node.number not in nodes.copies:
-            runs.setdefault(node.device, []).append(at)
+    runs = collect(
+        (node.device, at)
+        for node, at in position.items()
+        if node.is_run and not segments[node.number].ops[0].from_data and node.number not in nodes.copies
+    )
     found, gathers = False, (node for node in position if node.kind == "C" and node.number in late)
     together: dict[int, list[Node]] = {}
     for node in dict.fromkeys(node for gather in gathers for node in (gather, *late[gather.number])):

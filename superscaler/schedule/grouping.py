@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
+from superscaler.groups import collect, group_by
 from superscaler.ir.grid import HOSTS
 from superscaler.schedule.joins import Produced, Required
 from superscaler.schedule.segments import root
@@ -20,9 +21,9 @@ def group(
     joins: bool,
 ) -> list[Transfer]:
     """Merge values that are always sent together into pieces and readers; return a transfer per connected component."""
-    by_reader: dict[Hashable, list[int]] = {}
-    for row, pair in enumerate(pairs):
-        by_reader.setdefault((required.at[row][0], required.corners(row), tuple(sorted(pair))), []).append(row)
+    by_reader = collect(
+        ((required.at[row][0], required.corners(row), tuple(sorted(pair))), row) for row, pair in enumerate(pairs)
+    )
     read = [pairs[rows[0]] for rows in by_reader.values()]
     alike = _alike(read, lambda source: (produced.at[source][0], produced.corners(source)))
     pieces = [End(produced.at[s[0]][0], produced.box(s[0]), tuple(p for r in s for p in sources[r])) for s, _ in alike]
@@ -38,10 +39,7 @@ def group(
 
 def _alike(read: Sequence[Sequence[int]], where: Callable[[int], Hashable]) -> list[tuple[list[int], tuple[int, ...]]]:
     """Return the sources that are at one place and have the same readers, each with those; `read`: per reader."""
-    readers_of: dict[int, list[int]] = {}
-    for reader, sources in enumerate(read):
-        for source in sources:
-            readers_of.setdefault(source, []).append(reader)
+    readers_of = collect((source, reader) for reader, sources in enumerate(read) for source in sources)
     found: dict[Hashable, tuple[list[int], tuple[int, ...]]] = {}
     for source, readers in sorted(readers_of.items()):
         found.setdefault((where(source), *readers), ([], tuple(readers)))[0].append(source)
@@ -112,16 +110,12 @@ def components(
     parent = {n: n for n in (*range(len(pieces)), *(~r for r in range(len(readers))))}
     for p, r in links:
         parent[root(parent, ~r)] = root(parent, p)
-    found: dict[int, list[int]] = {}
-    for n in parent:
-        found.setdefault(root(parent, n), []).append(n)
-    own: dict[int, list[tuple[int, int]]] = {n: [] for n in found}
-    for p, r in links:
-        own[root(parent, p)].append((p, r))
+    found = group_by(parent, lambda n: root(parent, n))
+    own = group_by(links, lambda link: root(parent, link[0]))
     transfers = []
     for n, members in found.items():
         ps, rs = [p for p in members if p >= 0], [~r for r in members if r < 0]
         at_p, at_r = ({end: k for k, end in enumerate(ends)} for ends in (ps, rs))
-        local = tuple((at_p[p], at_r[r]) for p, r in own[n])
+        local = tuple((at_p[p], at_r[r]) for p, r in own.get(n, ()))
         transfers.append(Transfer(tensor, kind, tuple(pieces[p] for p in ps), tuple(readers[r] for r in rs), local))
     return transfers

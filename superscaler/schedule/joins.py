@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from superscaler.groups import group_by
 from superscaler.ir.fold import Coordinate, Fold
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Operand
@@ -78,10 +79,7 @@ class Produced(Required):
 
     def replicas(self, rows: Iterable[int]) -> dict[Hashable, list[int]]:
         """Return rows grouped by addend and box: the rows of a group are replicas."""
-        found: dict[Hashable, list[int]] = {}
-        for row in rows:
-            found.setdefault((self.labels[row], self.corners(row)), []).append(row)
-        return found
+        return group_by(rows, lambda row: (self.labels[row], self.corners(row)))
 
     @cached_property
     def whole(self) -> list[int]:
@@ -207,10 +205,7 @@ def _join_labels(produced: Produced, required: Required) -> list[list[int]]:
 
 
 def _by_device(produced: Produced, rows: list[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for row in rows:
-        found.setdefault(produced.at[row][0], []).append(row)
-    return found
+    return group_by(rows, lambda row: produced.at[row][0])
 
 
 # The most pairs of boxes that are compared at once.

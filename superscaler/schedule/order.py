@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from superscaler.errors import ScheduleError
+from superscaler.groups import collect
 from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import UNASSIGNED
@@ -145,9 +146,7 @@ def sort(nodes: DependencyGraph, together: Sequence[int]) -> list[Node]:
 
 def _sort(nodes: DependencyGraph, groups: Sequence[int]) -> list[Node]:
     """Sort groups of nodes; `groups` has, for each node, the first node of its group."""
-    members: dict[int, list[int]] = {}
-    for node, group in enumerate(groups):
-        members.setdefault(group, []).append(node)
+    members = collect((group, node) for node, group in enumerate(groups))
     waits = dict.fromkeys(members, 0)
     for node, group in enumerate(groups):
         waits[group] += nodes.waits[node]

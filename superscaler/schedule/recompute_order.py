@@ -58,11 +58,11 @@ class RecomputeOrder:
     @cached_property
     def runs(self) -> Mapping[RegionRun, Sequence[Work]]:
         """Return the recomputed work of each region run."""
-        found: dict[RegionRun, list[Work]] = {}
-        for segment in self.twins:
-            for key in segment.keys:
-                found.setdefault((segment.region, key[0], key[1]), []).append(("F", segment.number, key))
-        return found
+        return collect(
+            ((segment.region, key[0], key[1]), ("F", segment.number, key))
+            for segment in self.twins
+            for key in segment.keys
+        )
 
     @cached_property
     def entries(self) -> Mapping[Work, Sequence[RegionRun]]:

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from superscaler.errors import ScheduleError
+from superscaler.groups import collect, group_by
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis, Grid, Ints
 from superscaler.ir.mask import Box, extents, intersect
@@ -143,9 +144,7 @@ def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
     shared = _regular(op, tensor, kept)
     if shared is not None:
         return shared
-    by_size: dict[tuple[int, ...], list[Located]] = {}
-    for device, box in kept:
-        by_size.setdefault(extents(box), []).append((device, box))
+    by_size = group_by(kept, lambda place: extents(place[1]))
     grids = [_regular(op, tensor, places) for places in by_size.values()]
     found = [grid for grid in grids if grid is not None]
     if len(found) < len(grids):
@@ -173,9 +172,7 @@ def _maximal(readers: Iterable[Located]) -> list[Located]:
 
 def _regular(op: Op, tensor: PTensor, kept: list[Located]) -> Grid | None:
     """Return a grid of splits and one replica axis, if the boxes are a product of ranges with equally many holders."""
-    owners: dict[Box, list[int]] = {}
-    for device, box in kept:
-        owners.setdefault(box, []).append(device)
+    owners = collect((box, device) for device, box in kept)
     ranges = [sorted({box[slot] for box in owners}) for slot in range(len(tensor.extents))]
     counts = {len(devices) for devices in owners.values()}
     tiles = all(

@@ -16,6 +16,7 @@ import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.errors import some as listed
+from superscaler.groups import collect, group_by
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Ints
 from superscaler.ir.layout import layout_of
@@ -169,10 +170,9 @@ def find_segments(flow: Dataflow, alone: frozenset[str]) -> list[Segment]:
     for (source, reader), joins in local.items():
         if joins and levels[source] == levels[reader]:
             parent[root(parent, reader)] = root(parent, source)
-    members: dict[str, list[Op]] = {}
     # Recomputed ops without a backward that make values for nobody do not run.
-    for op in (op for op in ops if op.has_mirror or any(o.tensor not in flow.unread for o in op.outputs)):
-        members.setdefault(root(parent, op.name), []).append(op)
+    run = (op for op in ops if op.has_mirror or any(o.tensor not in flow.unread for o in op.outputs))
+    members = group_by(run, lambda op: root(parent, op.name))
     position = {op.name: at for at, op in enumerate(ops)}
     groups = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
     segments = [
@@ -185,10 +185,8 @@ def find_segments(flow: Dataflow, alone: frozenset[str]) -> list[Segment]:
 
 def check_regathers(flow: Dataflow, segments: Sequence[Segment]) -> None:
     """Raise ScheduleError for a `Regather` that changes nothing, because `keep_gathered` keeps what its ops read."""
-    regions: dict[str, list[Segment]] = {}
-    for segment in (s for s in segments if flow.graph.policy.gathered_once and s.ops[0].regather):
-        regions.setdefault(segment.ops[0].regather, []).append(segment)
-    for region, some in regions.items():
+    regathered = (s for s in segments if flow.graph.policy.gathered_once and s.ops[0].regather)
+    for region, some in group_by(regathered, lambda segment: segment.ops[0].regather).items():
         read = {flow.model.origin(alias.tensor) for segment in some for alias in segment.aliases}
         kept = sorted(read & flow.graph.policy.gathered_once)
         if kept and not any(segment.regathered for segment in some):
@@ -230,9 +228,7 @@ def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict
     """Raise ops that depend on weights only (casts) to the level of their readers; nothing else determines when they
     run.
     """
-    readers: dict[str, list[str]] = {}
-    for source, reader in local:
-        readers.setdefault(source, []).append(reader)
+    readers = collect(local)
     for op in reversed(ops):
         if op.from_weights and op.name in readers:
             levels[op.name] = min(levels[r] - (not local[op.name, r]) for r in readers[op.name])

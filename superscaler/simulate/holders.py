@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from superscaler.groups import collect
 from superscaler.ir.program import Task, Value
 from superscaler.simulate.storages import ACTIVATIONS, COMMUNICATION, Storage, Storages
 from superscaler.simulate.works import Segment, Tape, block
@@ -38,9 +39,7 @@ class HeldTape:
 
     def own(self, ended: Mapping[int, int]) -> dict[int, int]:
         """Return the bytes that only this tape holds, each storage under the last of its numbers that is released."""
-        numbers: dict[int, list[int]] = {}
-        for n, storage in self.held.items():
-            numbers.setdefault(id(storage), []).append(n)
+        numbers = collect((id(storage), n) for n, storage in self.held.items())
         found = {max(some, key=lambda n: ended.get(n, math.inf)): some for some in numbers.values()}
         return {n: self.held[n].bytes for n, some in found.items() if self.held[n].holders == len(some)}
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from superscaler.groups import collect
+
 Range = tuple[int, int]
 # A run of queries: its first, its end, the place of the first in the sequence, and the number of its document.
 Run = tuple[int, int, int, int]
@@ -170,9 +172,7 @@ def _pairs(
     queries: Iterable[Run], keys: Iterable[Run], place: Place, is_causal: bool
 ) -> Iterator[tuple[Range, Range, str]]:
     """Yield the queries and keys of a row that are of one document, and how they see each other."""
-    known = dict[int, list[Range]]()
-    for start, end, _, name in keys:
-        known.setdefault(name, []).append((start, end))
+    known = collect((name, (start, end)) for start, end, _, name in keys)
     for low, high, at, name in queries:
         for start, end in known.get(name, ()):
             if is_causal:
