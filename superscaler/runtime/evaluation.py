@@ -17,7 +17,7 @@ from superscaler.errors import InputError
 from superscaler.losses import find_loss
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.shapes.choice import Choice
-from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, part_of, sizes
+from superscaler.store.pieces import Ranges, index_of, located, overlap, owners, part_of, resident, sizes
 
 Metric = Callable[[Any, Mapping[str, Tensor]], Any]
 
@@ -36,8 +36,8 @@ class Stepped(Protocol):
 
 def shared(plan: Mapping[str, Any], step: Stepped) -> dict[str, Tensor]:
     """Return the weights on this rank that the plan of evaluation and the training plan keep in the same piece."""
-    here = {_place(step.plan, entry): entry["name"] for entry in _owned(step.plan, step.rank)}
-    pairs = ((entry, here.get(_place(plan, entry))) for entry in _owned(plan, step.rank) if not entry.get("host"))
+    here = {_place(step.plan, entry): entry["name"] for entry in resident(step.plan, step.rank)}
+    pairs = ((entry, here.get(_place(plan, entry))) for entry in resident(plan, step.rank) if not entry.get("host"))
     return {e["name"]: w.detach() for e, n in pairs if n and (w := step.state.weights[n]).device == step.state.device}
 
 
@@ -89,10 +89,6 @@ class Filler(Generic[S]):
                 weight.view(sizes(wanted))[here] = piece[there].to(weight)
 
 
-def _owned(plan: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
-    return [entry for entry in plan["devices"][rank]["weights"] if entry["tensor"] in plan["tensors"]]
-
-
 def _place(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, str]:
     name, ranges = located(plan, entry)
     return name, str([[tuple(run) for run in dim] for dim in ranges])
@@ -100,8 +96,8 @@ def _place(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, str]
 
 def _lacking(plan: Mapping[str, Any], trained: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
     """Return the weights of a plan of evaluation on a rank that do not rest there in the same piece."""
-    there = {_place(trained, entry) for entry in _owned(trained, rank) if not entry.get("host")}
-    return [e for e in _owned(plan, rank) if e.get("host") or _place(plan, e) not in there]
+    there = {_place(trained, entry) for entry in resident(trained, rank) if not entry.get("host")}
+    return [e for e in resident(plan, rank) if e.get("host") or _place(plan, e) not in there]
 
 
 @contextmanager

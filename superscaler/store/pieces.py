@@ -39,6 +39,11 @@ def located(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, Ran
     return whole["name"], found
 
 
+def resident(plan: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
+    """Return the weights on a rank that are pieces of tensors of the user's module."""
+    return [entry for entry in plan["devices"][rank]["weights"] if entry["tensor"] in plan["tensors"]]
+
+
 def owners(plan: Mapping[str, Any]) -> list[list[tuple[Mapping[str, Any], Box]]]:
     """Return the weights that each rank saves, each with the box of it that no rank before saves; together they are the
     model, once.

@@ -25,7 +25,7 @@ from superscaler.runtime.executor import Found, Rank, take
 from superscaler.runtime.metrics import Known
 from superscaler.runtime.replay.replays import Recorder, Replays
 from superscaler.runtime.replayable.refusals import check_plan
-from superscaler.store.pieces import located
+from superscaler.store.pieces import located, resident
 
 Sizes = dict[str, tuple[int, ...]]
 
@@ -146,9 +146,9 @@ class Paired(NamedTuple):
 def paired(plan: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> Paired:
     """Return the weights of another plan that rest on a rank as in the first, by their names in the other."""
     here, found = defaultdict[object, list[str]](list), Paired({}, set())
-    for entry in _owned(plan, rank):
+    for entry in resident(plan, rank):
         here[_place(plan, entry)].append(entry["name"])
-    for entry in _owned(other, rank):
+    for entry in resident(other, rank):
         if same := here[_place(other, entry)]:
             found.pairs[entry["name"]] = same.pop(0)
         else:
@@ -159,10 +159,6 @@ def paired(plan: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> Pair
 def constants_of(plan: Mapping[str, Any], rank: int) -> set[str]:
     """Return the tensors on a rank that are no weights and no buffers of the user's module."""
     return {entry["tensor"] for entry in plan["devices"][rank]["weights"]} - plan["tensors"].keys()
-
-
-def _owned(plan: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
-    return [entry for entry in plan["devices"][rank]["weights"] if entry["tensor"] in plan["tensors"]]
 
 
 def _place(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> object:
