@@ -8,7 +8,7 @@ packing changes with each batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from superscaler.groups import collect
+from superscaler.runtime.functions.tracing import setting
 
 Range = tuple[int, int]
 # A run of queries: its first, its end, the place of the first in the sequence, and the number of its document.
@@ -197,11 +198,6 @@ def given_packing() -> tuple[int, ...]:
     return _PACKING.get()
 
 
-@contextmanager
-def packing(lengths: Sequence[int]) -> Iterator[None]:
+def packing(lengths: Sequence[int]) -> AbstractContextManager[None]:
     """Run the block with documents of these lengths in each row, again and again, where there are no data."""
-    before = _PACKING.set(tuple(lengths))
-    try:
-        yield
-    finally:
-        _PACKING.reset(before)
+    return setting(_PACKING, tuple(lengths))

@@ -3,9 +3,11 @@ or those whose shapes do not depend on data.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
+T = TypeVar("T")
 _IS_TRACED = ContextVar("superscaler_is_traced", default=False)
 _IS_RECORDED = ContextVar("superscaler_is_recorded", default=False)
 _BALANCE = ContextVar("superscaler_balance", default=1.0)
@@ -27,30 +29,25 @@ def balance() -> float:
 
 
 @contextmanager
-def balanced(busiest: float) -> Iterator[None]:
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Run the block with another value of a variable."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
+
+
+def balanced(busiest: float) -> AbstractContextManager[None]:
     """Run the block on fake tensors of the device whose experts have `busiest` times the mean tokens."""
-    before = _BALANCE.set(busiest)
-    try:
-        yield
-    finally:
-        _BALANCE.reset(before)
+    return setting(_BALANCE, busiest)
 
 
-@contextmanager
-def recorded() -> Iterator[None]:
+def recorded() -> AbstractContextManager[None]:
     """Run the block as recorded code."""
-    before = _IS_RECORDED.set(True)
-    try:
-        yield
-    finally:
-        _IS_RECORDED.reset(before)
+    return setting(_IS_RECORDED, True)
 
 
-@contextmanager
-def traced() -> Iterator[None]:
+def traced() -> AbstractContextManager[None]:
     """Run the block as traced code."""
-    before = _IS_TRACED.set(True)
-    try:
-        yield
-    finally:
-        _IS_TRACED.reset(before)
+    return setting(_IS_TRACED, True)
