@@ -34,11 +34,7 @@ class Updating(Protocol):
 def differentiate(step: Step, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], set[str]]:
     """Run a step without its update. Return the loss, the gradients of this rank by weight, and the buffers set."""
     updates = step.state.updates
-    updates.held = []
-    try:
-        loss: Tensor = step(batch)
-    finally:
-        held, updates.held = updates.held, None
+    loss, held = updates.holding(lambda: step(batch))
     gradients = [pair for change, pairs in held if change == updates.apply for pair in pairs]
     for name, count in Counter(name for name, _ in gradients).items():
         if count > 1:
@@ -177,8 +173,7 @@ class _Around:
 def follow(optimizer: torch.optim.Optimizer, planned: Callable[[], Updating | None]) -> None:
     """Let the steps of a loop's optimizer be updates of the plan."""
     for hooks in _tables(optimizer):
-        for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
-            del hooks[number]
+        _remove_ours(hooks)
     around = _Around(planned)
     optimizer.register_step_pre_hook(around.before)
     optimizer.register_step_post_hook(around.after)
@@ -190,8 +185,7 @@ def unfollowed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
         for hooks in _tables(optimizer):
             stack.enter_context(patch.dict(hooks))
-            for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
-                del hooks[number]
+            _remove_ours(hooks)
         yield
 
 
@@ -199,5 +193,6 @@ def _tables(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int,
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), _Around)
+def _remove_ours(hooks: dict[int, Any]) -> None:
+    for number in [n for n, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Around)]:
+        del hooks[number]

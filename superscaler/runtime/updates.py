@@ -14,6 +14,7 @@ from superscaler.runtime.scaling import Scaler, scale
 from superscaler.runtime.tapes import in_dtypes
 
 Pairs = Sequence[tuple[str, Tensor]]
+Held = list[tuple[Callable[[Pairs], None], Pairs]]
 Groups = Sequence[Mapping[str, Any]]
 Chosen = tuple[str, Groups, bool] | tuple[str, Groups, bool, float] | tuple[str, Groups, bool, float, bool]
 
@@ -49,10 +50,19 @@ class Updates:
         self.keep_gradients = False
         self.gradients: dict[str, Tensor] = {}
         # Calls of `apply` and `set` that wait until the step is known to be finite; None: nothing waits.
-        self.held: list[tuple[Callable[[Pairs], None], Pairs]] | None = None
+        self.held: Held | None = None
         self._copies = copies
         self._counted = [w["name"] for w in table if w["counted"]]
         self._early: list[tuple[str, Tensor]] = []
+
+    def holding(self, run: Callable[[], Tensor]) -> tuple[Tensor, Held]:
+        """Return the result of a run without its updates, and these."""
+        self.held = []
+        try:
+            made = run()
+        finally:
+            held, self.held = self.held, None
+        return made, held
 
     def update(self, pairs: Pairs, early: bool) -> None:
         """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.

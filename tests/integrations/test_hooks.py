@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from superscaler.errors import InputError
 from superscaler.integrations.gradients import checksums, differentiate, follow, unfollowed
 from superscaler.integrations.hooks import Unread
 from superscaler.launch.launch import launch
+from superscaler.runtime.updates import Updates
 
 HOOKS = Path(__file__).with_name("hooks.py")
 # The cases of `hooks.py` that are refused, with the reason.
@@ -80,6 +82,7 @@ def test_a_step_of_the_loops_optimizer_is_the_plans_update_and_leaves_the_gradie
 
 def test_a_weight_with_two_updates_in_a_step_has_no_gradient_for_hooks() -> None:
     updates = SimpleNamespace(held=None, apply=print, set=print)
+    updates.holding = partial(Updates.holding, updates)
 
     def step(batch: Any) -> Tensor:
         updates.held.extend([(print, [("w", batch["x"])])] * 2)

@@ -60,11 +60,7 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
     """
     rank, communicator = step.state, step.state.communicator
     updates = rank.updates
-    updates.held = []
-    try:
-        loss: Tensor = function(rank)
-    finally:
-        held, updates.held = updates.held, None
+    loss, held = updates.holding(lambda: function(rank))
     gradients = [] if updates.scaler else [pair for change, pairs in held for pair in pairs if change == updates.apply]
     wrong = "" if loss.isfinite() else f"its loss is {float(loss)}"
     wrong = wrong or communicator.first_text(next((f"the gradient of {_name(step, n)}" for n in _wrong(gradients)), ""))
