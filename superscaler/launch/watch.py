@@ -117,10 +117,14 @@ class Watch:
                     return others
         return []
 
+    def _news_of(self, rank: int) -> bytes:
+        """Return the last news of a rank."""
+        key = f"watch{rank}"
+        return self._store.get(key) if self._store.check([key]) else b"closed"
+
     def _begun(self, rank: int) -> int:
         """Return the steps that a rank said it has begun."""
-        key = f"watch{rank}"
-        word = self._store.get(key) if self._store.check([key]) else b"closed"
+        word = self._news_of(rank)
         return 0 if word == b"closed" else int(json.loads(word)["begun"])
 
     def start(self) -> None:
@@ -185,8 +189,7 @@ class Watch:
                 print(f"warning: {news.decode()}", file=sys.stderr, flush=True)
 
     def _place(self, rank: int) -> hangs.Place | None:
-        key = f"watch{rank}"
-        word = self._store.get(key) if self._store.check([key]) else b"closed"
+        word = self._news_of(rank)
         return None if word == b"closed" else hangs.Place.of(json.loads(word))
 
     def _look(self) -> None:
@@ -228,8 +231,7 @@ class Watch:
 
     def _listen(self) -> None:
         """Raise the alarm if the next rank has published no news for long."""
-        key = f"watch{self._next}"
-        word = self._store.get(key) if self._world > 1 and self._store.check([key]) else b"closed"
+        word = self._news_of(self._next) if self._world > 1 else b"closed"
         self._unheard = 0 if word != self._word or word == b"closed" else self._unheard + 1
         self._word, silent = word, self._unheard * LOOK
         if silent > SILENCE:
