@@ -10,7 +10,7 @@ from typing import Any
 from superscaler.artifact import described, of_compiled, texts, texts_of_compiled
 from superscaler.certify.certificate import CHECKS, certify
 from superscaler.cluster import Cluster
-from superscaler.emit.device import emit
+from superscaler.emit.device import Emitted, emit
 from superscaler.errors import InputError
 from superscaler.ir.program import Program
 from superscaler.materialize.joined.join import joined, most_works
@@ -62,17 +62,11 @@ def _validated(directory: Path, manifest: bool, is_shape: bool = False) -> dict[
     if program.world != plan["world"]:
         raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
     with naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
-        for check in CHECKS.values():
-            check(program)
-        emitted = emit(program)
-        check_translation(program, emitted)
+        emitted = _checked(program)
         files, data = texts(program, emitted), described(program, emitted, plan["cluster"], plan["seed"])
         longer = joined(program)
         if longer is not program:
-            for check in CHECKS.values():
-                check(longer)
-            compiled = emit(longer)
-            check_translation(longer, compiled)
+            compiled = _checked(longer)
             files, data = files | texts_of_compiled(longer, compiled), data | of_compiled(emitted, compiled)
     for name, text in files.items():
         _compare(directory / name, saved.text(name), text)
@@ -88,6 +82,14 @@ def _validated(directory: Path, manifest: bool, is_shape: bool = False) -> dict[
         raise damage
     works = {"works": most_works(program), "compiled_works": most_works(longer)}
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world, **works}
+
+
+def _checked(program: Program) -> Emitted:
+    """Certify a program, and return its code, which is checked, too."""
+    certify(program)
+    emitted = emit(program)
+    check_translation(program, emitted)
+    return emitted
 
 
 def simulate_directory(
