@@ -124,6 +124,12 @@ class Prediction:
         """Return the share of the peak that the model's own operations use; None if no peak is known."""
         return self.tflops * 1e12 / self.peak_flops if self.peak_flops else None
 
+    @property
+    def speed(self) -> str:
+        """Return the tokens, or samples, of a second in words."""
+        amount, what = (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
+        return f"{number(amount / self.step_seconds)} {what}/s"
+
     def mean(self, part: str) -> float:
         """Return the mean over all devices of one of their times."""
         total: float = sum(getattr(d, part) * len(d.devices) for d in self.devices)
@@ -163,13 +169,11 @@ def _lines(p: Prediction) -> Iterator[str]:
         yield f"{size(kept)} of the activations are kept for {len(blocks)} {where}"
     if full.excess:
         yield f"the first tensor too many is {full.excess}"
-    amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
-    speed = f"{number(amount / p.step_seconds)} {what}/s"
     peak = f", {share}" if (share := peak_share(p)) else ""
     low, high = duration(p.low), duration(p.high)
     spread = f" ({low} on fast devices of this kind, {high} on slow ones)" if low != high else ""
     condition = "" if p.fits else ", if it did fit"
-    yield f"step {duration(p.step_seconds)}{spread}{peak}, {speed}{condition}"
+    yield f"step {duration(p.step_seconds)}{spread}{peak}, {p.speed}{condition}"
     host, work = p.mean("host"), p.mean("compute") + p.mean("optimizer")
     if host > _LAUNCH_BOUND * work and p.step_seconds > _FAR * p.bound:
         yield f"launch-bound: for {min(host / work, 1):.0%} of their work devices wait for the host to start kernels"

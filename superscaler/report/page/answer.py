@@ -63,12 +63,11 @@ def _even(p: Prediction) -> str:
 def verdict(subject: Subject) -> Markup:
     """Return the answer for a plan, in words and numbers."""
     p = subject.simulation.prediction
-    amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
     low, high = duration(p.low), duration(p.high)
     facts = [f"{low} to {high} on fast and slow devices of the kind"] if low != high else []
     facts += [share] if (share := peak_share(p)) else []
     facts += [
-        f"{number(amount / p.step_seconds)} {what}/s",
+        p.speed,
         p.precision,
         f"{p.world} devices of {subject.simulation.cluster.name}",
     ]
