@@ -37,7 +37,7 @@ def op_order(
     where = where_of(graph)
     if not isinstance(turns, bool):
         raise InputError(f"op_order at {where}: turns is {named(turns)}; give True or False.")
-    pairs = list(product(_groups(graph, before, where), _groups(graph, after, where)))
+    pairs = list(product(_groups(before, where), _groups(after, where)))
     members = (name for pair in pairs if turns for group in pair for name, _ in group.members)
     if update := next((name for name in members if not graph.op(name).is_forward), ""):
         raise InputError(f"op_order at {where}: {update} takes no turns, but runs as one; order it before or after.")
@@ -122,7 +122,7 @@ def _in_all(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], where: s
     return graph.select(ops=ops, kind=work.kind)
 
 
-def _groups(graph: Graph, target: Target | Group | Groups, where: str) -> Groups:
+def _groups(target: Target | Group | Groups, where: str) -> Groups:
     if isinstance(target, Group | Groups):
         return Groups(()) | target
     items = items_of(target, where)

@@ -56,7 +56,7 @@ def _repeated(model: Model, blocks: Sequence[Block], same: Sequence[int], period
     run, end = [_joined(blocks[:period])], period
     while len(blocks) >= end + period and same[:period] == same[end : end + period]:
         after = _joined(blocks[end : end + period])
-        if form_of(model, after.ops) != form_of(model, run[0].ops) or not _is_next(model, run[-1], after):
+        if form_of(model, after.ops) != form_of(model, run[0].ops) or not _is_next(run[-1], after):
             break
         run.append(after)
         end += period
@@ -94,7 +94,7 @@ def _alike(value: object) -> object:
     return 0.5 if isinstance(value, float) and value else value
 
 
-def _is_next(model: Model, first: Block, second: Block) -> bool:
+def _is_next(first: Block, second: Block) -> bool:
     """Return whether a block reads a result of an equal one where that one reads something from before."""
     made = {o.tensor for op in first.ops for o in op.outputs}
     pairs = zip(first.ops, second.ops, strict=True)

@@ -53,7 +53,7 @@ def sizes_of(model: Model) -> Sizes:
 def _listed(model: Model, shape: Any) -> Listed:
     own = sizes_of(model)
     if isinstance(shape, Mapping):
-        return _by_input(own, model, shape)
+        return _by_input(own, shape)
     numbers = [shape] if isinstance(shape, int) else shape
     if not isinstance(numbers, Sequence) or len(numbers) not in (1, 2) or not all(map(_is_size, numbers)):
         raise InputError(f"a shape in shapes is {named(shape)}; give {_FORMS}.")
@@ -92,7 +92,7 @@ def _with(shape: tuple[int, ...], dim: int | None, size: int) -> tuple[int, ...]
     return tuple(size if d == dim else n for d, n in enumerate(shape))
 
 
-def _by_input(own: Sizes, model: Model, shape: Mapping[str, Any]) -> Listed:
+def _by_input(own: Sizes, shape: Mapping[str, Any]) -> Listed:
     sizes, given = dict(own), dict[str, Tensor]()
     for name, value in flat(shape, own).items():
         if name not in own:

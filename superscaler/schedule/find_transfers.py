@@ -69,7 +69,7 @@ def find_transfers(flow: Dataflow, segments: Sequence[Segment], joins: bool) -> 
         is_late = is_again or (is_copy and flow.model.origin(tensor) not in flow.homes)
         each = is_again and flow.graph.policy.gathers_each and not is_here
         for readers, microbatch in _by_region(own, is_late and not is_here, each):
-            taken = [*(_alias(flow, *read, microbatch) for read in readers), *taken]
+            taken = [*(_alias(*read, microbatch) for read in readers), *taken]
             found += _move(flow, tensor, FORWARD, made, taken, joins) if taken else []
             taken = []
         for read in (read for read in own if read[1] in read[0].regathered):
@@ -93,7 +93,7 @@ def _regather(flow: Dataflow, made: Side, read: Read, joins: bool, is_once: bool
     tensor = read[2].tensor
 
     def moved(microbatch: int | None) -> list[Transfer]:
-        return _move(flow, tensor, FORWARD, [made], [_alias(flow, *read, microbatch, REGATHER)], joins)
+        return _move(flow, tensor, FORWARD, [made], [_alias(*read, microbatch, REGATHER)], joins)
 
     found = moved(None)
     numbers = [{place.key[1] for end in transfer.readers for place in end.places} for transfer in found]
@@ -210,9 +210,7 @@ def _side(flow: Dataflow, outputs: Mapping[str, tuple[Segment, int]], port: Port
     return Side(port, range(len(places)), boxes, places, (kind, boxes))
 
 
-def _alias(
-    flow: Dataflow, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
-) -> Side:
+def _alias(segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD) -> Side:
     """Return the readers of an alias in one microbatch, or (None) in all."""
     keys = segment.key_rows
     own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))

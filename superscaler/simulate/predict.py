@@ -132,7 +132,7 @@ def _simulated(
         model_flops=sum(flops.values()),
         peak_flops=kind.flops.get(dtype, 0.0),
         bound=sum(needed.values()) / rate_of(speeds, dtype, 0.5) / program.world,
-        devices=tuple(_times(program, table, some, found) for some in alike),
+        devices=tuple(_times(table, some, found) for some in alike),
         capacity=has,
         reserved=overheads.context,
         links=table.bytes,
@@ -214,7 +214,7 @@ def overheads_of(cluster: Cluster) -> Overheads:
     return Overheads() if is_gpu else NO_OVERHEADS
 
 
-def _times(program: Program, table: Timetable, own: Ints, found: Sequence[DeviceMemory]) -> DeviceTimes:
+def _times(table: Timetable, own: Ints, found: Sequence[DeviceMemory]) -> DeviceTimes:
     """Return the times of devices that run one program, and the memory of the fullest one."""
     devices = set(own.tolist())
     fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)

@@ -15,8 +15,6 @@ from superscaler.runtime.updates import Pairs, Updates
 from tests.helpers.graphs import step_of
 from tests.helpers.sweeps import slow
 
-Fault = Callable[[pytest.MonkeyPatch], None]
-
 
 class Three(nn.Module):
     def __init__(self) -> None:

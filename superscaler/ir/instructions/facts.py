@@ -42,7 +42,6 @@ class Facts:
       needs_tape       it waits until the tape of its task has been copied
       whole            the value, or its handle, whose part is the result as it is
       grows            the sum that it adds to in place
-      takes_piece      its box is a piece of a tensor, which is as much work wherever it lies
       updates          it runs the optimizer on `weights`, after all that was sent or copied; `is_early`: not the last
       is_between       messages that start together may have it between them
       frees            it runs nothing: names end
@@ -58,7 +57,6 @@ class Facts:
     needs_tape: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     is_between: ClassVar[bool] = False
-    takes_piece: ClassVar[bool] = False
     frees: ClassVar[bool] = False
     outlives: ClassVar[bool] = False
 

@@ -32,7 +32,6 @@ from superscaler.ir.names import Task, Value
 class Load(Facts):
     """Load a resident tensor: a slice of an input of the batch, of a constant, or a weight at rest."""
 
-    takes_piece = True
     out: Write
     tensor: str
     box: Annotated[Box, Role.EVEN]
@@ -78,7 +77,6 @@ class Slice(Facts):
     """out = the sub-box `ranges` of `source` (in slots), as a contiguous tensor of `shape`."""
 
     is_between = True
-    takes_piece = True
     out: Write
     source: Read
     view: Shape

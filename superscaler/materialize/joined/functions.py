@@ -30,14 +30,14 @@ def columns_of(starts: Sequence[Shape]) -> Columns:
     return Columns(tuple(place.index(n) for n in range(len(number))), place, starts[0])
 
 
-def function_of(functions: Sequence[Function], form: Form, kept: object, place: Shape, start: Shape) -> Function:
+def function_of(functions: Sequence[Function], form: Form, columns: Columns) -> Function:
     """Return the function of a form."""
     own = [functions[n] for n in form.functions]
     boxes, coordinates, at = list[tuple[tuple[int, int], ...]](), list[Shape](), 0
     for f in own:
         count = 1 + max((c for where in f.coordinates for c in where), default=-1)
-        boxes += f.boxes_at(start[at : at + count])
-        coordinates += [tuple(place[at + c] for c in where) for where in f.coordinates]
+        boxes += f.boxes_at(columns.start[at : at + count])
+        coordinates += [tuple(columns.place[at + c] for c in where) for where in f.coordinates]
         at += count
     number = {end: n for n, ends in enumerate(form.inputs) for end in ends}
     read = {use: number.get((k, n)) for k, f in enumerate(own) for use, n in f.input_of.items()}

@@ -156,7 +156,7 @@ class _Check:
                     total = self._total(k, n) if n in own.grads else None
                     is_one = n not in own.again and (total is not None or n not in own.grads)
                     slots.setdefault((name, own.inputs[n], total) if is_one else (k, n), []).append((k, n))
-            outputs += [(k, o) for o, name in enumerate(i.outputs) if (k, o) in saved or self._is_read(name, run)]
+            outputs += [(k, o) for o, name in enumerate(i.outputs) if (k, o) in saved or self._is_read(name)]
         # Weights with a gradient come last, one after the other.
         ends = sorted(map(tuple, slots.values()), key=lambda own: self._is_trained(own[0], is_weight))
         return Form(self.numbers, tuple(ends), tuple(outputs), tuple(end for end in outputs if end in saved))
@@ -165,7 +165,7 @@ class _Check:
         function = self.functions[end[0]]
         return end[1] in function.grads and is_weight(function.inputs[end[1]])
 
-    def _is_read(self, name: Value, run: Run) -> bool:
+    def _is_read(self, name: Value) -> bool:
         """Return whether others read a value that a member makes."""
         members = {at for own in self.forwards for at in own}
         return not self.code.readers.get(family(name), set[Position]()) <= members

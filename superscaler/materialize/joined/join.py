@@ -125,7 +125,7 @@ class _Joiner:
     def finished(self, program: Program) -> Program:
         """Return a program of joined devices with the functions that it runs."""
         columns = {form: columns_of(starts) for form, starts in self.starts.items()}
-        functions = [*program.functions, *(function_of(program.functions, f, *columns[f]) for f in self.forms)]
+        functions = [*program.functions, *(function_of(program.functions, f, columns[f]) for f in self.forms)]
         kept = {number: columns[form].kept for form, number in self.forms.items()}
         used = set[int]()
 
