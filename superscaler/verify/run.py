@@ -127,20 +127,9 @@ def _is_large(compiled: Compiled) -> bool:
     return len(compiled.cluster.devices) > MOST_RANKS or elements > MOST_ELEMENTS or flops > MOST_FLOPS
 
 
-def compare_with_eager(
-    exact: Compiled,
-    backend: str = "threads",
-    batch: Values | None = None,
-    timeout: float = 60.0,
-    with_options: bool = False,
-) -> Found:
-    """Verify a plan in float64. `timeout`: of a message, in seconds. A plan that a check refuses is not run.
-
-    `with_options`: also a step that is clipped, and one with a scaled loss.
-    """
-    if str(backend) not in _BACKENDS:
-        raise InputError(unknown("backend", backend, _BACKENDS))
-    return _certified(exact, Runs(backend, with_options=with_options, timeout=timeout), batch)
+def compare_with_eager(exact: Compiled, timeout: float = 60.0) -> Found:
+    """Verify a plan in float64 on threads. `timeout`: of a message, in seconds. A plan that is refused is not run."""
+    return _certified(exact, Runs("threads", timeout=timeout), None)
 
 
 def _certified(exact: Compiled, run: Runs, batch: Values | None) -> Found:
