@@ -107,9 +107,9 @@ def import_(
     ] = False,
 ) -> None:
     """Write weights of another program as a checkpoint, for --resume and --weights."""
-    from superscaler.store.convert import import_all
+    from superscaler.store.convert import import_weights
 
-    made, found = import_all(source, out, trust)
+    made, found = import_weights(source, out, trust)
     states = sorted({state for own in found.states.values() for state in own})
     optimizer = f", with the optimizer's {', '.join(states)} of {len(found.states)}" if states else ""
     left_out = [f"left out, as no tensor of the model: {some(found.left_out)}"] if found.left_out else []

@@ -34,13 +34,10 @@ def export(path: Path, out: Path, form: str, build: Callable[[], nn.Module], ema
     return sorted(file.name for file in out.iterdir())
 
 
-def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
-    """Write weights of another program as the first checkpoint of a folder; see `Format`. Returns the checkpoint."""
-    return import_all(source, out, trust)[0]
-
-
-def import_all(source: Path, out: Path, trust: bool = False) -> tuple[Path, Imported]:
-    """Import as `import_weights`; return what was imported, too."""
+def import_weights(source: Path, out: Path, trust: bool = False) -> tuple[Path, Imported]:
+    """Write weights of another program as the first checkpoint of a folder; see `Format`. Returns the checkpoint, and
+    what was imported.
+    """
     found = next(form for form in FORMATS.values() if form.owns(source)).open(source, trust)
     if not found.tensors:
         raise InputError(f"{source} has no tensors of a model.")

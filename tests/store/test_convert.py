@@ -80,7 +80,7 @@ def test_an_export_opens_in_transformers_with_equal_logits(name: str, tmp_path: 
         assert model.lm_head.weight is model.transformer.wte.weight
         assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     # The same files start training, and tied weights are in them once.
-    again = import_weights(tmp_path / "out", tmp_path / "again")
+    again, _ = import_weights(tmp_path / "out", tmp_path / "again")
     assert {n: tuple(e.shape) for n, e in open_checkpoint(again).tensors.items()}.items() <= {
         n: tuple(t.shape) for n, t in theirs.state_dict().items()
     }.items()
@@ -135,7 +135,7 @@ def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> N
         import_weights(tmp_path / "out", tmp_path / "again")
     assert not (tmp_path / "again").exists()
     other = build(SPECS["gpt2"] + ",seed=6").module
-    ss.load_weights(other, import_weights(tmp_path / "out", tmp_path / "again", trust=True))
+    ss.load_weights(other, import_weights(tmp_path / "out", tmp_path / "again", trust=True)[0])
     assert all(torch.equal(v, expected.state_dict()[n]) for n, v in other.state_dict().items())
     # The optimizer's state comes along.
     ours, theirs = open_checkpoint(gpt2), open_checkpoint(tmp_path / "again")

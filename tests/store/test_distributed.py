@@ -230,7 +230,7 @@ def write(state: dict[str, Any], folder: Path) -> Path:
 def test_what_torch_saved_is_imported_and_trains_on(name: str, tmp_path: Path) -> None:
     _, model, optimizer = theirs(name.startswith("flat"))
     folder = write(LAYOUTS[name](copy.deepcopy(model), copy.deepcopy(optimizer)), tmp_path / "theirs")
-    imported = import_weights(folder, tmp_path / "ours", trust=True)
+    imported, _ = import_weights(folder, tmp_path / "ours", trust=True)
 
     def go_on(step: Step) -> None:
         step.restore(imported)
@@ -249,7 +249,7 @@ def test_what_torch_saved_is_imported_and_trains_on(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", MODELS)
 def test_the_names_of_a_model_alone_are_as_they_were_saved(name: str, tmp_path: Path) -> None:
     net, model, _ = theirs()
-    imported = import_weights(write(MODELS[name](dict(model)), tmp_path / "theirs"), tmp_path / "ours", trust=True)
+    imported, _ = import_weights(write(MODELS[name](dict(model)), tmp_path / "theirs"), tmp_path / "ours", trust=True)
     found = made("adam", torch.float64, seed=5)[0]
     assert ss.load_weights(found, imported) == []
     assert differing(found, net) == []
