@@ -233,7 +233,7 @@ class Estimator:
         """
         if c.copies == 1:
             return 0.0
-        first, own, pieces = self._first / c.tp, self.traffic.collective, stage.pieces
+        first, own, pieces = self._outside[0] / c.tp, self.traffic.collective, stage.pieces
         backward = _BACKWARD[c.recompute != "none"] * stage.turn
         if c.zero == 0:
             return self._beside(own(c, "all_reduce", stage.gradients, pieces), own(c, "all_reduce", first), backward)
@@ -281,21 +281,20 @@ class Estimator:
         return every / kept if kept else 1.0
 
     @cached_property
-    def _first(self) -> float:
-        """Return the bytes of the gradients of the weights that are read before the first block."""
-        inside = {op.name for block in chain(*self.menu.runs[:1]) for op in block.ops}
-        return self._read([*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)])
-
-    @cached_property
-    def shares(self) -> tuple[float, float]:
-        """Return the shares of the first stage and of the last in the weights outside of the blocks; they may be the
-        same weights.
+    def _outside(self) -> tuple[float, float, float]:
+        """Return the bytes of the gradients of the weights outside of the blocks: those that are read before the first
+        block, those that are read later, and of all. They may be the same weights.
         """
         inside = {op.name for block in chain(*self.menu.runs) for op in block.ops}
         every = [op for op in self.graph.model.forward_ops if op.name not in inside]
         before = [*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)]
-        total, after = self._read(every), self._read(every[len(before) :])
-        return (self._first / total, after / total) if total else (0.0, 1.0)
+        return self._read(before), self._read(every[len(before) :]), self._read(every)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Return the shares of the first stage and of the last in the weights outside of the blocks."""
+        first, last, total = self._outside
+        return (first / total, last / total) if total else (0.0, 1.0)
 
     def _read(self, ops: Sequence[Op]) -> float:
         """Return the bytes of the gradients of the weights that ops read."""
