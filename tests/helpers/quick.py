@@ -22,6 +22,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,6 +76,8 @@ def quick_python(folder: Path, is_warm: bool = True) -> Path:
     # Another seed of hashes than this process has.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": seed}
+    # Larger pages: a fork copies a shorter table of them.
+    own["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     environment = {**os.environ, **own}
     command = [sys.executable, __file__, str(server.fileno()), str(os.getpid()), str(int(is_warm))]
     process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
@@ -103,6 +106,9 @@ def serve(server: socket.socket, parent: int, is_warm: bool) -> NoReturn:
     base = [p for p in sys.path if p not in (*_python_path(), str(Path(__file__).parent))]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
+    # At its end a fork would take each operator of torch off its table, which copies more memory than a small command.
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False
     server.settimeout(1.0)
     while os.getppid() == parent:
         with suppress(ChildProcessError):
