@@ -42,10 +42,15 @@ def _runs(graph: Graph, blocks: Sequence[Block]) -> list[list[Block]]:
     numbers, found, first = dict[Form, int](), list[list[Block]](), 0
     same = [numbers.setdefault(form_of(graph.model, block.ops), len(numbers)) for block in blocks]
     while first < len(blocks):
-        ways = {n: _repeated(graph.model, blocks[first:], same[first:], n) for n in range(1, _PERIOD + 1)}
-        period = max(ways, key=lambda n: n * (len(ways[n]) - 1))
-        found.append(ways[period])
-        first += period * len(ways[period])
+        best, most, period = list[Block](), -1, 0
+        for n in range(1, _PERIOD + 1):
+            # No run of this period has more blocks beside its first ones.
+            if len(blocks) - first - n > most:
+                run = _repeated(graph.model, blocks[first:], same[first:], n)
+                if n * (len(run) - 1) > most:
+                    best, most, period = run, n * (len(run) - 1), n
+        found.append(best)
+        first += period * len(best)
     return found
 
 
@@ -56,7 +61,8 @@ def _repeated(model: Model, blocks: Sequence[Block], same: Sequence[int], period
     run, end = [_joined(blocks[:period])], period
     while len(blocks) >= end + period and same[:period] == same[end : end + period]:
         after = _joined(blocks[end : end + period])
-        if form_of(model, after.ops) != form_of(model, run[0].ops) or not _is_next(run[-1], after):
+        is_equal = period == 1 or form_of(model, after.ops) == form_of(model, run[0].ops)
+        if not (is_equal and _is_next(run[-1], after)):
             break
         run.append(after)
         end += period
