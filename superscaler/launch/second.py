@@ -103,7 +103,7 @@ class Second:
             if job in self._done:
                 break
             waiting = (other for other in self._asked[1:] if other.name == job.name)
-            own = next(chain(others(), waiting), None) if job in self._asked[:1] else job
+            own = next(chain(waiting, others()), None) if job in self._asked[:1] else job
             if own is None:
                 self._receive(is_awaited=True)
                 continue

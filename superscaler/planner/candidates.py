@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.stages import Fits, OwnStages
-from superscaler.planner.space import BY_SEQUENCE, Choice
+from superscaler.planner.space import BY_SEQUENCE, SPLIT, Choice
 from superscaler.planner.whole.programs import Found
 from superscaler.simulate.prediction import Prediction
 
@@ -42,7 +42,6 @@ class Candidates:
     ) -> None:
         self.estimator, self.tensor, self.per_server, self.room = estimator, tensor, per_server, room
         self.waiting = sorted(space, key=lambda c: (c.tp > per_server, c.savings, self._is_other(c)))
-        self._liked: dict[Choice, Estimate | None] = {}
         self.found: dict[Choice, Estimate | None] = {}
         self.own = OwnStages(estimator, space, tensor, per_server, room)
 
@@ -60,6 +59,8 @@ class Candidates:
             menu.look(plans, could)
             for c in plans:
                 menu.fill()
+                if could(c):
+                    menu.begin(c.use)
                 if could(c) and (e := self.estimate(c, limit)):
                     new.append(e)
                     limit = min(limit, e.a_row) if fits(e) else limit
@@ -110,20 +111,14 @@ class Candidates:
             e = self.found.get(plainer)
             fit, own = (fits(e), e.bound / c.batch) if e else self._known(plainer, fits)
             is_dominated, least = is_dominated or fit, max(least, own)
-        if self._is_other(c) and (e := self._like(c)):
-            least = max(least, _LEAST_WORK * e.work / c.batch)
-        return is_dominated, least
+        own = self.estimator.least(c)
+        if self._is_other(c):
+            own = max(own, _LEAST_WORK * self.estimator.least(replace(c, layout=self.tensor), is_work=True))
+        return is_dominated, max(least, own / c.batch)
 
     def _is_other(self, c: Choice) -> bool:
         """Return whether a plan's layout has about the work of `tensor`, or more."""
-        return c.tp > 1 and c.layout != self.tensor and c.layout in ("tensor", *BY_SEQUENCE)
-
-    def _like(self, c: Choice) -> Estimate | None:
-        """Return the estimate of a plan with the layout `tensor`, whose costs are known."""
-        other = replace(c, layout=self.tensor)
-        if other not in self.found and other not in self._liked and self.estimator.menu.known(other.use) is not None:
-            self._liked[other] = self.estimator.of(other)
-        return self.found.get(other) or self._liked.get(other)
+        return c.tp > 1 and c.layout != self.tensor and c.layout in SPLIT
 
 
 class Errors:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from superscaler.planner.memory import Beyond
+from superscaler.planner.memory import NONE, Beyond
 
 # The first fields of a cost: seconds.
 _TIMES = 8
@@ -63,9 +63,16 @@ class Cost(NamedTuple):
             added=self.added - added, update=self.update - update,
         )  # fmt: skip
 
+    def least(self, times: float) -> Cost:
+        """Return so many times the seconds of the device, and nothing else."""
+        return NOTHING._replace(seconds=times * self.seconds, work=times * self.work, early=times * self.early)
+
     def towards(self, other: Cost, share: float) -> Cost:
         """Return the cost at a share of the way to another one."""
         return Cost(*(max(a + share * (b - a), 0.0) for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Cost(*(0.0 for _ in Cost._fields))
 
 
 class Costs(NamedTuple):
@@ -78,6 +85,14 @@ class Costs(NamedTuple):
     def faster(self, pace: float) -> Costs:
         """Return the costs with all work in so many of its seconds."""
         return Costs(tuple(run.faster(pace) for run in self.runs), self.rest.faster(pace), self.beyond)
+
+    def least(self, times: float) -> Costs:
+        """Return so many times the seconds of the device, and nothing else."""
+        return Costs(tuple(run.least(times) for run in self.runs), self.rest.least(times), NONE)
+
+    def unkept(self) -> Costs:
+        """Return the costs without what is kept of a microbatch, and without the bytes beyond weights."""
+        return Costs(tuple(run._replace(kept=0.0) for run in self.runs), self.rest._replace(kept=0.0), NONE)
 
     def of_rows(self, other: Costs, times: float) -> Costs:
         """Return the costs with the bytes beyond them of so many times the rows of others."""

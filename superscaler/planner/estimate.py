@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import chain, pairwise, takewhile
 from math import inf
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
 from superscaler.planner.constraints import Limit
-from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.costs import NOTHING, Cost, Costs
 from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
-from superscaler.planner.stages.balance import NOTHING, outside
+from superscaler.planner.stages.balance import outside
 from superscaler.planner.stages.cuts import Cuts
 from superscaler.planner.traffic import Traffic
 from superscaler.simulate.predict import check_speeds, overheads_of, shared_cores
@@ -127,6 +127,19 @@ class Estimator:
         """Return the seconds in which devices start messages between stages, at both ends, added up."""
         start = self.cluster.links.start("send", self.traffic.sent(c, c))
         return 4 * c.microbatches * (c.stages - 1) * c.dp * c.tp * start
+
+    def least(self, c: Choice, is_work: bool = False) -> float:
+        """Return the least seconds of the work of a plan, as if its devices were busy alike, by the least costs of its
+        use. `is_work`: communication takes no time.
+        """
+        costs = self.menu.least(c.use)
+        if costs is None:
+            return 0.0
+        total = _total(costs, tuple(map(len, self.menu.runs)))
+        # Each device has a share of what is outside of an interlaced pipeline's blocks.
+        idle = 0.0 if c.schedule in ("interlaced", "chimera") else IDLE.get(c.schedule, 1.0 / c.chunks)
+        works = ((c.microbatches - idle) / c.pp + idle) * max(total.work if is_work else total.seconds, total.host)
+        return works + (self.sums(c, total) + float(self.update(c, total)) if c.pp == 1 else 0.0)
 
     def least_bytes(self, c: Choice) -> float:
         """Return the least bytes of the fullest device of a plan that saves memory, by the costs of one that does not:
@@ -300,3 +313,9 @@ class Estimator:
         """Return the bytes of the gradients of the weights that ops read."""
         names = {o.tensor for op in ops for o in op.inputs}
         return float(sum(t.gradient_bytes for t in self.graph.model.trained_parameters() if t.name in names))
+
+
+@lru_cache(maxsize=2**10)
+def _total(costs: Costs, blocks: tuple[int, ...]) -> Cost:
+    """Return the cost of a model with so many blocks in its runs."""
+    return reduce(lambda cost, pair: cost.plus(*pair), zip(costs.runs, blocks, strict=True), costs.rest)

@@ -23,13 +23,14 @@ from superscaler.cluster.links import Link
 from superscaler.compiler import compile_graph
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.graph import Graph
+from superscaler.ir.program import Program
 from superscaler.ir.text.model import print_model
 from superscaler.launch.second import Job, Second
 from superscaler.planner.costs import Cost, Costs, between, differences, is_busy
 from superscaler.planner.kinds import bypass, has_own, reduced, runs
 from superscaler.planner.memory import Beyond, beyond
 from superscaler.planner.small import ALL, costs_of
-from superscaler.planner.space import BY_SEQUENCE, Choice, Use
+from superscaler.planner.space import BY_SEQUENCE, SPLIT, Choice, Use
 from superscaler.plans import resolve
 from superscaler.plans.lib.shared import batch_of, inner_blocks
 from superscaler.simulate.predict import share_of, simulate, unshared
@@ -47,6 +48,9 @@ _FREE = Link(0.0, 1e30)
 Small = tuple[Cost, Cost, Beyond]
 # The costs of a use on slow devices, and on fast ones.
 Pair = tuple[Costs, Costs]
+# The least seconds of rows that were not measured, in those on the line through few and many; those of all devices of a
+# group, in those of a smaller one.
+_LEAST_OF_ROWS, _LEAST_OF_GROUPS = 0.85, 0.98
 # So many uses that come next, and are not measured, are looked at.
 _NEAR = 8
 
@@ -74,6 +78,7 @@ class Menu:
         # Of slow devices, and of fast ones.
         self._measured: dict[Use, Pair | None] = self._stored()
         self._count, self._known = len(self._measured), dict[Use, Costs | None]()
+        self._least = dict[Use, Costs | None]()
 
     @property
     def batch(self) -> int:
@@ -102,11 +107,46 @@ class Menu:
         """Return the costs of a use; None if the model does not allow it."""
         if use not in self._known:
             self._known[use] = self._plain(use) if use == use.plain else self._variant(use)
+            self._least.clear()
         return self._known[use]
 
     def known(self, use: Use) -> Costs | None:
         """Return the costs of a use if they were asked for before."""
         return self._known.get(use)
+
+    def begin(self, use: Use) -> None:
+        """Measure few and many rows of a use that saves no memory, by which the least costs of others are known."""
+        for rows in (_FEW, _MANY):
+            self.costs(use.plain._replace(rows=rows))
+
+    def least(self, use: Use) -> Costs | None:
+        """Return the costs of a use if they were asked for; else costs that they are not below, by those of fewer rows,
+        of smaller groups, and of what saves no memory. None if nothing is known.
+        """
+        if use not in self._least:
+            self._least[use] = self._known[use] if use in self._known else self._below(use)
+        return self._least[use]
+
+    def _below(self, use: Use) -> Costs | None:
+        if use != use.plain:
+            plain = self.least(use.plain)
+            return plain and plain.unkept()
+        few, many = (self._at_hand(use._replace(rows=rows)) for rows in (_FEW, _MANY))
+        if few and many:
+            return few.towards(many, (use.rows - _FEW) / (_MANY - _FEW)).least(_LEAST_OF_ROWS)
+        if use.tp == 1 or use.layout not in SPLIT:
+            return None
+        tp = next(n for n in range(use.tp // 2, 0, -1) if use.tp % n == 0)
+        group = self.least(use._replace(tp=tp, layout=use.layout if tp > 1 else "tensor"))
+        return group and group.least(_LEAST_OF_GROUPS * tp / use.tp)
+
+    def holds(self, use: Use) -> bool:
+        """Return whether the model allows a use."""
+        try:
+            self._compiled(use, [1 for _ in self.runs])
+        except PlanError:
+            return False
+        return True
 
     def _plain(self, use: Use) -> Costs | None:
         few, many = self._owns(use, _FEW, _MANY)
@@ -194,6 +234,10 @@ class Menu:
         self._near = [c for c, _ in found.values()]
         return [job for _, jobs in found.values() for job in jobs]
 
+    def _at_hand(self, use: Use) -> Costs | None:
+        """Return the costs of a use if nothing is to be measured for that."""
+        return None if self._lack(use) else self._known[use]
+
     def _lack(self, use: Use) -> Sequence[Job]:
         """Return the first jobs that a use needs; none if its costs are known."""
         self._is_asking = True
@@ -235,6 +279,13 @@ class Menu:
 
     def _simulated(self, use: Use, counts: Sequence[int]) -> Small:
         """Return the cost of a small model on slow and on fast devices, and its bytes beyond weights."""
+        program, cluster, several = self._compiled(use, counts)
+        found = simulate(program, cluster, None, self.system, among=ALL)
+        inside = {op.name for run in self.runs for block in run for op in block.ops}
+        return *costs_of(found, inside, several, self.system), beyond(found, inside, use.is_gathered)
+
+    def _compiled(self, use: Use, counts: Sequence[int]) -> tuple[Program, Cluster, int]:
+        """Return the program of a small model, its cluster, and the microbatches of its step."""
         dp = 1 + use.is_gathered
         # The gradients of all weights are on the way beside the backward of the last microbatch, not of the first.
         several = 2 if use.layout in BY_SEQUENCE and not (use.is_gathered or self.coupling) else 1
@@ -249,10 +300,7 @@ class Menu:
         cluster = replace(self.cluster, devices=devices, devices_per_server=per_server, links=links, device_kind=kind)
         zero = 3 if use.is_gathered else 0
         spec = Choice(dp, use.tp, 1, use.rows, several, use.layout, use.recompute, zero, loss=use.loss).spec
-        program = compile_graph(graph, resolve(spec), cluster, certified=False).program
-        found = simulate(program, cluster, None, self.system, among=ALL)
-        inside = {op.name for run in self.runs for block in run for op in block.ops}
-        return *costs_of(found, inside, several, self.system), beyond(found, inside, use.is_gathered)
+        return compile_graph(graph, resolve(spec), cluster, certified=False).program, cluster, several
 
     def _content(self) -> str:
         """Return the hash of all that costs depend on; "" with operators of the user."""

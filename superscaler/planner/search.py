@@ -194,8 +194,7 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
     """
     sizes = {min(c.tp, per_server) for c in space if c.layout == "sequence"}
     plans = [Choice(1, tp, 1, 1, 1, "sequence") for tp in sorted(sizes)]
-    menu.look(plans)
-    uncut = {c.tp for c in plans if menu.costs(c.use) is None}
+    uncut = {c.tp for c in plans if not menu.holds(c.use)}
     if not uncut:
         return space
 
@@ -329,8 +328,8 @@ def _layouts(menu: Menu, cluster: Cluster) -> list[str]:
     """
     tp = next((n for n in (2, 4, 8) if cluster.devices_per_server % n == 0), 1)
     plans = [Choice(1, tp, 1, 1, 1, name) for name in ("sequence", "dap")]
-    menu.look([Choice(1, 1, 1, 1, 1), *plans])
-    is_cut, has_axes = (tp > 1 and menu.costs(c.use) is not None for c in plans)
+    menu.look([Choice(1, 1, 1, 1, 1)])
+    is_cut, has_axes = (tp > 1 and menu.holds(c.use) for c in plans)
     has_experts = any(op.target == "ss.experts" for op in menu.graph.model.ops)
     return ["sequence" if is_cut else "tensor", *["experts"] * has_experts, *["dap"] * has_axes]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from superscaler.cluster import Cluster
@@ -32,6 +33,8 @@ _PLAINER: Mapping[str, Mapping[Any, Any]] = {
 _TENSOR = ("tensor",)
 # Layouts that cut the sequence instead of the weights.
 BY_SEQUENCE = "ulysses", "ring"
+# Layouts in which a group has as much work as one device, or more.
+SPLIT = "tensor", "sequence", *BY_SEQUENCE
 # What `hybrid` says, which is shorter than a product.
 _HYBRID = {"recompute": ("none", "selective", "full"), "layout": ("tensor", "sequence")}
 # The most rows of a microbatch on a device.
@@ -163,17 +166,14 @@ class Choice:
         found = self.each(name)
         return found[0] if len(found) == 1 else "+".join(map(str, found))
 
-    def plainer(self) -> Iterator[Choice]:
-        """Yield the plans that each save memory in one way less: their steps are no longer."""
-        for name, less in _PLAINER.items():
-            value = getattr(self, name)
-            if value in less:
-                yield replace(self, blocks=(), **{name: less[value]})
+    def plainer(self) -> tuple[Choice, ...]:
+        """Return the plans that each save memory in one way less: their steps are no longer."""
+        return _plainer(self)
 
     @property
     def savings(self) -> int:
         """Return the number of ways in which the plan saves memory."""
-        return sum(1 + plan.savings for plan in islice(self.plainer(), 1))
+        return sum(1 + plan.savings for plan in self.plainer()[:1])
 
     @property
     def is_even(self) -> bool:
@@ -226,6 +226,12 @@ class Choice:
         more += [f"chunks={self.chunks}"] if self.schedule == "interleaved" else []
         more += ["recompute=late"] if self.schedule == "interlaced" and self.recompute == "full" else []
         return ",".join([f"{name}:{self.pp}", count, *more])
+
+
+@lru_cache(maxsize=2**14)
+def _plainer(c: Choice) -> tuple[Choice, ...]:
+    values = ((name, less.get(getattr(c, name))) for name, less in _PLAINER.items())
+    return tuple(replace(c, blocks=(), **{name: value}) for name, value in values if value is not None)
 
 
 def choices(

@@ -107,7 +107,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.made.mode, mode.cache_enabled = mode, False
             strides, placed = dict(call.strides), partial(run, parts=call.parts) if call.parts else run
             placed.__dict__.update(run.__dict__, __name__=run.__name__)
-            inputs = [_empty(shape, strides.get(n), dtype) for n, (shape, dtype) in enumerate(metas)]
+            inputs = [
+                self.made.empty(shape, strides.get(n), getattr(torch, dtype)) for n, (shape, dtype) in enumerate(metas)
+            ]
             rank._names = {id(inputs[n]): "" for n in weights}
             # Their numbers are their places.
             list(map(self._number, inputs))
@@ -252,11 +254,6 @@ def _op(frame: FrameType | None) -> int:
         frame = frame.f_back
     number = None if frame is None else op_at(frame, frame.f_globals["__source__"])
     return -1 if number is None else number
-
-
-def _empty(shape: Sequence[int], strides: Sequence[int] | None, dtype: str) -> Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    return torch.empty(shape, dtype=kind) if strides is None else torch.empty_strided(shape, strides, dtype=kind)
 
 
 def callables(

@@ -1,12 +1,17 @@
 """Calls of operators that were seen before."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import superscaler as ss
+from superscaler.simulate import segments
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.repeats import made
 from superscaler.simulate.works import Call
+from tests.helpers.graphs import graph_of
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, parts: object = ()) -> tuple[torch.Tensor, ...]:
@@ -38,3 +43,34 @@ def test_equal_calls_are_computed_once_and_make_the_same(monkeypatch: pytest.Mon
     assert found[0].forward.kernels
     assert counts[1] < 0.7 * counts[0]
     assert counts[2] > counts[1]
+
+
+def test_plain_operators_make_what_a_mode_of_fake_tensors_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, strides, dtypes, places and shared storages of all operators that models run without the mode."""
+    monkeypatch.setattr(made, "_KNOWN", {})
+    monkeypatch.setattr(segments, "_RECORDED", {})
+    seen, plain = set(), made.Made._plain
+
+    def compared(self: made.Made, func: Any, args: Any, kwargs: Any) -> Any:
+        seen.add(func)
+        found = plain(self, func, args, kwargs)
+        assert forms(found, args) == forms(func(*args, **kwargs), args), func
+        return found
+
+    def forms(tree: Any, args: Any) -> list[object]:
+        given = [x.untyped_storage()._cdata for x in made.tensors_of(args)]
+        tensors = made.tensors_of(tree)
+        shared = [x.untyped_storage()._cdata in given for x in tensors]
+        form = [(x.shape, x.stride(), x.dtype, x.fake_device, x.storage_offset()) for x in tensors]  # type: ignore[attr-defined]
+        return [type(tree), form, shared]
+
+    def others(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = (x[0].tanh() + torch.zeros_like(x[0]).to(x.dtype)).split([3, 5])
+        return first * torch.empty_like(first), second
+
+    others.__dict__.update(draws=[], text=None)
+    monkeypatch.setattr(made.Made, "_plain", compared)
+    Recorder().segment(others, [((2, 8), "float32")], Call(True, (True, True), (), (), (), (), ()))
+    for model in ("gpt2:size=tiny", "llama:size=tiny", "bert:size=tiny", "swin:size=tiny", "mixtral:size=tiny"):
+        ss.compile(graph_of(model), "tensor_parallel", "a100:1x2").simulate()
+    assert made._PLAIN == seen

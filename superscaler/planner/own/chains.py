@@ -19,7 +19,6 @@ import numpy as np
 from superscaler.groups import collect
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.estimate import IDLE, Estimate, Estimator
-from superscaler.planner.memory import NONE
 from superscaler.planner.space import Choice, Own
 from superscaler.planner.stages.balance import Floats, Ints, outside
 
@@ -46,7 +45,7 @@ class Chain(NamedTuple):
 
 class Ways:
     """The ways of the stages of a pipeline. `room`: the bytes of a device. `is_bound`: a way is no slower than it is,
-    and one that recomputes is there before it is measured: it keeps nothing then.
+    and one that was not measured has the least costs.
     """
 
     def __init__(
@@ -55,15 +54,9 @@ class Ways:
         self.estimator, self.room, self.is_bound = estimator, room, is_bound
         # A device waits for so many of the seconds that the others take for a microbatch.
         self.pp, self.microbatches, self.idle = group[0].pp, group[0].microbatches, IDLE.get(group[0].schedule, 1.0)
-        costs = ((c, self._costs(c)) for c in group)
+        costs_of = estimator.menu.least if is_bound else estimator.menu.known
+        costs = ((c, costs_of(c.use)) for c in group)
         self.known = [(c, own) for c, own in costs if own]
-
-    def _costs(self, c: Choice) -> Costs | None:
-        known = self.estimator.menu.known
-        if (found := known(c.use)) or not self.is_bound or not (plain := known(c.use.plain)):
-            return found
-        runs = tuple(run._replace(kept=0.0) for run in plain.runs)
-        return Costs(runs, plain.rest._replace(kept=0.0), NONE)
 
     @property
     def least(self) -> float:

@@ -56,17 +56,18 @@ class OwnStages:
             self._given[known] = e
 
     def _measure(self, group: Sequence[Choice], limit: float) -> None:
-        """Measure what was not, if only that keeps the bound of a group's plans from being close to `limit` seconds a
-        row.
+        """Measure the ways of the stages that could be best, until none is unknown, or the bound of a group's plans is
+        close to `limit` seconds a row.
         """
-        menu = self.estimator.menu
-        if all(menu.known(c.use) for c in group) or not any(menu.known(c.use.plain) for c in group) or limit == inf:
-            return
-        ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
-        low = CLOSE * limit * group[0].batch
-        if ways.least < low and ways.bound() < low:
-            for c in group:
-                menu.costs(c.use)
+        menu, low = self.estimator.menu, CLOSE * limit * group[0].batch
+        while low < inf and not all(menu.known(c.use) for c in group):
+            ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
+            chain = ways.chain() if ways.least < low and ways.bound() < low else None
+            uses = {way.choice.use for way in chain.ways if not menu.known(way.choice.use)} if chain else {}
+            if not uses:
+                return
+            for use in uses:
+                menu.costs(use)
 
     def least(self, limit: float) -> float:
         """Return the least seconds a row of any of these plans, or `limit`."""

@@ -9,7 +9,7 @@ from math import inf, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.costs import NOTHING, Cost, Costs
 from superscaler.planner.space import Choice
 
 Ints = NDArray[np.int64]
@@ -17,7 +17,6 @@ Floats = NDArray[np.float64]
 # How a stage has a microbatch: the groups with rows of their own, the parts of the sequence, and the copies of a part.
 Way = tuple[int, int, int]
 Allowed = Callable[[int, int], NDArray[np.bool_]]
-NOTHING = Cost(*(0.0 for _ in Cost._fields))
 
 
 def outside(rest: Cost, share: float, is_last: bool) -> Cost:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from superscaler.groups import group_by
+from superscaler.groups import collect
 from superscaler.verbs import Action, InputError, Row, timetable
 
 Table = list[list[Action]]
@@ -22,23 +22,32 @@ def fill(works: Iterable[Action], place: Callable[[Action], int], rank: Rank, mo
 
     A device keeps the activations of at most `most` forwards; a backward takes two units of time, all else one.
     """
-    left = group_by(sorted(works, key=rank), place)
-    needs = _needs({work for own in left.values() for work in own})
+    numbers = {work: n for n, work in enumerate(sorted(works, key=rank))}
+    needs, devices = _needs(numbers), {work: place(work) for work in numbers}
+    readers = collect((need, work) for work in numbers for need in needs[work])
     trained = {work.stage for work in needs if work.kind != "F"}
     keeps = {work: KEEPS.get(work.kind, 0) * (work.stage in trained) for work in needs}
-    table: Table = [[] for _ in range(max(left) + 1)]
-    ends: dict[Action, float] = {}
+    # The works whose needs all have an end, by rank, and the last of these ends.
+    ready: dict[int, list[Action]] = {device: [] for device in devices.values()}
+    missing, begins = {work: len(needs[work]) for work in numbers}, dict.fromkeys(numbers, 0.0)
+    for work in (work for work in numbers if not needs[work]):
+        ready[devices[work]].append(work)
+    table: Table = [[] for _ in range(max(ready) + 1)]
     free, kept, now = [0.0] * len(table), [0] * len(table), 0.0
-    while any(left.values()):
-        for device, own in left.items():
-            rooms = (w for w in own if keeps[w] <= 0 or kept[device] < most)
-            ready = (work for work in rooms if all(ends.get(need, math.inf) <= now for need in needs[work]))
-            first = next(ready, None) if free[device] <= now else None
-            if first is not None:
-                ends[first] = free[device] = now + SECONDS[first.kind]
-                left[device].remove(first)
-                table[device].append(first)
-                kept[device] += keeps[first]
+    while any(ready.values()):
+        for device, own in ready.items():
+            rooms = (work for work in own if keeps[work] <= 0 or kept[device] < most)
+            first = next((work for work in rooms if begins[work] <= now), None) if free[device] <= now else None
+            if first is None:
+                continue
+            end = free[device] = now + SECONDS[first.kind]
+            own.remove(first)
+            table[device].append(first)
+            kept[device] += keeps[first]
+            for work in readers.get(first, ()):
+                missing[work], begins[work] = missing[work] - 1, max(begins[work], end)
+                if not missing[work]:
+                    insort(ready[devices[work]], work, key=numbers.__getitem__)
         now = min(end for end in free if end > now)
     return table
 

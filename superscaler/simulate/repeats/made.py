@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from superscaler.simulate.works import Kernel, Meta
 
@@ -19,6 +19,19 @@ _KNOWN: dict[Hashable, Known | None] = {}
 _MOST = 1 << 14
 # A view by another name, whose result counts as a new tensor for autograd.
 _UNSAFE = torch.ops.aten._unsafe_view.default
+# Operators of which a mode of fake tensors runs the kernel for meta tensors, too, in ten times the time.
+_PLAIN = frozenset(
+    getattr(getattr(torch.ops.aten, name.partition(".")[0]), name.partition(".")[2] or "default")
+    for name in (
+        "view", "_unsafe_view", "transpose.int", "t", "permute", "expand", "detach", "slice.Tensor",
+        "select.int", "unsqueeze", "squeeze.dim", "split.Tensor", "split_with_sizes", "cat", "clone", "empty_like",
+        "mm", "bmm", "addmm", "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "mul.Scalar", "div.Scalar",
+        "pow.Tensor_Scalar", "neg", "rsqrt", "mean.dim", "sum.dim_IntList", "tanh", "tanh_backward", "gelu",
+        "gelu_backward", "silu", "silu_backward", "native_layer_norm", "native_layer_norm_backward", "_softmax",
+        "_softmax_backward_data", "masked_fill.Scalar",
+    )
+)  # fmt: skip
+_CPU = torch.device("cpu")
 
 
 class Known(NamedTuple):
@@ -49,7 +62,7 @@ class Made:
         key = _key((func, args, kwargs), is_view)
         if known := None if key is None else _KNOWN.get(key):
             return self._again(known, args, kwargs), known.kernel
-        made = func(*args, **kwargs)
+        made = self._plain(func, args, kwargs) if key is not None and func in _PLAIN else func(*args, **kwargs)
         if key is not None and key not in _KNOWN:
             if len(_KNOWN) >= _MOST:
                 _KNOWN.clear()
@@ -59,6 +72,19 @@ class Made:
             kernel = None if func.is_view else kernel_of(func, args, kwargs, made)
             _KNOWN[key] = known_of(args, kwargs, made, kernel) if is_same else None
         return made, None
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+        """Return a new tensor on a CPU, contiguous without strides."""
+        with torch._C._DisableTorchDispatch():
+            own = torch.empty(shape, dtype=dtype, device="meta")
+            own = own if strides is None else torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            return FakeTensor(self.mode, own, _CPU)
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = next(x.fake_device for x in tensors_of((args, kwargs)))
+        with in_kernel_invocation_manager(self.mode):
+            made = func(*args, **kwargs)
+        return tree_map_only(Tensor, lambda x: FakeTensor(self.mode, x, device), made)
 
     def _again(self, known: Known, args: Any, kwargs: Any) -> Any:
         if known.written is not None:
