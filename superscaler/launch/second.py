@@ -55,6 +55,8 @@ class Second:
     """
 
     def __init__(self, work: str = "", state: Sequence[Any] | None = None) -> None:
+        # Does a piece of what can be done while this process waits; False: there is nothing.
+        self.spare: Callable[[], bool] = bool
         # The first of these is what the process does, as it seems.
         self._asked, self._done = list[Job](), dict[Job, Any]()
         self._process = _ready.pop(work, None)
@@ -105,7 +107,8 @@ class Second:
             waiting = (other for other in self._asked[1:] if other.name == job.name)
             own = next(chain(waiting, others()), None) if job in self._asked[:1] else job
             if own is None:
-                self._receive(is_awaited=True)
+                if not self.spare():
+                    self._receive(is_awaited=True)
                 continue
             if own in self._asked:
                 self.take_back()

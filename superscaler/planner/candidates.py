@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.stages import Fits, OwnStages
-from superscaler.planner.space import BY_SEQUENCE, SPLIT, Choice
+from superscaler.planner.space import BY_SEQUENCE, DECISIONS, SPLIT, Choice
 from superscaler.planner.whole.programs import Found
 from superscaler.simulate.prediction import Prediction
 
@@ -94,6 +94,33 @@ class Candidates:
         for c in plans:
             if e := self.estimate(c):
                 yield e
+
+    def compare(self, fits: Fits) -> Iterator[bool]:
+        """Estimate further plans, one at a time, until the best one with each value of each decision is known, of those
+        that save no memory and whose costs are known.
+        """
+        known = [(c, self._known(c, fits)[1]) for c in self._slower() if self.estimator.menu.known(c.use)]
+        plans = sorted(known, key=lambda pair: pair[1])
+        for name in DECISIONS:
+            best = dict[object, float]()
+            for e in filter(None, self.found.values()):
+                if fits(e):
+                    best[e.choice.said(name)] = min(best.get(e.choice.said(name), inf), e.a_row)
+            for c, least in plans:
+                limit = best.get(c.said(name), inf)
+                if least < limit and c not in self.found:
+                    new = self.estimate(c, limit)
+                    best[c.said(name)] = min(limit, new.a_row) if new and fits(new) else limit
+                    yield True
+
+    def slower(self, fits: Fits) -> Iterator[Estimate]:
+        """Yield the least seconds of plans that save no memory, and have no estimate."""
+        for c in self._slower():
+            if not self._is_other(c) and (least := self._known(c, fits)[1] * c.batch):
+                yield Estimate(c, least, 0.0, least, least)
+
+    def _slower(self) -> Iterator[Choice]:
+        return (c for c in self.waiting if c not in self.found and not c.savings and c.tp <= self.per_server)
 
     def least(self, fits: Fits, limit: float) -> float:
         """Return the least seconds a row that plans without an estimate could take, or `limit`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -14,6 +14,7 @@ from superscaler.ir.graph import Graph
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.kinds import of_batch
 from superscaler.planner.search import Answer
+from superscaler.planner.space import DECISIONS, Choice
 from superscaler.plans import resolve
 from superscaler.simulate.predict import predict
 from superscaler.simulate.prediction import Prediction
@@ -24,7 +25,6 @@ from superscaler.specs.sizes import duration, size
 _PARTS = ("compute", "communication", "bubble", "optimizer", "launch", "copies")
 # The seconds of a plan without memory for it, in those of the best one, from which on memory holds that back.
 _FASTER = 0.95
-DECISIONS = ("batch", "pp", "tp", "dp", "rows", "layout", "recompute", "zero", "schedule", "loss", "swap")
 
 
 def words(answer: Answer, has_batches: bool = False) -> str:
@@ -90,22 +90,24 @@ def reasons(answer: Answer) -> dict[str, str]:
     best, capacity = answer.best, answer.best.prediction.capacity or inf
     mine = next(e for e in answer.estimates if e.choice == best.choice)
     ranked = sorted(answer.estimates, key=lambda e: (e.peak > capacity, e.a_row))
-    return dict(_reasons(ranked, mine, capacity))
+    texts = [(e.choice, _beside(e, mine, capacity)) for e in ranked]
+    # Where no plan with a value has an estimate, the least of these says how much longer they take.
+    slower = sorted(answer.slower, key=lambda e: e.a_row)
+    texts += [(e.choice, f"{max(e.a_row / mine.a_row - 1, 0.0):+.0%} or more") for e in slower]
+    return dict(_reasons(texts, mine.choice))
 
 
-def _reasons(ranked: list[Estimate], mine: Estimate, capacity: float) -> Iterator[tuple[str, str]]:
+def _reasons(ranked: Sequence[tuple[Choice, str]], mine: Choice) -> Iterator[tuple[str, str]]:
     for name in DECISIONS:
-        own, others = mine.choice.said(name), dict[object, Estimate]()
-        for e in ranked:
-            others.setdefault(e.choice.said(name), e)
-        texts = [
-            f"{value} {_beside(e, mine, capacity)}" for value, e in sorted(others.items(), key=_key) if value != own
-        ]
-        if texts:
-            yield name, f"{own}: {', '.join(texts)}"
+        own, others = mine.said(name), dict[object, str]()
+        for choice, text in ranked:
+            others.setdefault(choice.said(name), text)
+        shown = [f"{value} {text}" for value, text in sorted(others.items(), key=_key) if value != own]
+        if shown:
+            yield name, f"{own}: {', '.join(shown)}"
 
 
-def _key(item: tuple[object, Estimate]) -> tuple[int | float, str]:
+def _key(item: tuple[object, str]) -> tuple[int | float, str]:
     """Return the key of a value: numbers in their order, then names."""
     value = item[0]
     return (value, "") if isinstance(value, int) else (inf, str(value))

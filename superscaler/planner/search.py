@@ -42,12 +42,13 @@ _ALMOST, _FAR = 1.04, 1.5
 class Answer:
     """The result of a search. `plans`: compiled whole, those that fit first, then by the seconds of a row of the batch.
     `bound`: the least seconds of a step of the best plan's batch, by the estimates. `estimates`: of the plans that
-    could be the best, corrected by those compiled whole.
+    could be the best, corrected by those compiled whole. `slower`: the least seconds of others.
     """
 
     plans: Sequence[Found]
     bound: float
     estimates: Sequence[Estimate]
+    slower: Sequence[Estimate] = ()
 
     @property
     def best(self) -> Found:
@@ -145,6 +146,7 @@ def _found(
             menu.keep()
             waiting |= {e.choice: e for e in new}
             note(f"{len(new)} plans estimated; compiling the best")
+            programs.second.spare = partial(next, candidates.compare(fits), False)
             for whole in _whole_plans(waiting, room, errors, programs):
                 note(_line(whole))
                 if is_late():
@@ -161,6 +163,7 @@ def _found(
         if found and not is_late():
             ordered = improve(programs, partial(even, candidates.estimator), partial(satisfies, constraints))
         if found:
+            [*candidates.compare(fits)]
             beside += candidates.beside((ordered.origin if ordered else found[0]).choice)
     except KeyboardInterrupt:
         # It may be in the middle of a message.
@@ -226,7 +229,7 @@ def _answer(
     least = [_least(e, programs.prediction(e.choice), room, candidates.estimator) for e in estimates]
     bound = min(candidates.least(fits, found[0].a_row), *least)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
-    return Answer(found, bound * found[0].choice.batch, corrected)
+    return Answer(found, bound * found[0].choice.batch, corrected, [*candidates.slower(fits)])
 
 
 def _is_late(end: float) -> bool:

@@ -47,6 +47,10 @@ _BOTH_WAYS = 16
 _UNFOLDED = 256
 
 
+# The decisions for which an answer has reasons.
+DECISIONS = ("batch", "pp", "tp", "dp", "rows", "layout", "recompute", "zero", "schedule", "loss", "swap")
+
+
 class Use(NamedTuple):
     """How the `tp` devices of a stage compute a microbatch of `rows`, by the names of a `Choice`. `is_gathered`:
     weights are gathered for each block.

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from superscaler.errors import printable
-from superscaler.planner.reasons import DECISIONS, lines, reasons
+from superscaler.planner.reasons import lines, reasons
 from superscaler.planner.search import Answer
-from superscaler.planner.space import LAYOUTS, SCHEDULES
+from superscaler.planner.space import DECISIONS, LAYOUTS, SCHEDULES
 from superscaler.simulate.prediction import devices_text
 from superscaler.specs.sizes import size
 

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import superscaler as ss
+from superscaler.models import build
 from superscaler.simulate import segments
 from superscaler.simulate.recording import Recorder
 from superscaler.simulate.repeats import made
@@ -73,4 +74,8 @@ def test_plain_operators_make_what_a_mode_of_fake_tensors_makes(monkeypatch: pyt
     Recorder().segment(others, [((2, 8), "float32")], Call(True, (True, True), (), (), (), (), ()))
     for model in ("gpt2:size=tiny", "llama:size=tiny", "bert:size=tiny", "swin:size=tiny", "mixtral:size=tiny"):
         ss.compile(graph_of(model), "tensor_parallel", "a100:1x2").simulate()
-    assert made._PLAIN == seen
+    built = build("gpt2:size=tiny")
+    sgd = torch.optim.SGD(built.module.parameters(), 0.1)
+    halves = ss.capture(built.module, built.args, built.kwargs, sgd, precision="bf16", check=False)
+    ss.compile(halves, "single", "a100:1x1").simulate()
+    assert seen == made._PLAIN

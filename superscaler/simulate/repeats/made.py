@@ -27,7 +27,7 @@ _PLAIN = frozenset(
         "select.int", "unsqueeze", "squeeze.dim", "split.Tensor", "split_with_sizes", "cat", "clone", "empty_like",
         "mm", "bmm", "addmm", "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "mul.Scalar", "div.Scalar",
         "pow.Tensor_Scalar", "neg", "rsqrt", "mean.dim", "sum.dim_IntList", "tanh", "tanh_backward", "gelu",
-        "gelu_backward", "silu", "silu_backward", "native_layer_norm", "native_layer_norm_backward", "_softmax",
+        "gelu_backward", "silu", "silu_backward", "_softmax",
         "_softmax_backward_data", "masked_fill.Scalar",
     )
 )  # fmt: skip
@@ -81,7 +81,7 @@ class Made:
             return FakeTensor(self.mode, own, _CPU)
 
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
-        device = next(x.fake_device for x in tensors_of((args, kwargs)))
+        device = next(x.fake_device for x in tensors_of((args, kwargs)) if isinstance(x, FakeTensor))
         with in_kernel_invocation_manager(self.mode):
             made = func(*args, **kwargs)
         return tree_map_only(Tensor, lambda x: FakeTensor(self.mode, x, device), made)
