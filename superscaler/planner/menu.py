@@ -124,7 +124,8 @@ class Menu:
         of smaller groups, and of what saves no memory. None if nothing is known.
         """
         if use not in self._least:
-            self._least[use] = self._known[use] if use in self._known else self._below(use)
+            known = self.known(use)
+            self._least[use] = self._below(use) if known is None and use not in self._known else known
         return self._least[use]
 
     def _below(self, use: Use) -> Costs | None:

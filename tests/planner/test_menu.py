@@ -69,3 +69,22 @@ def test_a_recomputed_block_keeps_its_input_alone(recompute: str, layout: str) -
     )
     assert costs is not None
     assert costs.runs[0].kept == 32 * 64 * 4 / (2 if layout == "sequence" else 1)
+
+
+@pytest.mark.parametrize("layout", ["sequence", *slow("tensor", "ulysses")])
+def test_the_least_costs_of_a_use_are_below_its_own(layout: str) -> None:
+    """They are known from few and many rows, and from a group of fewer devices."""
+    menu = menu_of("gpt2:size=tiny,layers=4,hidden=512,heads=8,seq=256,batch=16,device=meta", "a100:1x4")
+
+    def seconds(tp: int, rows: int, is_least: bool = False) -> float:
+        use = Use(tp, layout, "none", "whole", rows)
+        costs = menu.least(use) if is_least else menu.costs(use)
+        return costs.rest.seconds + 4 * costs.runs[0].seconds if costs else 0.0
+
+    assert seconds(2, 16, is_least=True) == 0
+    few, many = seconds(2, 1), seconds(2, 4)
+    ways = [(2, 2), (2, 16), (4, 1), (4, 4), (4, 16)]
+    least = {way: seconds(*way, is_least=True) for way in ways}
+    assert few < many < least[2, 16] == 0.85 * (few + 5 * (many - few))
+    for way, low in least.items():
+        assert 0.4 * (own := seconds(*way)) < low < own, way

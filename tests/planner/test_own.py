@@ -116,6 +116,22 @@ def test_a_plan_that_does_not_fit_is_bound_by_those_of_other_blocks(schedule: st
     assert least <= min(others) * (1 + 1e-12)
 
 
+def test_the_least_seconds_of_a_plan_are_below_its_bound() -> None:
+    """Of all schedules, if its costs are known: they are close to it where a device has all of the model."""
+    graph, cluster = graph_of(GPT), ss.Cluster.parse(CLUSTER)
+    menu = Counted(graph, cluster, 7)
+    found, seen = estimator(graph, cluster, menu), set[str]()
+    for c in (c for c in choices(cluster, 32, 5, ["sequence"]) if c.recompute != "co_shard"):
+        menu.measured.add(c.use)
+        least, e = found.least(c), found.of(c)
+        assert least > 0
+        if e:
+            seen.add(c.schedule)
+            assert least <= e.bound * (1 + 1e-12), c
+            assert c.pp > 1 or c.copies > 1 or least > 0.95 * e.bound, c
+    assert seen == {"1f1b", "interleaved", "zb_h1", "zbv", "interlaced", "3f1b", "chimera"}
+
+
 class Counted(Drawn):
     """A menu that counts what it measures: no selective recomputation is known before."""
 
@@ -128,6 +144,7 @@ class Counted(Drawn):
 
     def costs(self, use: Use) -> Costs | None:
         self.measured.add(use)
+        self._least.clear()
         return super().known(use)
 
 

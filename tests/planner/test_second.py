@@ -73,7 +73,9 @@ def here(job: Job) -> str:
 
 
 def test_both_processes_work_at_a_time(work: Work) -> None:
-    """This one does the job that it needs, then those that the other has not begun, and waits for the last."""
+    """This one does the job that it needs, then those that the other has not begun, then what it can spare time for,
+    and waits for the last.
+    """
     with Second("any:Work", ()) as second:
         second.fill("costs", lambda: [ONE, TWO, THREE])
         assert work.begun.wait(10)
@@ -82,13 +84,18 @@ def test_both_processes_work_at_a_time(work: Work) -> None:
         # It is taken back from the other one.
         assert second.result(TWO, here) == "2 here"
 
-        def late(job: Job) -> str:
-            work.free.set()
-            return here(job)
+        spared = list[bool]()
 
-        four = Job("costs", 4, is_short=True)
-        assert second.result(ONE, late, lambda: [four]) == "1 there"
+        def spare() -> bool:
+            if spared:
+                work.free.set()
+            spared.append(not spared)
+            return spared[-1]
+
+        four, second.spare = Job("costs", 4, is_short=True), spare
+        assert second.result(ONE, here, lambda: [four]) == "1 there"
         assert second.result(four, here) == "4 here"
+        assert spared == [True, False]
     assert work.done == [1]
 
 
