@@ -87,10 +87,14 @@ class Candidates:
             self.found[c] = self.estimator.of(c, limit)
         return self.found[c]
 
-    def beside(self, best: Choice) -> Iterator[Estimate]:
-        """Yield the estimates of plans that differ from the best in what they recompute only."""
+    def beside(self, best: Choice, fits: Fits) -> Iterator[Estimate]:
+        """Yield the estimates of plans that differ from the best in what they recompute only, after all others with
+        which it is compared.
+        """
         plans = [c for c in self.waiting if replace(best, blocks=(), recompute=c.recompute) == c]
         self.estimator.menu.look(plans)
+        for _ in self.compare(fits):
+            self.estimator.menu.fill()
         for c in plans:
             if e := self.estimate(c):
                 yield e

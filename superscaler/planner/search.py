@@ -163,8 +163,7 @@ def _found(
         if found and not is_late():
             ordered = improve(programs, partial(even, candidates.estimator), partial(satisfies, constraints))
         if found:
-            [*candidates.compare(fits)]
-            beside += candidates.beside((ordered.origin if ordered else found[0]).choice)
+            beside += candidates.beside((ordered.origin if ordered else found[0]).choice, fits)
     except KeyboardInterrupt:
         # It may be in the middle of a message.
         programs.second.end()
