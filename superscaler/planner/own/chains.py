@@ -114,7 +114,9 @@ class Ways:
 
     def _own_step(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of a stage in a step beside those in which it waits for itself, too."""
-        return (self.microbatches - self.idle) * cost.turn + self.estimator.sums(c, cost)
+        # A device that waits for its host adds gradients meanwhile.
+        busy = self.microbatches * cost.seconds + self.estimator.sums(c, cost)
+        return np.maximum(self.microbatches * cost.turn, busy) - self.idle * cost.turn
 
     def _tail(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of the update, and of the gradients that no work hides."""
