@@ -25,6 +25,8 @@ def menu_of(model: str, cluster: str) -> Menu:
 
 def test_costs_are_measured_once_for_all_sizes_of_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other devices, compiled steps, and a damaged entry are measured anew."""
+    # Captured with the cache of all tests.
+    graph_of(GPT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     first = menu_of(GPT, "a100:1x2")
     few = first.costs(USE)

@@ -15,7 +15,7 @@ from tests.helpers.sweeps import slow
 # Work takes longer than the launches of its kernels.
 MODEL = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=48,device=meta"
 DEEP = "gpt2:layers=24,hidden=1024,heads=16,seq=512,batch=64,device=meta"
-LESS_DEEP = DEEP.replace("layers=24", "layers=12")
+LESS_DEEP = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=8192,batch=32,device=meta"
 DEEP_LLAMA = "llama:layers=25,hidden=1024,mlp=2048,heads=16,kv_heads=16,seq=512,batch=64,device=meta"
 
 
@@ -88,8 +88,8 @@ WAYS = [
 def test_a_model_of_many_blocks_is_on_the_line_through_two_of_few(
     monkeypatch: pytest.MonkeyPatch, model: str, choice: Choice
 ) -> None:
-    """Beside the plan that is compiled with all of them. Twice as many as in the larger model are enough for this."""
-    monkeypatch.setattr(whole_plans, "_DEEP", 12)
+    """Beside the plan that is compiled with all of them. As many as in another test are enough for this."""
+    monkeypatch.setattr(whole_plans, "_DEEP", 8)
     graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x8")
     found, program, _ = predicted(graph, cluster, None, PLAIN, choice, runs=runs(graph))
     assert program is None
