@@ -20,8 +20,8 @@ from superscaler.simulate.transfers.ports import Ports
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
-# Gradients that are far larger than a bucket, and some that are far smaller.
-MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=16,vocab=8192,batch=16,device=meta"
+# Gradients that are far larger than a bucket, and some that are far smaller; tests/planner/test_whole.py has it, too.
+MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=512,vocab=8192,batch=48,device=meta"
 LOSS_BYTES = 4
 # A weight that the embedding and the head read takes most bytes.
 HEAVY = "gpt2:layers=2,hidden=256,heads=4,seq=1024,vocab=50304,batch=8,device=meta"

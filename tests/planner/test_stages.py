@@ -112,8 +112,10 @@ def test_a_search_finds_the_best_of_all_cuts(schedule: str) -> None:
 
 def test_one_microbatch_goes_through_all_stages_before_a_zero_bubble_is_filled() -> None:
     """The estimate of ZB-H1 and its bound are near the plan that is compiled whole."""
-    graph, cluster = graph_of(HEAVY.replace("32768", "1024")), ss.Cluster.parse("a100:1x2")
-    choice = Choice(1, 1, 2, 8, 1, schedule="zb_h1")
+    # The model of tests/planner/test_estimate.py.
+    model = HEAVY.replace("vocab=32768,batch=8", "vocab=1024,batch=16")
+    graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x2")
+    choice = Choice(1, 1, 2, 16, 1, schedule="zb_h1")
     e = Estimator(graph, cluster, Menu(graph, cluster)).of(choice)
     assert e is not None
     step = ss.compile(graph, e.choice.spec, cluster).simulate().step_seconds
