@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class Net(nn.Module):
         return self.down(self.drop(torch.tanh(self.up(x)))).square().sum()
 
 
+@cache
+def net() -> ss.Graph:
+    return step_of(Net(), torch.rand(6, 4), check=False)
+
+
 class Plain:
     """A compiler that runs graphs operator by operator, and counts them: what is tested is all but Inductor."""
 
@@ -78,7 +83,7 @@ def trained(graph: ss.Graph, plan: str, devices: int, is_compiled: bool, steps: 
 
 
 def test_a_segment_is_compiled_once_and_trains_as_before(plain: Plain) -> None:
-    graph = step_of(Net(), torch.rand(6, 4), check=False)
+    graph = net()
     expected = trained(graph, "single", 1, is_compiled=False)
     assert plain.graphs == 0
     found = trained(graph, "single", 1, is_compiled=True)
@@ -309,7 +314,7 @@ def test_the_origin_of_a_loss_that_is_not_finite_is_named(plain: Plain) -> None:
             step({"x": torch.rand(6, 4).put(torch.tensor(5), torch.tensor(torch.nan))}, check_finite=True)
         assert step.state.compiled is not None
 
-    on_ranks(ss.compile(step_of(Net(), torch.rand(6, 4), check=False), "single", "local:1"), work)
+    on_ranks(ss.compile(net(), "single", "local:1"), work)
     assert plain.graphs
 
 
@@ -317,7 +322,7 @@ def test_what_inductor_refuses_runs_uncompiled_and_is_named(monkeypatch: pytest.
     def fail(*_: Any) -> inductor.Call:
         raise OSError("no compiler\nis there")
 
-    graph = step_of(Net(), torch.rand(6, 4), check=False)
+    graph = net()
     expected = trained(graph, "single", 1, is_compiled=False)
     monkeypatch.setattr(inductor, "compiled", fail)
     with pytest.warns(
@@ -338,7 +343,7 @@ def test_what_inductor_computes_wrongly_runs_uncompiled(is_backward: bool, monke
             return run
         return lambda given: [x if x is None else x * 1.001 for x in run(given)]
 
-    graph = step_of(Net(), torch.rand(6, 4), check=False)
+    graph = net()
     expected = trained(graph, "single", 1, is_compiled=False)
     monkeypatch.setattr(inductor, "compiled", wrong)
     with pytest.warns(UserWarning, match=r"Inductor computes it wrongly \(the error of result 0 is 0.001, where"):
@@ -346,7 +351,7 @@ def test_what_inductor_computes_wrongly_runs_uncompiled(is_backward: bool, monke
 
 
 def test_verify_runs_compiled_segments(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ss.compile(step_of(Net(), torch.rand(6, 4), check=False), "data_parallel", "local:2")
+    plan = ss.compile(net(), "data_parallel", "local:2")
     assert plan.verify()["equal"]
     assert not plain.graphs
     assert plan.verify(torch_compile=True)["equal"]
