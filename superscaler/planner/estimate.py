@@ -104,7 +104,13 @@ class Estimator:
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
         busy = self.shared(self._busy(choice, stages))
         least = max(works + bubble + first + updates[0] + passes, busy)
-        seconds = works + bubble + max(first + update, last + tail) + max(sends, passes)
+        seconds = (
+            works
+            + bubble
+            + self._late(choice, stages, works + bubble)
+            + max(first + update, last + tail)
+            + max(sends, passes)
+        )
         if busy:
             seconds = max(seconds, busy + self.shared(self._started(choice)) + first + passes)
         return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
@@ -233,6 +239,18 @@ class Estimator:
             idle = max(*ends, total) - count * slowest
         # Of the last gradients, only those of the first device have nothing beside them.
         return spent + sum(stage.once for stage in own[0]), idle
+
+    def _late(self, c: Choice, stages: Sequence[Cost], works: float) -> float:
+        """Return the seconds after so many in which a device of a V works, since it waits for the forwards before its
+        first. Other stages may have less of these, so that no bound has them.
+        """
+        if c.schedule != "zbv":
+            return 0.0
+        forward, devices = 1 - _BACKWARD[c.recompute != "none"], [self._of_device(c, stages, d) for d in range(c.pp)]
+        ends = (sum(c.microbatches * stage.seconds + self.sums(c, stage) for stage in own) for own in devices)
+        waits = (forward * sum(stage.seconds for stage in stages[:d]) for d in range(c.pp))
+        last = max(wait + end for wait, end in zip(waits, ends, strict=True))
+        return max(last + sum(stage.once for stage in devices[0]) - works, 0.0)
 
     def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""
