@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from superscaler.planner.memory import NONE, Beyond
 
@@ -145,3 +146,15 @@ def is_busy(few: Costs, many: Costs) -> bool:
     """Return whether kernels take the time of the blocks, not their starts."""
     less, more = (sum(run.seconds for run in costs.runs) for costs in (few, many))
     return more >= _BUSY * less
+
+
+def spans(costs: Costs, run_of: NDArray[np.int64]) -> Cost:
+    """Return the costs of the blocks of all stages: each number is an array, by the first block and the end."""
+    total = np.cumsum([np.zeros(len(Cost._fields)), *(np.array(costs.runs[n]) for n in run_of)], axis=0)
+    return Cost(*np.moveaxis(total[None, :] - total[:, None], -1, 0))
+
+
+@lru_cache(maxsize=2**10)
+def total_of(costs: Costs, blocks: tuple[int, ...]) -> Cost:
+    """Return the cost of a model with so many blocks in its runs."""
+    return reduce(lambda cost, pair: cost.plus(*pair), zip(costs.runs, blocks, strict=True), costs.rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from itertools import chain, pairwise, takewhile
 from math import inf
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
 from superscaler.planner.constraints import Limit
-from superscaler.planner.costs import NOTHING, Cost, Costs
+from superscaler.planner.costs import NOTHING, Cost, Costs, spans, total_of
 from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
@@ -57,7 +57,7 @@ class Estimator:
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
         self.traffic = Traffic(graph, cluster, menu)
-        self.cuts = Cuts(graph, menu, self.run_of, limits)
+        self.cuts = Cuts(graph, menu, self.run_of, limits, self._tails)
         speeds = check_speeds(cluster).speeds
         self.slowdown = speeds.slowdown if speeds else 1.0
         self.overheads = overheads_of(cluster)
@@ -141,7 +141,7 @@ class Estimator:
         costs = self.menu.least(c.use)
         if costs is None:
             return 0.0
-        total = _total(costs, tuple(map(len, self.menu.runs)))
+        total = total_of(costs, tuple(map(len, self.menu.runs)))
         # Each device has a share of what is outside of an interlaced pipeline's blocks.
         idle = 0.0 if c.schedule in ("interlaced", "chimera") else IDLE.get(c.schedule, 1.0 / c.chunks)
         works = ((c.microbatches - idle) / c.pp + idle) * max(total.work if is_work else total.seconds, total.host)
@@ -182,6 +182,20 @@ class Estimator:
                 total = total.plus(outside(own.rest, self.shares[is_last], is_last), 1)
             stages.append(total)
         return stages
+
+    def _tails(self, c: Choice) -> list[Any]:
+        """Return the seconds of each stage of a plan after its last work, by first block and end."""
+        costs = self.menu.costs(c.use)
+        assert costs is not None
+        inner, last = spans(costs, self.run_of), c.pp - 1
+        ends = {k: outside(costs.rest, self.shares[k > 0], k > 0) for k in (0, last)}
+        return [self.tail(c, inner.plus(ends[k], 1) if k in ends else inner) for k in range(c.pp)]
+
+    def tail(self, c: Choice, stage: Cost) -> Any:
+        """Return the seconds of the update of a stage, and of the gradients that no work hides. Costs may be arrays, of
+        stages of all blocks.
+        """
+        return self.update(c, stage) + self.exposed(c, stage) + stage.once
 
     def _drains(self, c: Choice) -> float:
         """Return the share of the seconds of a stage in which later ones have nothing to do at the end of a step."""
@@ -331,9 +345,3 @@ class Estimator:
         """Return the bytes of the gradients of the weights that ops read."""
         names = {o.tensor for op in ops for o in op.inputs}
         return float(sum(t.gradient_bytes for t in self.graph.model.trained_parameters() if t.name in names))
-
-
-@lru_cache(maxsize=2**10)
-def _total(costs: Costs, blocks: tuple[int, ...]) -> Cost:
-    """Return the cost of a model with so many blocks in its runs."""
-    return reduce(lambda cost, pair: cost.plus(*pair), zip(costs.runs, blocks, strict=True), costs.rest)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from superscaler.groups import collect
-from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.costs import Cost, Costs, spans
 from superscaler.planner.estimate import IDLE, Estimate, Estimator
 from superscaler.planner.space import Choice, Own
 from superscaler.planner.stages.balance import Floats, Ints, outside
@@ -106,7 +106,7 @@ class Ways:
                 c, cost = way.choice, self._cost(way, stage)
                 peak = self.estimator.bytes_at(c, way.costs, [cost] * self.pp, stage)
                 # All others are done before the first one.
-                wait = self.idle * cost.turn + (0.0 if stage else self._tail(c, cost))
+                wait = self.idle * cost.turn + (0.0 if stage else self.estimator.tail(c, cost))
                 chosen = is_some & (peak <= self.room) & (wait < waits[:, :, at])
                 for table, value in ((waits, wait), (steps, self._own_step(c, cost)), (numbers, number)):
                     table[:, :, at] = np.where(chosen, value, table[:, :, at])
@@ -117,10 +117,6 @@ class Ways:
         # A device that waits for its host adds gradients meanwhile.
         busy = self.microbatches * cost.seconds + self.estimator.sums(c, cost)
         return np.maximum(self.microbatches * cost.turn, busy) - self.idle * cost.turn
-
-    def _tail(self, c: Choice, cost: Cost) -> Any:
-        """Return the seconds of the update, and of the gradients that no work hides."""
-        return self.estimator.update(c, cost) + self.estimator.exposed(c, cost) + cost.once
 
     @cached_property
     def _passes(self) -> Floats:
@@ -199,9 +195,3 @@ class Ways:
         layout = next((c.layout for c, *_ in chain.ways if c.tp > 1), "tensor")
         choice = replace(first, layout=layout, own=own) if len({*own}) > 1 else first
         return self.estimator.with_stages(choice, [way.costs for way in chain.ways], chain.bounds)
-
-
-def spans(costs: Costs, run_of: Ints) -> Cost:
-    """Return the costs of the blocks of all stages: each number is an array, by the first block and the end."""
-    total = np.cumsum([np.zeros(len(Cost._fields)), *(np.array(costs.runs[n]) for n in run_of)], axis=0)
-    return Cost(*np.moveaxis(total[None, :] - total[:, None], -1, 0))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -14,39 +15,59 @@ from superscaler.ir.graph import Graph
 from superscaler.planner.constraints import Limit
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice, Use
-from superscaler.planner.stages.balance import Ints, balanced
+from superscaler.planner.stages.balance import Floats, Ints, balanced
 from superscaler.planner.stages.folded import Folded
+from superscaler.planner.stages.moves import Moves
 from superscaler.plans.lib.stages import outer_ends
 from superscaler.plans.lib.stages import stages as cut_stages
 
 Bounds = list[int] | None
+# Schedules whose stages are improved by moves.
+_MOVED = "1f1b", "zb_h1", "zbv"
 
 
 class Cuts:
-    """The first block of each stage of a plan, and the end of the last one. `limits`: on the blocks of stages."""
+    """The first block of each stage of a plan, and the end of the last one. `limits`: on the blocks of stages. `tails`:
+    returns the seconds of each stage of a plan after its last work, by first block and end.
+    """
 
-    def __init__(self, graph: Graph, menu: Menu, run_of: Ints, limits: Sequence[Limit]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        menu: Menu,
+        run_of: Ints,
+        limits: Sequence[Limit],
+        tails: Callable[[Choice], Sequence[Floats]],
+    ) -> None:
+        self.tails = tails
         self.graph, self.menu, self.run_of, self.limits = graph, menu, run_of, limits
         self.sizes, self.ends = menu.sizes(), outer_ends(graph)
         self._known: dict[tuple[Use, int, bool, bool], Bounds] = {}
         self._folded: dict[tuple[Use, int], Folded] = {}
-        self._best: dict[tuple[Use, int, int], list[int]] = {}
+        self._best: dict[Choice, list[int]] = {}
         self._parts: dict[int, Bounds] = {}
 
     def best(self, c: Choice) -> Bounds:
         """Return the stages with the shortest step; None for more than the model has, or limits that none keep."""
         found = self._balanced(c)
-        if found is None or c.schedule != "zbv":
+        if found is None or c.pp == 1 or c.schedule not in _MOVED:
             return found
-        key = c.use, c.pp, c.microbatches
+        key = replace(c, dp=1, zero=0) if c.schedule == "zbv" else c
         if key not in self._best:
-            self._best[key] = self._of_v(c, found).best(c.microbatches)
+            folded = self._of_v(c, found) if c.schedule == "zbv" else None
+            firsts = [folded.least, found] if folded else [found]
+            self._best[key] = (folded or self._moves(c)).best(c.microbatches, firsts)
         return self._best[key]
 
     def least(self, c: Choice) -> Bounds:
         """Return the stages whose slowest device is fastest."""
         found = self._balanced(c)
         return self._of_v(c, found).least if found is not None and c.schedule == "zbv" else found
+
+    def _moves(self, c: Choice) -> Moves:
+        costs = self.menu.costs(c.use)
+        assert costs is not None
+        return Moves(costs, self.run_of, c.schedule, c.pp, self.allowed, self.tails(c))
 
     def _of_v(self, c: Choice, slow: list[int]) -> Folded:
         key = c.use, c.pp

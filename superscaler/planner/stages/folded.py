@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from functools import cached_property
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.planner.costs import Costs
-from superscaler.planner.orders.measured import MANY
-from superscaler.planner.orders.works import Rows, Works, finish
-from superscaler.planner.space import SCHEDULES
 from superscaler.planner.stages.balance import Allowed, Floats, Ints
-from superscaler.plans.lib.schedules import RULES
+from superscaler.planner.stages.moves import Moves
 
 # The accuracy of the slowest device's seconds: halvings of what they can be.
 _HALVINGS = 12
-# The microbatches of each device in a step by which stages are compared, and the works of all these steps.
-_FEW, _WORKS = 2, 12_000
 # Sums in another order differ by less.
 _ROUNDED = 1e-12
-# The share of the slowest stage that counts beside a step.
-_UNEVEN = 0.1
 
 
-class Folded:
+class Folded(Moves):
     """The stages of a V of so many devices. `slow`: some that are allowed."""
 
     def __init__(self, costs: Costs, run_of: Ints, devices: int, allowed: Allowed, slow: Sequence[int]) -> None:
-        # The first device has all that is outside of the blocks, early in the model or late.
-        self.rest, self.early, self.devices, self.slow = float(costs.rest.turn), costs.rest.early, devices, [*slow]
-        self.until = np.concatenate([[0.0], np.cumsum([costs.runs[n].turn for n in run_of])])
+        super().__init__(costs, run_of, "zbv", devices, allowed)
+        self.slow = [*slow]
         # The seconds of the blocks between two.
         self.inner = np.triu(self.until[None, :] - self.until[:, None]) + np.tril(
             np.full((len(self.until),) * 2, inf), -1
         )
-        self.allowed = [allowed(stage, 2 * devices) for stage in range(2 * devices)]
         # The least seconds of a stage of 0, 1, ... blocks.
         count = len(self.until)
         self.shortest = np.maximum.accumulate([self.inner.diagonal(n).min() for n in range(count)])
@@ -56,11 +46,6 @@ class Folded:
     def _slowest(self, bounds: Sequence[int]) -> float:
         stages = self.seconds(bounds)
         return max(a + b for a, b in zip(stages[: self.devices], stages[: self.devices - 1 : -1], strict=True))
-
-    def seconds(self, bounds: Sequence[int]) -> list[float]:
-        """Return the seconds of each stage."""
-        found = [float(self.until[b] - self.until[a]) for a, b in pairwise(bounds)]
-        return [found[0] + self.early, *found[1:-1], found[-1] + self.rest - self.early]
 
     def _reached(self, limit: float) -> list[Floats]:
         """Return for 0, 1, ... devices the seconds of the blocks between their stages, by the first of these and the
@@ -92,50 +77,6 @@ class Folded:
             bounds = [a, *bounds, b]
         return bounds
 
-    def best(self, microbatches: int) -> list[int]:
-        """Return stages with the shortest step that is found from two others, by moves of a block."""
-        count = min(microbatches, _FEW * self.devices)
-        tries = _WORKS // (6 * self.devices * count)
-        found = (self._moved(tuple(some), count, tries) for some in (self.least, self.slow))
-        return [*min(found)[1]]
-
-    def _moved(self, best: tuple[int, ...], count: int, tries: int) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds of a step, and the stages, after moves that make it shorter."""
-        seconds = {best: self.step(best, count)}
-        while len(seconds) < tries:
-            own = seconds[best]
-            for other in islice((some for some in self._beside(best) if some not in seconds), tries - len(seconds)):
-                seconds[other] = self.step(other, count)
-                if seconds[other] < own:
-                    best = other
-                    break
-            else:
-                break
-        return seconds[best], best
-
-    def _beside(self, bounds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield stages that are allowed, and where a block of one is in another one."""
-        last = len(bounds) - 2
-        for apart, first in ((n, k) for n in range(1, last + 1) for k in range(last + 1 - n)):
-            for step in (-1, 1):
-                moved = (at + step * (first < k <= first + apart) for k, at in enumerate(bounds))
-                other = tuple(moved)
-                if all(
-                    0 <= a <= b < len(self.until) and self.allowed[k][a, b] for k, (a, b) in enumerate(pairwise(other))
-                ):
-                    yield other
-
-    def step(self, bounds: Sequence[int], count: int) -> float:
-        """Return the seconds of a step, where a forward and the halves of a backward take as long, and a share of the
-        slowest stage: of steps almost as short, that of more equal stages is taken.
-        """
-        place = (*range(self.devices), *reversed(range(self.devices)))
-        seconds = self.seconds(bounds)
-        stages = tuple({"F": x / 3, "I": x / 3, "W": x / 3, "B": 2 * x / 3} for x in seconds)
-        sends, rooms = (0.0,) * (len(place) - 1), (MANY,) * self.devices
-        works = Works(place, stages, sends, rooms, (0.0,) * self.devices, count, frozenset(range(len(place))))
-        return finish(works, _rows(self.devices, count)) + _UNEVEN * max(seconds)
-
 
 def _least(table: Floats, allowed: NDArray[np.bool_], most: int) -> Floats:
     """Return for each end of a stage the least of the rows of a table at its allowed beginnings, fewer than `most`
@@ -146,8 +87,3 @@ def _least(table: Floats, allowed: NDArray[np.bool_], most: int) -> Floats:
         rows = np.where(allowed.diagonal(length)[:, None], table[: len(table) - length], inf)
         np.minimum(found[length:], rows, out=found[length:])
     return found
-
-
-@cache
-def _rows(devices: int, count: int) -> Rows:
-    return [[(work.stage, work.kind) for work in row] for row in RULES[SCHEDULES["zbv"]](devices, count)]
