@@ -113,7 +113,7 @@ class Candidates:
             for c, least in plans:
                 limit = best.get(c.said(name), inf)
                 if least < limit and c not in self.found:
-                    new = self.estimate(c, limit)
+                    new = self.estimate(c, 0.0)
                     best[c.said(name)] = min(limit, new.a_row) if new and fits(new) else limit
                     yield True
 
