@@ -536,6 +536,18 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "plans/test_own_stages"),
     ("costs of other kernels are taken from the disk", "self.cluster.kind, self.system]", "self.cluster.kind]",
      "planner/test_menu"),
+    ("a group has a part of the work of a smaller one", "return group and group.least(_LEAST_OF_GROUPS * tp / use.tp)",
+     "return group and group.least(2 * _LEAST_OF_GROUPS * tp / use.tp)", "planner/test_menu"),
+    ("least seconds have all bubbles of 1F1B", "idle = 0.0 if c.schedule in (\"interlaced\", \"chimera\") else",
+     "idle = 1.0 if c.schedule in (\"interlaced\", \"chimera\") else", "planner/test_own"),
+    ("devices of a V begin at once", "wait + end for wait, end in zip(waits, ends, strict=True))",
+     "end for wait, end in zip(waits, ends, strict=True))", "planner/test_estimate"),
+    ("stages are moved without their updates", "after or (0.0,) * self.devices, count, split)",
+     "(0.0,) * self.devices, count, split)", "planner/test_stages"),
+    ("1F1B splits its backwards where stages are moved", "() if self.schedule == \"1f1b\" else count_of",
+     "count_of", "planner/test_stages"),
+    ("norms in halves are those of a GPU", "\"bmm\", \"addmm\",", "\"bmm\", \"native_layer_norm\", \"addmm\",",
+     "simulate/test_made"),
 )]  # fmt: skip
 
 

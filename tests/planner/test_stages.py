@@ -82,9 +82,14 @@ def test_the_slowest_stage_is_the_fastest_of_all_cuts(seed: int) -> None:
     assert folded.step(best, 2 * devices) <= min(folded.step(some, 2 * devices) for some in (own, found))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_moves_find_the_shortest_step_of_all_cuts(schedule: str) -> None:
-    """Of drawn blocks on three devices, within 1 %; the stages whose slowest is fastest are up to 8 % slower."""
+@pytest.mark.parametrize(("schedule", "waits"), [("1f1b", 2.0), ("zb_h1", 2 / 3)])
+def test_moves_find_the_shortest_step_of_all_cuts(schedule: str, waits: float) -> None:
+    """Of drawn blocks on three devices, within 1 %; the stages whose slowest is fastest may be slower. Of equal stages,
+    a step is as long as its schedule says.
+    """
+    costs, kinds = Costs((NOTHING._replace(seconds=1.0),), NOTHING, NONE), np.zeros(3, dtype=int)
+    equal = Moves(costs, kinds, schedule, 3, lambda k, n: allowed(3, k, n))
+    assert equal.step([0, 1, 2, 3], 6) == pytest.approx(6 + waits + 0.1)
     gains = list[float]()
     for seed in range(8):
         costs, kinds = drawn(seed)
