@@ -80,12 +80,12 @@ class Moves:
         """Return the seconds of a step, where a forward and the halves of a backward take as long, and a share of the
         slowest stage: of steps almost as short, that of more equal stages is taken.
         """
-        seconds, count_of = self.seconds(bounds), range(len(self.place))
+        seconds = self.seconds(bounds)
         stages = tuple({"F": x / 3, "I": x / 3, "W": x / 3, "B": 2 * x / 3} for x in seconds)
-        split = frozenset(() if self.schedule == "1f1b" else count_of)
         sends, rooms = (0.0,) * (len(stages) - 1), (MANY,) * self.devices
-        after = tuple(float(tail[end]) for tail, end in zip(self.tails, pairwise(bounds), strict=False))
-        works = Works(self.place, stages, sends, rooms, after or (0.0,) * self.devices, count, split)
+        tails = zip(self.tails, pairwise(bounds), strict=False)
+        after = tuple(float(tail[end]) for tail, end in tails) or (0.0,) * self.devices
+        works = Works(self.place, stages, sends, rooms, after, count, frozenset(range(len(stages))))
         return finish(works, _rows(self.schedule, self.devices, count)) + _UNEVEN * max(seconds)
 
 
