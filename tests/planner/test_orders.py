@@ -17,6 +17,7 @@ import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.planner.constraints import left, read
 from superscaler.planner.estimate import Estimator
+from superscaler.planner.kinds import of_batch
 from superscaler.planner.menu import Menu
 from superscaler.planner.orders.best import best_order
 from superscaler.planner.orders.branch import bound, improved
@@ -224,13 +225,13 @@ def test_works_of_a_whole_plan_are_those_of_a_step_of_few_microbatches(plan: Cho
     """To the last bit in a step of four; of more, less belongs to the first one, which waits for the starts of kernels
     and messages, and adds no gradients.
     """
-    cluster, model = ss.Cluster.parse("a100:1x2"), GPT.replace("layers=8", "layers=4")
+    cluster, large = ss.Cluster.parse("a100:1x2"), graph_of(GPT.replace("layers=8,", f"layers={2 * plan.chunks},"))
     own, spec = replace(plan, microbatches=4), replace(plan, microbatches=4).spec
-    graph = graph_of(model.replace("batch=8", "batch=4"))
+    graph, large = of_batch(large, 4), of_batch(large, 24)
     rows = _table("pipeline_1f1b" if plan.chunks == 1 else "zbv", 2, 4)
     few = measured(simulate(compile_graph(graph, resolve(spec), cluster, certified=False).program, cluster), rows)
     assert predicted(graph, cluster, None, PLAIN, own).works == few
-    whole = predicted(graph_of(model.replace("batch=8", "batch=24")), cluster, None, PLAIN, plan).works
+    whole = predicted(large, cluster, None, PLAIN, plan).works
     assert few is not None
     assert whole is not None
     assert (whole.place, whole.count) == (few.place, 24)

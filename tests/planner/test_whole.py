@@ -13,7 +13,7 @@ from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
 # Work takes longer than the launches of its kernels.
-MODEL = "gpt2:layers=4,hidden=1024,heads=16,seq=512,vocab=8192,batch=48,device=meta"
+MODEL = "gpt2:layers=2,hidden=1024,heads=16,seq=512,vocab=8192,batch=48,device=meta"
 DEEP = "gpt2:layers=24,hidden=1024,heads=16,seq=512,batch=64,device=meta"
 LESS_DEEP = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=8192,batch=32,device=meta"
 DEEP_LLAMA = "llama:layers=25,hidden=1024,mlp=2048,heads=16,kv_heads=16,seq=512,batch=64,device=meta"
@@ -35,8 +35,8 @@ DEEP_LLAMA = "llama:layers=25,hidden=1024,mlp=2048,heads=16,kv_heads=16,seq=512,
     ids=lambda choice: choice.spec,
 )
 def test_a_step_of_many_microbatches_is_on_the_line_through_those_of_few(choice: Choice) -> None:
-    """Beside the plan that is compiled with all of them. Without stages two blocks are enough."""
-    model = MODEL if choice.pp > 1 else MODEL.replace("layers=4", "layers=2")
+    """Beside the plan that is compiled with all of them. Stages have two blocks."""
+    model = MODEL.replace("layers=2", "layers=4") if choice.pp > 1 else MODEL
     graph, cluster = graph_of(model), ss.Cluster.parse("a100:1x2")
     found, program, _ = predicted(graph, cluster, None, PLAIN, choice)
     assert program is None
