@@ -16,6 +16,8 @@ from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
 
 GPT = "gpt2:size=tiny,layers=4,batch=8"
+# tests/planner/test_estimate.py has it, too.
+LARGE = "gpt2:layers=8,hidden=1024,heads=16,seq=512,vocab=256,batch=16,device=meta"
 USE = Use(2, "sequence", "none", "whole", 1)
 
 
@@ -76,7 +78,7 @@ def test_a_recomputed_block_keeps_its_input_alone(recompute: str, layout: str) -
 @pytest.mark.parametrize("layout", ["sequence", *slow("tensor", "ulysses")])
 def test_the_least_costs_of_a_use_are_below_its_own(layout: str) -> None:
     """They are known from few and many rows, and from a group of fewer devices."""
-    menu = menu_of("gpt2:size=tiny,layers=4,hidden=512,heads=8,seq=256,batch=16,device=meta", "a100:1x4")
+    menu = menu_of(LARGE, "a100:1x4")
 
     def seconds(tp: int, rows: int, is_least: bool = False) -> float:
         use = Use(tp, layout, "none", "whole", rows)
@@ -85,7 +87,7 @@ def test_the_least_costs_of_a_use_are_below_its_own(layout: str) -> None:
 
     assert seconds(2, 16, is_least=True) == 0
     few, many = seconds(2, 1), seconds(2, 4)
-    ways = [(2, 2), (2, 16), (4, 1), (4, 4), (4, 16)]
+    ways = [(2, 2), (2, 16), (4, 1), (4, 16)]
     least = {way: seconds(*way, is_least=True) for way in ways}
     assert least[2, 16] == pytest.approx(0.85 * (few + 5 * (many - few)))
     for way, low in least.items():
