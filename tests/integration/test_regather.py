@@ -22,7 +22,7 @@ from tests.integration.test_recompute import blocks_at_once
 @pytest.mark.parametrize(
     "spec",
     [
-        "gpt2:size=tiny,layers=4,batch=16",
+        "gpt2:size=tiny",
         pytest.param("alphafold2:size=tiny,layers=1,passes=2", marks=pytest.mark.slow),
         pytest.param("llama:size=tiny", marks=pytest.mark.slow),
         pytest.param("mbart:size=tiny", marks=pytest.mark.slow),
@@ -63,7 +63,7 @@ def test_gathers_are_made_again_late_and_freed_early() -> None:
 
 
 def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
+    graph = graph_of("gpt2:size=tiny")
     plain, again = exact(graph, "sequence_parallel").program, equal(graph, "sequence_parallel:regather=true")
     tokens = next(t for t in graph.model.tensors.values() if t.name == graph.blocks[1].ops[0].inputs[0].tensor)
     # Two products a block and the head, of which each of two devices lacks half.
@@ -75,7 +75,7 @@ def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
 
 
 def test_each_microbatch_brings_them_again() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
+    graph = graph_of("gpt2:size=tiny")
     code = equal(graph, "zero:stage=3,keep=4,microbatches=2").code()
     gathered = [i for i in code if isinstance(i, Collective) and i.kind == "all_gather"]
     inside = [work for i in gathered for work in i.works if "_h_" in str(work)]
@@ -83,9 +83,7 @@ def test_each_microbatch_brings_them_again() -> None:
 
 
 def test_another_weight_than_the_forward_had_is_refused() -> None:
-    program = ss.compile(
-        graph_of("gpt2:size=tiny,layers=4,batch=16"), "zero:stage=3,keep=4", "local:2"
-    ).compiled.program
+    program = ss.compile(graph_of("gpt2:size=tiny"), "zero:stage=3,keep=2", "local:2").compiled.program
 
     def changed(i: Backward) -> Backward:
         return replace(i, again=(*i.again[1:], i.again[0]))
