@@ -225,7 +225,7 @@ def test_weights_on_the_host_and_on_the_device_go_on_where_they_are() -> None:
 
 
 def test_rewrites_before_and_after_unrolling_make_one_program() -> None:
-    graph, swap = graph_of("gpt2:size=tiny"), swapped("single")
+    graph, swap = graph_of("mlp"), swapped("single")
     codes = [equal(graph, plan, 1).code() for plan in (unrolled(swap), swapped(unrolled("single")))]
     before, after = (Counter(type(i).__name__ for i in code) for code in codes)
     assert before == after
