@@ -66,9 +66,7 @@ def test_packed_rows_are_exact(kind: str, plan: str, count: int, least: int) -> 
 )
 def test_devices_compute_the_scores_of_their_documents(plan: str, lengths: tuple[int, ...], share: float) -> None:
     """Beside those for rows of one document, of two rows of four heads in two layers."""
-    whole = sum(scores(plan, (256,)))
-    assert whole == 2 * 4 * 2 * 256**2 // 2
-    assert sum(scores(plan, lengths)) == share * whole
+    assert sum(scores(plan, lengths)) == share * (2 * 4 * 2 * 256**2 // 2)
 
 
 def scores(plan: str, lengths: tuple[int, ...]) -> list[int]:
@@ -115,10 +113,10 @@ def test_chunks_of_a_ring_are_even_for_a_packing(lengths: tuple[int, ...], n: in
 
 
 def test_devices_of_a_ring_compute_as_many_scores_for_the_packing_given() -> None:
-    lengths = (128, 64, 64)
-    few, many = scores("ring_attention:zigzag=documents,documents=128+64+64", lengths)
+    lengths = (64, 192)
+    few, many = scores("ring_attention:zigzag=documents,documents=64+192", lengths)
     assert many <= 1.01 * few
-    assert share_of(lengths, (0, 1, 1, 0)) > 1.3
+    assert share_of(lengths, (0, 1, 1, 0)) > 1.15
 
 
 @pytest.mark.parametrize(
