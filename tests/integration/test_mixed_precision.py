@@ -194,9 +194,9 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_copy() -> None:
 @pytest.mark.parametrize(
     ("plan", "world"),
     [
-        ("bytescheduler:piece=4096", 2),
+        ("zero:stage=2", 2),
         *slow(
-            ("zero:stage=2", 2),
+            ("bytescheduler:piece=4096", 2),
             ("swap:what=optimizer", 1),
             ("pipedream:microbatches=2", 2),
             ("zero:stage=3", 2),
