@@ -116,18 +116,19 @@ def test_the_first_stage_of_zero_keeps_weights_whole_and_the_third_in_slices(
     assert (peaks[1] - peaks[0]) / layer / (layers[1] - layers[0]) == pytest.approx(share, rel=0.01)
 
 
-def regions(plan: Plan) -> dict[str, set[str]]:
+def regions(graph: ss.Graph) -> dict[str, set[str]]:
     """Return the modules of what is computed again, by block."""
     found: dict[str, set[str]] = {}
-    for op in plan.compiled.graph.model.ops:
+    for op in graph.model.ops:
         if op.origin:
             found.setdefault(op.region, set()).add(op.module)
     return found
 
 
 def test_layers_inside_a_stage_are_regions_of_their_own() -> None:
-    plan = compiled("swin:size=tiny", "recompute", 1)
-    paths = [re.findall(r"layers\.\d+\.blocks\.\d+", " ".join(modules)) for modules in regions(plan).values()]
+    graph = graph_of("swin:size=tiny").copy()
+    resolve("recompute")(graph, ss.Cluster.local(1))
+    paths = [re.findall(r"layers\.\d+\.blocks\.\d+", " ".join(modules)) for modules in regions(graph).values()]
     assert sorted({path for found in paths for path in found}) == [
         f"layers.{stage}.blocks.{number}" for stage in (0, 1) for number in (0, 1)
     ]

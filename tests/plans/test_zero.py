@@ -184,7 +184,7 @@ def test_a_weight_of_two_stages_is_compiled_once_for_all_replicas_of_its_slices(
 
 
 def test_a_bias_that_slices_would_cut_roughly_is_whole_so_that_devices_run_one_program() -> None:
-    graph = graph_of("gpt2:size=tiny,hidden=96,heads=2,batch=20")
+    graph = graph_of("gpt2:size=tiny,layers=1,hidden=96,heads=2,batch=20")
     plan = ss.compile(graph, "zero:20,stage=1", "h100:4x5")
     rest = {op.inputs[0].tensor: plan.compiled.graph.grids[op.name] for op in graph.updates.values()}
     # 96 channels are 4 or 5 a device, and 384 are 19 or 20.
