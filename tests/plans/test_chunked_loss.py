@@ -25,8 +25,10 @@ SCORES = 16 * 64 * 4096 * 4
 @pytest.mark.parametrize(
     ("plan", "beside", "devices", "less"),
     [
-        ("chunked_loss:parts=8", "single", 1, SCORES),
-        *slow(("chunked_loss:1,parts=8 x zero:2,stage=3", "zero:stage=3", 2, SCORES // 2)),
+        *slow(
+            ("chunked_loss:parts=8", "single", 1, SCORES),
+            ("chunked_loss:1,parts=8 x zero:2,stage=3", "zero:stage=3", 2, SCORES // 2),
+        ),
         # Its steps of a loss keep scores of all parts, unless these are in order.
         ("chunked_loss:1,parts=8 x tensor_parallel:2", "tensor_parallel", 2, SCORES),
         *slow(
