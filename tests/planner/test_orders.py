@@ -96,7 +96,7 @@ def _step(works: Works, rows: Sequence[str]) -> float:
     return max(end(s, len(row) - 1) + works.after[s] for s, row in enumerate(rows))
 
 
-@pytest.mark.parametrize("seed", few(range(40), *range(8)))
+@pytest.mark.parametrize("seed", few(range(40), *range(1, 8)))
 def test_branch_and_bound_equals_brute_force(seed: int) -> None:
     drawn = random.Random(seed)
     stages, count, halves = drawn.choice([(2, 3, True), (2, 5, False), (3, 3, False), (3, 4, False), (2, 4, False)])

@@ -203,7 +203,7 @@ def test_only_models_of_two_axes_are_cut_along_them(model: str, has_axes: bool) 
 def test_random_constraints_leave_plans_that_satisfy_them_or_are_refused() -> None:
     space, drawn = list(choices(ss.Cluster.parse("a100:1x4"), 8, 8, layouts=["sequence"])), random.Random(0)
     refused = list[tuple[str, str]]()
-    for _ in range(200):
+    for _ in range(100):
         name = drawn.choice([*NUMBERS, *WORDS])
         values = WORDS.get(name, (0, 1, 2, 3, 4, 8, 64))
         sign, value = drawn.choice(["=", "!="] + ["<=", "<", ">", ">="] * (name in NUMBERS)), drawn.choice(values)
@@ -216,7 +216,7 @@ def test_random_constraints_leave_plans_that_satisfy_them_or_are_refused() -> No
         python = {"=": "=="}.get(sign, sign)
         assert found
         assert all(eval(f"have {python} want", {"have": getattr(c, name), "want": value}) for c in found)
-    assert 10 < len(refused) < 100
+    assert 5 < len(refused) < 50
     assert all(text in error for text, error in refused)
 
 
