@@ -26,6 +26,7 @@ from superscaler.ops.call import Local
 from superscaler.ops.row import Recipe, first, plain
 from superscaler.ops.table import ROWS, parts_of, row_of
 from superscaler.runtime import functional
+from tests.helpers.sweeps import slow
 from tests.ops.samples import FROZEN, SAMPLES, Draw, Sample
 
 CLONE = Op("", "aten.clone.default", (Ref(0),), (), (), (), ())
@@ -174,7 +175,12 @@ def test_rows_without_samples_know_what_shares_memory() -> None:
         check_memory(target, operands, [made] if isinstance(made, Tensor) else made)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+# Operators without a row have the rule of all that are pointwise.
+POINTWISE = [name for name in SAMPLES if name not in ROWS]
+SWEPT = {*POINTWISE} - {*POINTWISE[::6]} | {"aten.conv3d.padding", "aten.conv_transpose3d.input"}
+
+
+@pytest.mark.parametrize("name", [slow(name)[0] if name in SWEPT else name for name in SAMPLES])
 def test_rule(name: str) -> None:
     # A mean is one of three reductions, and is divided only where it is cut.
     attack(name, 12 if name == "aten.mse_loss.default" else 2)
