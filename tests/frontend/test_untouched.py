@@ -220,6 +220,8 @@ def test_the_loss_of_a_longrope_model_is_that_of_before() -> None:
     graph = step_of(module, kwargs={"input_ids": ids, "labels": ids})
     assert graph.captured.checked.startswith("2 steps are those of the module")
     assert float(module(ids, labels=ids).loss.detach()) == want
+    # Its rotary embedding has two lengths, so no shorter row is filled.
+    assert not graph.model.shorter
     assert_equal(graph, "single", 1)
 
 

@@ -21,7 +21,6 @@ from superscaler.errors import InputError
 from superscaler.frontend.checks import shorter
 from superscaler.runtime.step import Step
 from superscaler.train.feed import Samples, feed, fitting
-from tests.frontend.examples import longrope
 from tests.helpers.ran import Around, on_ranks
 from tests.helpers.sweeps import few, slow
 
@@ -379,12 +378,6 @@ def test_a_step_takes_nested_inputs_as_the_module_does() -> None:
     for batch in (given, named):
         (found,) = on_ranks(ss.compile(graph, "single", "local:1"), lambda step, batch=batch: float(step(batch)))
         assert found == pytest.approx(wanted, rel=1e-6)
-
-
-def test_a_rotary_embedding_of_two_lengths_is_not_filled() -> None:
-    module, ids = longrope(), torch.randint(1, 64, (4, 48))
-    graph = ss.capture(module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters()))
-    assert not graph.model.shorter
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
