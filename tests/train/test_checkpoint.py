@@ -240,10 +240,10 @@ def eager() -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("there", "every"), [("zero:2,stage=3 x tensor_parallel:2", 3), *slow(*((plan, 1) for plan in BETWEEN))]
+    ("there", "every"), [("zero:2,stage=3 x tensor_parallel:2", 4), *slow(*((plan, 1) for plan in BETWEEN))]
 )
 def test_steps_after_a_resume_are_those_of_the_module(there: str, every: int, folders: Path) -> None:
-    """From checkpoints of every third plan, or of each."""
+    """From checkpoints of every fourth plan, or of each."""
     some = [(number, here) for number, here in enumerate(BETWEEN) if number % every == 0]
     for number, here in some:
         saved("exact", here, "AdamW", folders / f"exact-{number}")
