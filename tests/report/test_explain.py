@@ -360,7 +360,7 @@ def test_compiling_the_same_again_is_not_compiling(
     assert json.loads(capsys.readouterr().out)["unchanged"] is True
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
     assert len(runs) == 1
-    for name in FILES:
+    for name in FILES[::3]:
         file = folder / name
         file.write_bytes(file.read_bytes().replace(b"a", b"b", 1))
         count = len(runs)
