@@ -44,7 +44,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("least", [0, *slow(documents.LEAST_SCORES)])
-@pytest.mark.parametrize(("kind", "plan", "count"), few(ROWS, 7, 10, 18))
+@pytest.mark.parametrize(("kind", "plan", "count"), few(ROWS, 10, 18))
 def test_packed_rows_are_exact(kind: str, plan: str, count: int, least: int) -> None:
     # Rows this short take the square with a mask, unless kernels cost nothing.
     with patch.object(documents, "LEAST_SCORES", least):
