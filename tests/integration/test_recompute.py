@@ -90,7 +90,7 @@ def test_dropout_is_drawn_again_alike() -> None:
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("forward", [in_blocks, in_balance])
+@pytest.mark.parametrize("forward", [*slow(in_blocks), in_balance])
 def test_recomputed_blocks_take_less_than_half_of_the_memory(forward: Callable[..., Tensor]) -> None:
     def peak(step: Step) -> int:
         with Live() as live:

@@ -122,9 +122,9 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "devices"),
     [
-        ("fsdp:{}", 2),
         ("zero:stage=3,keep=2,shard=2,{}", 4),
         *slow(
+            ("fsdp:{}", 2),
             ("zero:{}", 2),
             ("zero:stage=2,microbatches=2,{}", 2),
             ("fsdp:recompute=true,microbatches=2,{}", 2),
