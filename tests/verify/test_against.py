@@ -90,7 +90,7 @@ EDITS = {
     "weights doubled": ("data", doubled, r"first\.bias\[0\] is \S+ in initial\.safetensors, but \S+ in the module"),
     "exponent": ("classes", text(r"(pow.*), 3\)", r"\1, 2)", *BOTH), r"op pow_1 is .* 2\).* in model.txt, but .* 3\)"),
     "dropout": (
-        "data",
+        "classes",
         text(r"(dropout.*)0\.25", r"\g<1>0.5", *BOTH, COMPILED),
         r"op native_dropout is .*0\.5.* but .*0\.25",
     ),
