@@ -109,8 +109,8 @@ def assert_replayed(compiled: Compiled, recordings: int = 2, rtol: float = 1e-12
 
 @pytest.mark.parametrize(
     ("plan", "devices"),
-    [("single", 1), ("gradient_accumulation:microbatches=2", 1), ("recompute", 1), ("zero:stage=3", 2),
-     ("zb_h1:2,microbatches=4", 2), *slow(("pipeline_1f1b:2,microbatches=4", 2))],
+    [("gradient_accumulation:microbatches=2", 1), ("recompute", 1), ("zero:stage=3", 2),
+     ("zb_h1:2,microbatches=4", 2), *slow(("single", 1), ("pipeline_1f1b:2,microbatches=4", 2))],
 )  # fmt: skip
 def test_replays_of_a_small_plan_train_as_its_steps(plan: str, devices: int) -> None:
     compiled = exact(small(momentum=0.9), plan, devices)
@@ -163,7 +163,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
 
 
 # SGD trains the small plans above; AdamW takes lists, or single tensors, by itself.
-@pytest.mark.parametrize("name", few(OPTIMIZERS, 1, 2, 3, 6))
+@pytest.mark.parametrize("name", few(OPTIMIZERS, 1, 2, 3))
 def test_optimizers_are_replayed(name: str, capturable: None) -> None:
     kind, options, rtol = OPTIMIZERS[name]
     assert_replayed(exact(small(kind, 0.01, **options), "data_parallel", 2), rtol=rtol)
