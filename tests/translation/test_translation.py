@@ -95,7 +95,7 @@ def adapted() -> ss.Graph:
     """Return a llama with adapters of queries and values."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=3, **sizes)).requires_grad_(False)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=5, **sizes)).requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
         layer.self_attn.v_proj = Adapter(layer.self_attn.v_proj)
