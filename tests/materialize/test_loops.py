@@ -316,7 +316,7 @@ def test_slices_of_a_constant_for_each_microbatch_are_compiled_whole() -> None:
     check_program(program)
 
 
-@pytest.mark.parametrize("model", [f"{GPT},attention=eager", "llama:size=tiny,batch=16,device=meta"])
+@pytest.mark.parametrize("model", [f"{GPT},attention=eager", *slow("llama:size=tiny,batch=16,device=meta")])
 def test_masks_and_rotary_angles_are_no_work_of_a_microbatch(model: str) -> None:
     assert all(loops(compiled(graph_of(model, "SGD"), "pipeline_1f1b:microbatches=16", 2).program))
 

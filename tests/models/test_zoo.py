@@ -20,8 +20,8 @@ MODELS = {name: f"{name}:size=tiny" for name in names() if name != "mlp"} | {
 # The loss of the router is a product of two means over all tokens.
 COUPLED = {"mixtral"}
 PLANS = ("data_parallel", "tensor_parallel")
-# GPT-3 has the operators of GPT-2, mBART those of T5's two halves and of BERT.
-ROWS = [slow(name)[0] if name in ("gpt3", "mbart", "swin") else name for name in MODELS]
+# GPT-3 has the operators of GPT-2, T5 and mBART those of two halves of BERT.
+ROWS = [slow(name)[0] if name in ("gpt3", "mbart", "swin", "t5") else name for name in MODELS]
 
 
 @pytest.mark.parametrize(
