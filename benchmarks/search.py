@@ -4,7 +4,7 @@
     python benchmarks/search.py --bounds [--models llama]     # ten models and clusters
     python benchmarks/search.py --time     # the first of these in two precisions, with nothing measured before
     python benchmarks/search.py --paper [--models mbart] [--devices 8,32] [--where "no swap"]      # search_paper.py
-    python benchmarks/search.py --measured [--models gpt2] [--devices 2,4]     # search_measured.py
+    python benchmarks/search.py --measured [--models gpt2] [--devices 2,4] [--beside "zero; fsdp"]
 
 Cases are drawn: a GPT-2 or llama of 2 to 6 blocks, 2 to 8 devices of a preset, a batch, a memory. Each plan of the
 space is compiled whole and simulated; `bound` is the search's, in the best step of all. A whole space takes minutes.
@@ -194,13 +194,15 @@ def main() -> None:
     parser.add_argument("--models", default="")
     parser.add_argument("--devices", default="")
     parser.add_argument("--where", default="")
+    parser.add_argument("--beside", default="")
     options = parser.parse_args()
     if options.paper or options.measured:
         chosen = [int(text) for text in options.devices.split(",") if text]
         if options.paper:
             run_paper([f for f in FAMILIES if options.models in f], chosen or [8, 32], options.where)
         else:
-            run_measured([m for m in MODELS if options.models in m], chosen or [2, 4])
+            beside = [text.strip() for text in options.beside.split(";") if text.strip()]
+            run_measured([m for m in MODELS if options.models in m], chosen or [2, 4], beside)
         return
     if options.time:
         for is_full in (True, False):

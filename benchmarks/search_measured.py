@@ -3,7 +3,8 @@
 For each number of processes the machine is measured (`doctor --measure`), and a plan is searched as by `search
 --measure 4`. Then it takes a turn, and each plan of the library that the model allows on so many processes: alone, with
 microbatches, and in products of two. Those that are near the shortest step take three more turns with it. PipeDream
-trains on old weights, which is another step; it is left out.
+trains on old weights, which is another step; it is left out. `--beside "data_parallel; chimera"` takes these plans in
+the place of all.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def specs(processes: int) -> Iterator[str]:
         yield from (f"{a} x {b}" for a, b in product(outer, inner))
 
 
-def plans(graph: ss.Graph, cluster: ss.Cluster) -> Iterator[str]:
-    """Yield those plans of the library that compile, and whose step is of one batch."""
-    for spec in specs(len(cluster.devices)):
+def plans(graph: ss.Graph, cluster: ss.Cluster, beside: Sequence[str]) -> Iterator[str]:
+    """Yield those of some plans, or of all of the library, that compile, and whose step is of one batch."""
+    for spec in beside or specs(len(cluster.devices)):
         with suppress(ss.PlanError):
             if ss.compile(graph, spec, cluster).compiled.graph.model.iterations == 1:
                 yield spec
 
 
-def compare(model: str, cluster: ss.Cluster) -> float:
+def compare(model: str, cluster: ss.Cluster, beside: Sequence[str]) -> float:
     """Print the plans, the shortest step first; return the step of the found plan in the shortest of the library's."""
     built = build(model)
     optimizer = torch.optim.AdamW(built.module.parameters())
@@ -77,22 +78,22 @@ def compare(model: str, cluster: ss.Cluster) -> float:
     finalists = [found.spec for found in answer.finalists(_FINALISTS)]
     first = steps(finalists)
     best = min(first, key=lambda spec: first[spec])
-    others = [spec for spec in dict.fromkeys(plans(graph, cluster)) if spec != best]
+    others = [spec for spec in dict.fromkeys(plans(graph, cluster, beside)) if spec != best]
     found = steps([best, *others], turns=1)
     again = steps([spec for spec in found if spec == best or found[spec] < _NEAR * min(found.values())])
     found |= {spec: min(found[spec], again[spec]) for spec in again}
     ratio = found[best] / min(found[spec] for spec in others)
     print(f"{model}, {len(cluster.devices)} processes: {best}, of {', '.join(finalists)}")
-    print(f"  {ratio:.3f} of the shortest step of {len(others)} plans of the library")
+    print(f"  {ratio:.3f} of the shortest step of {len(others)} plans{'' if beside else ' of the library'}")
     for spec in sorted(found, key=lambda spec: found[spec]):
         print(f"  {found[spec] * 1e3:8.1f} ms  {found[spec] / found[best]:6.3f}  {spec}", flush=True)
     return ratio
 
 
-def run(models: Sequence[str], processes: Sequence[int]) -> None:
-    """Compare on so many processes."""
+def run(models: Sequence[str], processes: Sequence[int], beside: Sequence[str]) -> None:
+    """Compare on so many processes, with all plans of the library, or with those of the user."""
     with TemporaryDirectory() as folder:
         for count in processes:
             cluster = machine(count, folder)
             for model in models:
-                compare(model, cluster)
+                compare(model, cluster, beside)
