@@ -11,7 +11,7 @@ import numpy as np
 from superscaler.groups import collect
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.chains import Ways
-from superscaler.planner.space import RECOMPUTE, Choice
+from superscaler.planner.space import RECOMPUTE, Choice, Use
 
 # The shares of a device that estimates may fill: where that of a plan was too low, less is tried.
 _SHARES = 1.0, 0.93, 0.85
@@ -56,18 +56,17 @@ class OwnStages:
             self._given[known] = e
 
     def _measure(self, group: Sequence[Choice], limit: float) -> None:
-        """Measure the ways of the stages that could be best, until none is unknown, or the bound of a group's plans is
-        close to `limit` seconds a row.
+        """Measure what was not, if only that keeps the bound of a group's plans from being close to `limit` seconds a
+        row: first the ways of the stages that could be best.
         """
-        menu, low = self.estimator.menu, CLOSE * limit * group[0].batch
-        while low < inf and not all(menu.known(c.use) for c in group):
+        menu, low, asked = self.estimator.menu, CLOSE * limit * group[0].batch, set[Use]()
+        while low < inf and (lacking := {c.use for c in group if not menu.known(c.use)} - asked):
             ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
             chain = ways.chain() if ways.least < low and ways.bound() < low else None
-            uses = {way.choice.use for way in chain.ways if not menu.known(way.choice.use)} if chain else {}
-            if not uses:
+            if chain is None:
                 return
-            for use in uses:
-                menu.costs(use)
+            some = lacking & {way.choice.use for way in chain.ways} or lacking
+            asked |= {use for use in some if menu.costs(use) is None}
 
     def least(self, limit: float) -> float:
         """Return the least seconds a row of any of these plans, or `limit`."""

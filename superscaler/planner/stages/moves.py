@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
+from superscaler.groups import group_by
 from superscaler.planner.costs import Costs
 from superscaler.planner.orders.measured import MANY
 from superscaler.planner.orders.works import Rows, Works, finish
@@ -47,16 +48,16 @@ class Moves:
         """Return stages with the shortest step that is found from some first ones, by moves of a block."""
         count = min(microbatches, _FEW * self.devices)
         tries = _WORKS // (3 * len(self.place) * count)
-        found = (self._moved(tuple(some), count, tries) for some in firsts)
+        found = (self._moved(tuple(some), count, microbatches - count, tries) for some in firsts)
         return [*min(found)[1]]
 
-    def _moved(self, best: tuple[int, ...], count: int, tries: int) -> tuple[float, tuple[int, ...]]:
+    def _moved(self, best: tuple[int, ...], count: int, more: int, tries: int) -> tuple[float, tuple[int, ...]]:
         """Return the seconds of a step, and the stages, after moves that make it shorter."""
-        seconds = {best: self.step(best, count)}
+        seconds = {best: self.step(best, count, more)}
         while len(seconds) < tries:
             own = seconds[best]
             for other in islice((some for some in self._beside(best) if some not in seconds), tries - len(seconds)):
-                seconds[other] = self.step(other, count)
+                seconds[other] = self.step(other, count, more)
                 if seconds[other] < own:
                     best = other
                     break
@@ -76,9 +77,10 @@ class Moves:
                 ):
                     yield other
 
-    def step(self, bounds: Sequence[int], count: int) -> float:
+    def step(self, bounds: Sequence[int], count: int, more: int = 0) -> float:
         """Return the seconds of a step, where a forward and the halves of a backward take as long, and a share of the
-        slowest stage: of steps almost as short, that of more equal stages is taken.
+        slowest stage: of steps almost as short, that of more equal stages is taken. So many `more` microbatches take
+        the seconds of the slowest device.
         """
         seconds = self.seconds(bounds)
         stages = tuple({"F": x / 3, "I": x / 3, "W": x / 3, "B": 2 * x / 3} for x in seconds)
@@ -86,7 +88,9 @@ class Moves:
         tails = zip(self.tails, pairwise(bounds), strict=False)
         after = tuple(float(tail[end]) for tail, end in tails) or (0.0,) * self.devices
         works = Works(self.place, stages, sends, rooms, after, count, frozenset(range(len(stages))))
-        return finish(works, _rows(self.schedule, self.devices, count)) + _UNEVEN * max(seconds)
+        own = group_by(range(len(stages)), self.place.__getitem__).values()
+        slowest = max(sum(seconds[stage] for stage in some) for some in own)
+        return finish(works, _rows(self.schedule, self.devices, count)) + more * slowest + _UNEVEN * max(seconds)
 
 
 @cache
