@@ -121,7 +121,7 @@ class Candidates:
         """Yield the least seconds of plans that save no memory, and have no estimate."""
         for c in self._slower():
             if not self._is_other(c) and (least := self._known(c, fits)[1] * c.batch):
-                yield Estimate(c, least, 0.0, least, least)
+                yield Estimate(c, least, 0.0, least)
 
     def _slower(self) -> Iterator[Choice]:
         return (c for c in self.waiting if c not in self.found and not c.savings and c.tp <= self.per_server)

@@ -32,15 +32,14 @@ IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
 
 
 class Estimate(NamedTuple):
-    """The estimate of a plan: its seconds, the bytes of its fullest device, its least seconds, where work hides all the
-    communication that it can, and those of its work alone.
+    """The estimate of a plan: its seconds, the bytes of its fullest device, and its least seconds, where work hides all
+    the communication that it can.
     """
 
     choice: Choice
     seconds: float
     peak: float
     bound: float
-    work: float
 
     @property
     def a_row(self) -> float:
@@ -76,7 +75,7 @@ class Estimator:
         if bounds is None or bounds == least:
             return other
         e = self.with_stages(choice, [costs] * (len(bounds) - 1), bounds)
-        return e._replace(bound=min(e.bound, other.bound), work=min(e.work, other.work))
+        return e._replace(bound=min(e.bound, other.bound))
 
     def with_stages(self, choice: Choice, costs: Sequence[Costs], bounds: Sequence[int]) -> Estimate:
         """Return the estimate of a plan with stages of these costs, each from one bound to the next."""
@@ -85,9 +84,8 @@ class Estimator:
         chosen = replace(
             choice, blocks=() if is_whole else tuple(sum(self.cuts.sizes[a:b]) for a, b in pairwise(bounds))
         )
-        rest, largest = costs[-1].rest, max(range(len(stages)), key=lambda k: stages[k].gradients)
-        works, bubble = self._steady(choice, stages, rest.seconds)
-        work, waits = self._steady(choice, [stage._replace(seconds=stage.work) for stage in stages], rest.work)
+        largest = max(range(len(stages)), key=lambda k: stages[k].gradients)
+        works, bubble = self._steady(choice, stages, costs[-1].rest.seconds)
         first, last = (self.exposed(choice.stage(k), stages[k]) for k in (0, largest))
         updates = [
             sum(self.update(choice.stage(k), stage) for stage in (own, stages[-1 - k])[: choice.directions])
@@ -113,7 +111,7 @@ class Estimator:
         )
         if busy:
             seconds = max(seconds, busy + self.shared(self._started(choice)) + first + passes)
-        return Estimate(chosen, max(seconds, least), peak, least, work + waits + update)
+        return Estimate(chosen, max(seconds, least), peak, least)
 
     def shared(self, seconds: float) -> float:
         """Return the least seconds of work of all devices on the cores that they share; 0 if each has its own."""

@@ -242,9 +242,7 @@ def test_a_plan_that_does_not_hold_is_no_bound_and_hides_no_other(monkeypatch: p
 
 
 def _estimate(bound: float, **decided: Any) -> Estimate:
-    return Estimate(
-        Choice(**{"dp": 1, "tp": 1, "pp": 1, "rows": 1, "microbatches": 1, **decided}), 1.0, 1.0, bound, 0.5
-    )
+    return Estimate(Choice(**{"dp": 1, "tp": 1, "pp": 1, "rows": 1, "microbatches": 1, **decided}), 1.0, 1.0, bound)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def answered(choice: Choice, others: list[Estimate], **parts: float) -> Answer:
         cluster="", precision="", step_seconds=1.0, low=1.0, high=1.0, samples=1, tokens=0, model_flops=0.0,
         peak_flops=0.0, bound=0.5, devices=stages, capacity=80 * GB, reserved=0, links={"server": 1.0, "network": 2.0},
     )  # fmt: skip
-    mine = Estimate(choice, 1.0, 60.0 * GB, 0.9, 0.9)
+    mine = Estimate(choice, 1.0, 60.0 * GB, 0.9)
     return Answer([Found(choice.spec, choice, p)], 0.9, [mine, *others])
 
 
@@ -62,7 +62,7 @@ def answered(choice: Choice, others: list[Estimate], **parts: float) -> Answer:
 )
 def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: dict[str, float], words: str) -> None:
     choice = Choice(2, 1, 2, 1, 4, blocks=(2, 2))
-    slower = Estimate(replace(choice, tp=2), 1.2, 90.0 * GB, 1.0, 1.0)
+    slower = Estimate(replace(choice, tp=2), 1.2, 90.0 * GB, 1.0)
     assert held_back(answered(choice, [slower], **parts)).startswith(words)
 
 
@@ -79,9 +79,9 @@ def test_the_largest_part_of_the_step_beside_products_holds_a_plan_back(parts: d
 )
 def test_memory_holds_a_plan_back_if_a_faster_one_lacks_it(choice: Choice, where: str) -> None:
     faster = replace(choice, rows=8, microbatches=1)
-    largest = Estimate(replace(choice, rows=16, microbatches=1), 0.1, 99.0 * GB, 1.0, 1.0)
-    smaller = Estimate(replace(choice, rows=4, microbatches=1), 0.96, 81.0 * GB, 1.0, 1.0)
-    found = held_back(answered(choice, [largest, smaller, Estimate(faster, 1.5, 95.0 * GB, 1.0, 1.0)], compute=0.9))
+    largest = Estimate(replace(choice, rows=16, microbatches=1), 0.1, 99.0 * GB, 1.0)
+    smaller = Estimate(replace(choice, rows=4, microbatches=1), 0.96, 81.0 * GB, 1.0)
+    found = held_back(answered(choice, [largest, smaller, Estimate(faster, 1.5, 95.0 * GB, 1.0)], compute=0.9))
     assert found == f"{where}{faster.spec} would take 25% less, but needs 95.0 GB of 80.0 GB"
 
 
@@ -92,7 +92,7 @@ def test_a_written_plan_is_the_found_one_with_a_reason_by_each_decision() -> Non
     for choice in drawn.sample(space, 100):
         if choice.pp > 1 and not choice.is_even:
             choice = replace(choice, blocks=(1,) * choice.stages)
-        others = [Estimate(c, 2.0 * c.batch / choice.batch, GB, 1.0, 1.0) for c in drawn.sample(space, 9)]
+        others = [Estimate(c, 2.0 * c.batch / choice.batch, GB, 1.0) for c in drawn.sample(space, 9)]
         found = answered(choice, others, compute=0.9)
         text = text_of(
             found, 'A plan of """ C:\\models.', {"constraints": "tp <= 8", "steps": ""}, "superscaler compile"
