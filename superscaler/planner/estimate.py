@@ -170,24 +170,27 @@ class Estimator:
             total = NOTHING
             for n, run in enumerate(own.runs):
                 total = total.plus(run, int((self.run_of[first:end] == n).sum()))
-            if c.schedule == "interlaced":
-                total = total.plus(own.rest._replace(kept=0.0), 1 / c.pp)
-            elif len(costs) == 1:
-                total = total.plus(own.rest._replace(kept=0.0), 1)
-            elif k in (0, len(costs) - 1):
-                # The one before the last has the last block, if that has none.
-                is_last = k > 0
-                total = total.plus(outside(own.rest, self.shares[is_last], is_last), 1)
-            stages.append(total)
+            if c.schedule == "interlaced" or len(costs) == 1:
+                stages.append(total.plus(own.rest._replace(kept=0.0), 1 / c.pp))
+            else:
+                stages.append(self.with_ends(total, own.rest, k, len(costs)))
         return stages
+
+    def with_ends(self, blocks: Cost, rest: Cost, stage: int, stages: int) -> Cost:
+        """Return the cost of the blocks of a stage, one of several, with what the first and the last have beside these.
+        Costs may be arrays, of stages of all blocks.
+        """
+        if stage not in (0, stages - 1):
+            return blocks
+        is_last = stage > 0
+        return blocks.plus(outside(rest, self.shares[is_last], is_last), 1)
 
     def _tails(self, c: Choice) -> list[Any]:
         """Return the seconds of each stage of a plan after its last work, by first block and end."""
         costs = self.menu.costs(c.use)
         assert costs is not None
-        inner, last = spans(costs, self.run_of), c.pp - 1
-        ends = {k: outside(costs.rest, self.shares[k > 0], k > 0) for k in (0, last)}
-        return [self.tail(c, inner.plus(ends[k], 1) if k in ends else inner) for k in range(c.pp)]
+        inner = spans(costs, self.run_of)
+        return [self.tail(c, self.with_ends(inner, costs.rest, k, c.pp)) for k in range(c.pp)]
 
     def tail(self, c: Choice, stage: Cost) -> Any:
         """Return the seconds of the update of a stage, and of the gradients that no work hides. Costs may be arrays, of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from superscaler.groups import collect
 from superscaler.planner.costs import Cost, Costs, spans
 from superscaler.planner.estimate import IDLE, Estimate, Estimator
 from superscaler.planner.space import Choice, Own
-from superscaler.planner.stages.balance import Floats, Ints, outside
+from superscaler.planner.stages.balance import Floats, Ints
 
 # Limits on the slowest stage, in the least that any chain has.
 _LIMITS = np.array([1 + 1e-9, 1.02, 1.05, 1.12, 1.25, inf])
@@ -83,11 +83,8 @@ class Ways:
         return [*collect(((way.choice.dp, way.choice.tp), way) for way in ways).values()]
 
     def _cost(self, way: Way, stage: int) -> Cost:
-        """Return the costs of a stage by first block and end, with what the first and the last have beside blocks."""
-        shares = self.estimator.shares
-        ends = [outside(way.costs.rest, shares[0], is_last=False)] if stage == 0 else []
-        ends += [outside(way.costs.rest, shares[1], is_last=True)] if stage == self.pp - 1 else []
-        return reduce(lambda cost, end: cost.plus(end, 1), ends, way.cost)
+        """Return the costs of a stage by first block and end."""
+        return self.estimator.with_ends(way.cost, way.costs.rest, stage, self.pp)
 
     @cached_property
     def _tables(self) -> list[tuple[Floats, Floats, Ints]]:
