@@ -85,7 +85,7 @@ class Estimator:
             choice, blocks=() if is_whole else tuple(sum(self.cuts.sizes[a:b]) for a, b in pairwise(bounds))
         )
         largest = max(range(len(stages)), key=lambda k: stages[k].gradients)
-        works, bubble = self._steady(choice, stages, costs[-1].rest.seconds)
+        works, late = self._steady(choice, stages, costs[-1].rest.seconds)
         first, last = (self.exposed(choice.stage(k), stages[k]) for k in (0, largest))
         updates = [
             sum(self.update(choice.stage(k), stage) for stage in (own, stages[-1 - k])[: choice.directions])
@@ -101,14 +101,8 @@ class Estimator:
         drained = sum(stage.turn for stage in stages[:largest]) * self._drains(choice)
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
         busy = self.shared(self._busy(choice, stages))
-        least = max(works + bubble + first + updates[0] + passes, busy)
-        seconds = (
-            works
-            + bubble
-            + self._late(choice, stages, works + bubble)
-            + max(first + update, last + tail)
-            + max(sends, passes)
-        )
+        least = max(works + first + updates[0] + passes, busy)
+        seconds = works + late + max(first + update, last + tail) + max(sends, passes)
         if busy:
             seconds = max(seconds, busy + self.shared(self._started(choice)) + first + passes)
         return Estimate(chosen, max(seconds, least), peak, least)
@@ -223,8 +217,8 @@ class Estimator:
         return stage.update * c.chunks / (c.dp if c.zero else 1)
 
     def _steady(self, c: Choice, stages: Sequence[Cost], rest: float) -> tuple[float, float]:
-        """Return the seconds in which the slowest device works, and those in which it waits for the others. `rest`:
-        the seconds of what is outside of the blocks.
+        """Return the seconds in which the slowest device works, or waits for the others, and those after these in which
+        a device of a V still works. `rest`: the seconds of what is outside of the blocks.
         """
         own = [self._of_device(c, stages, device) for device in range(c.pp)]
         devices = [reduce(lambda a, b: a.plus(b, 1), some) for some in own]
@@ -253,19 +247,13 @@ class Estimator:
             ends = (count * work + late * before for work, before in zip(works, ahead, strict=True))
             idle = max(*ends, total) - count * slowest
         # Of the last gradients, only those of the first device have nothing beside them.
-        return spent + sum(stage.once for stage in own[0]), idle
-
-    def _late(self, c: Choice, stages: Sequence[Cost], works: float) -> float:
-        """Return the seconds after so many in which a device of a V works, since it waits for the forwards before its
-        first. Other stages may have less of these, so that no bound has them.
-        """
+        once = sum(stage.once for stage in own[0])
+        step = spent + once + idle
         if c.schedule != "zbv":
-            return 0.0
-        forward, devices = 1 - _BACKWARD[c.recompute != "none"], [self._of_device(c, stages, d) for d in range(c.pp)]
-        ends = (sum(c.microbatches * stage.seconds + self.sums(c, stage) for stage in own) for own in devices)
-        waits = (forward * sum(stage.seconds for stage in stages[:d]) for d in range(c.pp))
-        last = max(wait + end for wait, end in zip(waits, ends, strict=True))
-        return max(last + sum(stage.once for stage in devices[0]) - works, 0.0)
+            return step, 0.0
+        # It waits for the forwards before its first. Other stages may have less of these, so that no bound has them.
+        waits = ((1 - _BACKWARD[c.recompute != "none"]) * sum(s.seconds for s in stages[:d]) for d in range(c.pp))
+        return step, max(max(wait + end for wait, end in zip(waits, busy, strict=True)) + once - step, 0.0)
 
     def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""
