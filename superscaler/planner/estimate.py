@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
-from itertools import chain, pairwise, takewhile
+from functools import reduce
+from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import Op
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import NOTHING, Cost, Costs, spans, total_of
 from superscaler.planner.memory import NONE, moments, overhead
@@ -21,12 +20,10 @@ from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
 from superscaler.planner.stages.balance import outside
 from superscaler.planner.stages.cuts import Cuts
-from superscaler.planner.traffic import Traffic
-from superscaler.simulate.predict import check_speeds, overheads_of, shared_cores
+from superscaler.planner.traffic import Traffic, backward_of
+from superscaler.simulate.predict import overheads_of, shared_cores
 from superscaler.simulate.rates import HOST
 
-# The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
-_BACKWARD = 2 / 3, 3 / 4
 # The idle time of zero-bubble schedules in that of 1F1B: the halves of a backward are as long as a forward.
 IDLE = {"zb_h1": 1 / 3, "zbv": 0.0}
 
@@ -57,8 +54,6 @@ class Estimator:
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
         self.traffic = Traffic(graph, cluster, menu)
         self.cuts = Cuts(graph, menu, self.run_of, limits, self._tails)
-        speeds = check_speeds(cluster).speeds
-        self.slowdown = speeds.slowdown if speeds else 1.0
         self.overheads = overheads_of(cluster)
         # Of all servers, if devices share them.
         self.cores = shared_cores(cluster, len(cluster.devices)) * cluster.servers
@@ -86,7 +81,7 @@ class Estimator:
         )
         largest = max(range(len(stages)), key=lambda k: stages[k].gradients)
         works, late = self._steady(choice, stages, costs[-1].rest.seconds)
-        first, last = (self.exposed(choice.stage(k), stages[k]) for k in (0, largest))
+        first, last = (self.traffic.exposed(choice.stage(k), stages[k]) for k in (0, largest))
         updates = [
             sum(self.update(choice.stage(k), stage) for stage in (own, stages[-1 - k])[: choice.directions])
             for k, own in enumerate(stages)
@@ -177,7 +172,7 @@ class Estimator:
         if stage not in (0, stages - 1):
             return blocks
         is_last = stage > 0
-        return blocks.plus(outside(rest, self.shares[is_last], is_last), 1)
+        return blocks.plus(outside(rest, self.traffic.shares[is_last], is_last), 1)
 
     def _tails(self, c: Choice) -> list[Any]:
         """Return the seconds of each stage of a plan after its last work, by first block and end."""
@@ -190,11 +185,11 @@ class Estimator:
         """Return the seconds of the update of a stage, and of the gradients that no work hides. Costs may be arrays, of
         stages of all blocks.
         """
-        return self.update(c, stage) + self.exposed(c, stage) + stage.once
+        return self.update(c, stage) + self.traffic.exposed(c, stage) + stage.once
 
     def _drains(self, c: Choice) -> float:
         """Return the share of the seconds of a stage in which later ones have nothing to do at the end of a step."""
-        return _BACKWARD[c.recompute != "none"] if c.schedule == "1f1b" else 0.0
+        return backward_of(c) if c.schedule == "1f1b" else 0.0
 
     def _of_device(self, c: Choice, stages: Sequence[Cost], device: int) -> Sequence[Cost]:
         """Return the stages of a device of the pipeline."""
@@ -243,7 +238,7 @@ class Estimator:
         if c.schedule == "chimera":
             # The first microbatch comes from the nearer end; a device waits for backwards where others have forwards.
             ahead = (sum(stage.seconds for stage in stages[: min(d, c.pp - 1 - d)]) for d in range(c.pp))
-            late = 2 * _BACKWARD[c.recompute != "none"]
+            late = 2 * backward_of(c)
             ends = (count * work + late * before for work, before in zip(works, ahead, strict=True))
             idle = max(*ends, total) - count * slowest
         # Of the last gradients, only those of the first device have nothing beside them.
@@ -252,38 +247,13 @@ class Estimator:
         if c.schedule != "zbv":
             return step, 0.0
         # It waits for the forwards before its first. Other stages may have less of these, so that no bound has them.
-        waits = ((1 - _BACKWARD[c.recompute != "none"]) * sum(s.seconds for s in stages[:d]) for d in range(c.pp))
+        waits = ((1 - backward_of(c)) * sum(s.seconds for s in stages[:d]) for d in range(c.pp))
         return step, max(max(wait + end for wait, end in zip(waits, busy, strict=True)) + once - step, 0.0)
 
     def sums(self, c: Choice, stage: Cost) -> float:
         """Return the seconds in which the gradients of microbatches are added."""
         count = c.microbatches // c.directions
         return (stage.copied + (count - 1) * stage.added) / (c.dp if c.zero == 3 else 1) if count > 1 else 0.0
-
-    def exposed(self, c: Choice, stage: Cost) -> Any:
-        """Return the seconds that the communication between data-parallel devices takes beside the work: no work hides
-        that of the gradients that are ready last, and of the weights that are needed first. Costs may be arrays, of
-        stages of all blocks.
-        """
-        if c.copies == 1:
-            return 0.0
-        first, own, pieces = self._outside[0] / c.tp, self.traffic.collective, stage.pieces
-        backward = _BACKWARD[c.recompute != "none"] * stage.turn
-        if c.zero == 0:
-            return self._beside(own(c, "all_reduce", stage.gradients, pieces), own(c, "all_reduce", first), backward)
-        scatter, gather = own(c, "reduce_scatter", stage.gradients, pieces), own(c, "all_gather", stage.weights / c.dp)
-        last, start = own(c, "reduce_scatter", first), own(c, "all_gather", first / c.dp)
-        if c.zero == 1:
-            return self._beside(scatter, last, backward) + self._beside(gather, start, stage.turn - backward)
-        work = c.microbatches * stage.turn
-        return self._beside(c.microbatches * (scatter + 2 * gather), last + start, work)
-
-    def _beside(self, every: Any, alone: float, work: Any) -> Any:
-        """Return the seconds that communication takes longer than the work beside it, which it slows down: all of it
-        but what is `alone`.
-        """
-        hidden = np.maximum(every - alone, 0.0)
-        return alone + np.maximum(hidden * (1 - 1 / self.slowdown), hidden - work)
 
     def bytes_at(self, c: Choice, costs: Costs, stages: Sequence[Cost], device: int) -> float:
         """Return the bytes of a device of the pipeline at its peak: while it has most activations, at the end of its
@@ -313,24 +283,3 @@ class Estimator:
             return 1.0
         kept, every = (sum(own.runs[n].kept for n in self.run_of) for own in (costs, plain))
         return every / kept if kept else 1.0
-
-    @cached_property
-    def _outside(self) -> tuple[float, float, float]:
-        """Return the bytes of the gradients of the weights outside of the blocks: those that are read before the first
-        block, those that are read later, and of all. They may be the same weights.
-        """
-        inside = {op.name for block in chain(*self.menu.runs) for op in block.ops}
-        every = [op for op in self.graph.model.forward_ops if op.name not in inside]
-        before = [*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)]
-        return self._read(before), self._read(every[len(before) :]), self._read(every)
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """Return the shares of the first stage and of the last in the weights outside of the blocks."""
-        first, last, total = self._outside
-        return (first / total, last / total) if total else (0.0, 1.0)
-
-    def _read(self, ops: Sequence[Op]) -> float:
-        """Return the bytes of the gradients of the weights that ops read."""
-        names = {o.tensor for op in ops for o in op.inputs}
-        return float(sum(t.gradient_bytes for t in self.graph.model.trained_parameters() if t.name in names))

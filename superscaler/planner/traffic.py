@@ -1,18 +1,33 @@
-"""Traffic between the devices of a plan: the seconds of collectives of stages, and of messages between them."""
+"""Traffic between the devices of a plan: the seconds of collectives of stages, of those that no work hides, and of
+messages between stages.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
+from superscaler.ir.model import Op
 from superscaler.materialize.buckets import BUCKET_BYTES
+from superscaler.planner.costs import Cost
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
 from superscaler.planner.stages.balance import Way, cuts_of, meetings
+from superscaler.simulate.predict import check_speeds
+
+# The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
+_BACKWARD = 2 / 3, 3 / 4
+
+
+def backward_of(c: Choice) -> float:
+    """Return the share of a block's seconds that its backward takes."""
+    return _BACKWARD[c.recompute != "none"]
 
 
 class Traffic:
@@ -20,6 +35,8 @@ class Traffic:
 
     def __init__(self, graph: Graph, cluster: Cluster, menu: Menu) -> None:
         self.graph, self.cluster, self.menu = graph, cluster, menu
+        speeds = check_speeds(cluster).speeds
+        self._slowdown = speeds.slowdown if speeds else 1.0
         self._sends: dict[tuple[Way, Way, int], float] = {}
         self._prices: dict[tuple[str, int, int, int, float], float] = {}
 
@@ -30,6 +47,31 @@ class Traffic:
         most = float(np.max(np.minimum(size, self._largest) if np.max(pieces) > 1 else size))
         start = self._priced(c, kind, 0.0)
         return pieces * start + size * (self._priced(c, kind, most) - start) / most if most else pieces * 0.0
+
+    def exposed(self, c: Choice, stage: Cost) -> Any:
+        """Return the seconds that the communication between data-parallel devices takes beside the work: no work hides
+        that of the gradients that are ready last, and of the weights that are needed first. Costs may be arrays, of
+        stages of all blocks.
+        """
+        if c.copies == 1:
+            return 0.0
+        first, own, pieces = self._outside[0] / c.tp, self.collective, stage.pieces
+        backward = backward_of(c) * stage.turn
+        if c.zero == 0:
+            return self._beside(own(c, "all_reduce", stage.gradients, pieces), own(c, "all_reduce", first), backward)
+        scatter, gather = own(c, "reduce_scatter", stage.gradients, pieces), own(c, "all_gather", stage.weights / c.dp)
+        last, start = own(c, "reduce_scatter", first), own(c, "all_gather", first / c.dp)
+        if c.zero == 1:
+            return self._beside(scatter, last, backward) + self._beside(gather, start, stage.turn - backward)
+        work = c.microbatches * stage.turn
+        return self._beside(c.microbatches * (scatter + 2 * gather), last + start, work)
+
+    def _beside(self, every: Any, alone: float, work: Any) -> Any:
+        """Return the seconds that communication takes longer than the work beside it, which it slows down: all of it
+        but what is `alone`.
+        """
+        hidden = np.maximum(every - alone, 0.0)
+        return alone + np.maximum(hidden * (1 - 1 / self._slowdown), hidden - work)
 
     def _priced(self, c: Choice, kind: str, size: float) -> float:
         """Return the seconds of one collective."""
@@ -47,6 +89,27 @@ class Traffic:
     def _largest(self) -> float:
         """Return the bytes of the largest piece of gradients."""
         return float(max([BUCKET_BYTES, *(t.gradient_bytes for t in self.graph.model.trained_parameters())]))
+
+    @cached_property
+    def _outside(self) -> tuple[float, float, float]:
+        """Return the bytes of the gradients of the weights outside of the blocks: those that are read before the first
+        block, those that are read later, and of all. They may be the same weights.
+        """
+        inside = {op.name for block in chain(*self.menu.runs) for op in block.ops}
+        every = [op for op in self.graph.model.forward_ops if op.name not in inside]
+        before = [*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)]
+        return self._read(before), self._read(every[len(before) :]), self._read(every)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Return the shares of the first stage and of the last in the weights outside of the blocks."""
+        first, last, total = self._outside
+        return (first / total, last / total) if total else (0.0, 1.0)
+
+    def _read(self, ops: Sequence[Op]) -> float:
+        """Return the bytes of the gradients of the weights that ops read."""
+        names = {o.tensor for op in ops for o in op.inputs}
+        return float(sum(t.gradient_bytes for t in self.graph.model.trained_parameters() if t.name in names))
 
     def send(self, c: Choice, after: Choice) -> float:
         """Return the seconds of the messages of a microbatch from a stage to the next one, which may be cut in another
