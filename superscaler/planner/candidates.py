@@ -52,15 +52,19 @@ class Candidates:
         new, menu = list[Estimate](), self.estimator.menu
 
         def could(c: Choice) -> bool:
-            return self._could(c, limit, fits)
+            """Return whether a plan could take less than `limit` seconds a row, by what is known."""
+            is_dominated, least = self._known(c, fits)
+            if is_dominated or least > NEAR * limit or (c.tp > self.per_server and limit < inf):
+                return False
+            return limit == inf or not c.savings or self.estimator.least_bytes(c) <= self.room
 
         for _, some in groupby(self.waiting, key=lambda c: (c.tp > self.per_server, c.savings)):
             plans = [*some]
             menu.look(plans, could)
-            for c in plans:
+            for c in filter(could, plans):
                 menu.fill()
-                if could(c):
-                    menu.begin(c.use)
+                menu.begin(c.use)
+                # What was measured may show that the plan is no better.
                 if could(c) and (e := self.estimate(c, limit)):
                     new.append(e)
                     limit = min(limit, e.a_row) if fits(e) else limit
@@ -73,13 +77,6 @@ class Candidates:
                 self.found[e.choice] = e
                 new.append(e)
         return new
-
-    def _could(self, c: Choice, limit: float, fits: Fits) -> bool:
-        """Return whether a plan could take less than `limit` seconds a row, by what is known."""
-        is_dominated, least = self._known(c, fits)
-        if is_dominated or least > NEAR * limit or (c.tp > self.per_server and limit < inf):
-            return False
-        return limit == inf or not c.savings or self.estimator.least_bytes(c) <= self.room
 
     def estimate(self, c: Choice, limit: float = inf) -> Estimate | None:
         """Return the estimate of a plan; None if the model does not allow it. `limit`: see `Estimator.of`."""
