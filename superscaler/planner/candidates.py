@@ -56,7 +56,7 @@ class Candidates:
             is_dominated, least = self._known(c, fits)
             if is_dominated or least > NEAR * limit or (c.tp > self.per_server and limit < inf):
                 return False
-            return limit == inf or not c.savings or self.estimator.least_bytes(c) <= self.room
+            return limit == inf or self._has_room(c)
 
         for _, some in groupby(self.waiting, key=lambda c: (c.tp > self.per_server, c.savings)):
             plans = [*some]
@@ -100,8 +100,8 @@ class Candidates:
         """Estimate further plans, one at a time, until the best one with each value of each decision is known, of those
         that save no memory and whose costs are known.
         """
-        known = [(c, self._known(c, fits)[1]) for c in self._slower() if self.estimator.menu.known(c.use)]
-        plans = sorted(known, key=lambda pair: pair[1])
+        others = (c for c in self._others() if not c.savings and self.estimator.menu.known(c.use))
+        plans = sorted(((c, self._known(c, fits)[1]) for c in others), key=lambda pair: pair[1])
         for name in DECISIONS:
             best = dict[object, float]()
             for e in filter(None, self.found.values()):
@@ -116,21 +116,24 @@ class Candidates:
 
     def slower(self, fits: Fits) -> Iterator[Estimate]:
         """Yield the least seconds of plans that save no memory, and have no estimate."""
-        for c in self._slower():
-            if not self._is_other(c) and (least := self._known(c, fits)[1] * c.batch):
+        for c in self._others():
+            if not (c.savings or self._is_other(c)) and (least := self._known(c, fits)[1] * c.batch):
                 yield Estimate(c, least, 0.0, least)
-
-    def _slower(self) -> Iterator[Choice]:
-        return (c for c in self.waiting if c not in self.found and not c.savings and c.tp <= self.per_server)
 
     def least(self, fits: Fits, limit: float) -> float:
         """Return the least seconds a row that plans without an estimate could take, or `limit`."""
-        others = (c for c in self.waiting if c not in self.found and c.tp <= self.per_server)
-        known = ((*self._known(c, fits), c) for c in others)
+        known = ((*self._known(c, fits), c) for c in self._others())
         lower = ((least, c) for is_dominated, least, c in known if not is_dominated and least < limit)
         could = sorted(lower, key=lambda pair: pair[0])
-        rooms = ((least, self.estimator.least_bytes(c) if c.savings else 0.0) for least, c in could)
-        return self.own.least(next((least for least, needed in rooms if needed <= self.room), limit))
+        return self.own.least(next((least for least, c in could if self._has_room(c)), limit))
+
+    def _others(self) -> Iterator[Choice]:
+        """Yield the plans without an estimate, but for tensor parallelism over several servers."""
+        return (c for c in self.waiting if c not in self.found and c.tp <= self.per_server)
+
+    def _has_room(self, c: Choice) -> bool:
+        """Return whether a plan could fit, by what is known of its bytes: of those that save memory only."""
+        return not c.savings or self.estimator.least_bytes(c) <= self.room
 
     def _known(self, c: Choice, fits: Fits) -> tuple[bool, float]:
         """Return whether a plainer plan fits, and the least seconds a row, by all plainer plans."""
