@@ -55,8 +55,6 @@ class Second:
     """
 
     def __init__(self, work: str = "", state: Sequence[Any] | None = None) -> None:
-        # Does a piece of what can be done while this process waits; False: there is nothing.
-        self.spare: Callable[[], bool] = bool
         # The first of these is what the process does, as it seems.
         self._asked, self._done = list[Job](), dict[Job, Any]()
         self._process = _ready.pop(work, None)
@@ -92,9 +90,15 @@ class Second:
         """Return whether a job is done, or given to the process."""
         return job in self._done or job in self._asked
 
-    def result(self, job: Job, here: Callable[[Job], Any], ahead: Callable[[], Iterable[Job]] = tuple) -> Any:
+    def result(
+        self,
+        job: Job,
+        here: Callable[[Job], Any],
+        ahead: Callable[[], Iterable[Job]] = tuple,
+        spare: Callable[[], bool] = bool,
+    ) -> Any:
         """Return the result of a job, done here or by the process. While that does it, this one does others: those that
-        come next, or that the process has not begun.
+        come next, or that the process has not begun, then a piece of what else can be done (`spare`; False: nothing).
         """
 
         def others() -> Iterator[Job]:
@@ -107,7 +111,7 @@ class Second:
             waiting = (other for other in self._asked[1:] if other.name == job.name)
             own = next(chain(waiting, others()), None) if job in self._asked[:1] else job
             if own is None:
-                if not self.spare():
+                if not spare():
                     self._receive(is_awaited=True)
                 continue
             if own in self._asked:

@@ -146,7 +146,7 @@ def _found(
             menu.keep()
             waiting |= {e.choice: e for e in new}
             note(f"{len(new)} plans estimated; compiling the best")
-            programs.second.spare = partial(next, candidates.compare(fits), False)
+            programs.spare = partial(next, candidates.compare(fits), False)
             for whole in _whole_plans(waiting, room, errors, programs):
                 note(_line(whole))
                 if is_late():

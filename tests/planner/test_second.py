@@ -92,9 +92,9 @@ def test_both_processes_work_at_a_time(work: Work) -> None:
             spared.append(not spared)
             return spared[-1]
 
-        four, second.spare = Job("costs", 4, is_short=True), spare
-        assert second.result(ONE, here, lambda: [four]) == "1 there"
-        assert second.result(four, here) == "4 here"
+        four = Job("costs", 4, is_short=True)
+        assert second.result(ONE, here, lambda: [four], spare) == "1 there"
+        assert second.result(four, here, spare=spare) == "4 here"
         assert spared == [True, False]
     assert work.done == [1]
 

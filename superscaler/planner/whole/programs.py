@@ -44,7 +44,7 @@ class Found:
 class Programs:
     """The plans that are compiled whole, the best first, and the program of the best, which alone gets a certificate;
     None if it was not compiled with all microbatches and blocks. `runs`: of equal blocks. `refused`: the plans that the
-    model does not allow. `second`: compiles plans, too.
+    model does not allow. `second`: compiles plans, too; `spare`: what is done while it does (`Second.result`).
     """
 
     graph: Graph
@@ -56,6 +56,7 @@ class Programs:
     found: list[Found] = field(default_factory=list)
     refused: set[Choice] = field(default_factory=set)
     best: Program | None = None
+    spare: Callable[[], bool] = bool
     # Those of plans that were compiled ahead.
     _compiled: dict[Job, Program | None] = field(default_factory=dict)
 
@@ -83,7 +84,7 @@ class Programs:
         return whole and whole.works and whole.works.of(choice.microbatches)
 
     def _whole(self, job: Job, ahead: Callable[[], Iterable[Choice]]) -> Whole | None:
-        whole: Whole | None = self.second.result(job, self._here, lambda: map(_job, ahead()))
+        whole: Whole | None = self.second.result(job, self._here, lambda: map(_job, ahead()), self.spare)
         return whole and whole._replace(program=self._compiled.pop(job, None))
 
     def _here(self, job: Job) -> Whole | None:
@@ -111,7 +112,7 @@ class Programs:
         job = _job(self.found[0].choice, certified=True)
         if self.second.is_busy and not self.second.has(job):
             self.second.fill("whole", lambda: map(_job, others))
-            self.second.result(job, self._here)
+            self.second.result(job, self._here, spare=self.spare)
         else:
             self.second.ask(job)
 
