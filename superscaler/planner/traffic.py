@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, takewhile
+from itertools import chain, product, takewhile
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from superscaler.materialize.buckets import BUCKET_BYTES
 from superscaler.planner.costs import Cost
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
-from superscaler.planner.stages.balance import Way, cuts_of, meetings
 from superscaler.simulate.predict import check_speeds
 
+# How a stage has a microbatch: the groups with rows of their own, the parts of the sequence, and the copies of a part.
+Way = tuple[int, int, int]
 # The share of a block's seconds that its backward takes, beside which gradients are sent; with recomputation.
 _BACKWARD = 2 / 3, 3 / 4
 
@@ -130,3 +132,23 @@ class Traffic:
         """Return the bytes that a block hands to the next one for a row of the batch."""
         ends = [self.graph.model.tensors[block.ops[-1].outputs[0].tensor] for run in self.menu.runs for block in run]
         return max((t.nbytes for t in ends), default=0) / self.menu.batch
+
+
+def cuts_of(c: Choice) -> Way:
+    """Return the cuts of a microbatch in each stage of a plan."""
+    return (c.dp, 1, c.tp) if c.layout == "tensor" else (c.dp, c.tp, 1)
+
+
+def meetings(one: Way, other: Way) -> list[tuple[int, int]]:
+    """Return the pairs of devices of a stage and of the next one that have common elements of a microbatch; of copies,
+    one sends.
+
+    >>> meetings((2, 1, 1), (1, 1, 2)), meetings((1, 1, 2), (1, 1, 2))
+    ([(0, 2), (0, 3), (1, 2), (1, 3)], [(0, 2), (1, 3)])
+    """
+    found = list[tuple[int, int]]()
+    for receiver, place in enumerate(product(*map(range, other)), prod(one)):
+        rows, tokens = (range(place[k] * one[k] // other[k], -(-(place[k] + 1) * one[k] // other[k])) for k in (0, 1))
+        senders = ((row * one[1] + token) * one[2] + place[2] % one[2] for row, token in product(rows, tokens))
+        found += ((sender, receiver) for sender in senders)
+    return sorted(found)

@@ -19,7 +19,7 @@ from superscaler.planner.own.chains import Chain, Ways
 from superscaler.planner.own.stages import OwnStages, least_beside
 from superscaler.planner.search import search
 from superscaler.planner.space import Choice, Own, Use, choices
-from superscaler.planner.stages.balance import meetings
+from superscaler.planner.traffic import meetings
 from superscaler.plans import resolve
 from superscaler.simulate.memory import NO_OVERHEADS
 from tests.helpers.graphs import graph_of

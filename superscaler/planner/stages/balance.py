@@ -1,21 +1,17 @@
-"""Stages of pipelines: the blocks of each, so that the slowest is fastest, and the messages between two of them."""
+"""Stages of pipelines: the blocks of each, so that the slowest is fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
-from math import inf, prod
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.planner.costs import NOTHING, Cost, Costs
-from superscaler.planner.space import Choice
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# How a stage has a microbatch: the groups with rows of their own, the parts of the sequence, and the copies of a part.
-Way = tuple[int, int, int]
 Allowed = Callable[[int, int], NDArray[np.bool_]]
 
 
@@ -66,23 +62,3 @@ def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: A
     for first in reversed(begins):
         bounds.append(int(first[bounds[-1]]))
     return bounds[::-1]
-
-
-def cuts_of(c: Choice) -> Way:
-    """Return the cuts of a microbatch in each stage of a plan."""
-    return (c.dp, 1, c.tp) if c.layout == "tensor" else (c.dp, c.tp, 1)
-
-
-def meetings(one: Way, other: Way) -> list[tuple[int, int]]:
-    """Return the pairs of devices of a stage and of the next one that have common elements of a microbatch; of copies,
-    one sends.
-
-    >>> meetings((2, 1, 1), (1, 1, 2)), meetings((1, 1, 2), (1, 1, 2))
-    ([(0, 2), (0, 3), (1, 2), (1, 3)], [(0, 2), (1, 3)])
-    """
-    found = list[tuple[int, int]]()
-    for receiver, place in enumerate(product(*map(range, other)), prod(one)):
-        rows, tokens = (range(place[k] * one[k] // other[k], -(-(place[k] + 1) * one[k] // other[k])) for k in (0, 1))
-        senders = ((row * one[1] + token) * one[2] + place[2] % one[2] for row, token in product(rows, tokens))
-        found += ((sender, receiver) for sender in senders)
-    return sorted(found)
