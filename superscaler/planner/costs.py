@@ -154,6 +154,18 @@ def spans(costs: Costs, run_of: NDArray[np.int64]) -> Cost:
     return Cost(*np.moveaxis(total[None, :] - total[:, None], -1, 0))
 
 
+def outside(rest: Cost, share: float, is_last: bool) -> Cost:
+    """Return the cost on the last stage, or on the first, of what is outside of the blocks: it has a share of the
+    weights, and of the work what is early or late in the model. What it keeps is in the bytes beyond the costs.
+    """
+    seconds, once = (rest.seconds - rest.early, rest.once) if is_last else (rest.early, 0.0)
+    part = seconds / rest.seconds if rest.seconds else 0.0
+    own = NOTHING.plus(rest, share)
+    return own._replace(
+        seconds=seconds, work=rest.work * part, host=rest.host * part, once=once, kept=0.0, early=0.0
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=2**10)
 def total_of(costs: Costs, blocks: tuple[int, ...]) -> Cost:
     """Return the cost of a model with so many blocks in its runs."""

@@ -14,11 +14,10 @@ import numpy as np
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Graph
 from superscaler.planner.constraints import Limit
-from superscaler.planner.costs import NOTHING, Cost, Costs, spans, total_of
+from superscaler.planner.costs import NOTHING, Cost, Costs, outside, spans, total_of
 from superscaler.planner.memory import NONE, moments, overhead
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice
-from superscaler.planner.stages.balance import outside
 from superscaler.planner.stages.cuts import Cuts
 from superscaler.planner.traffic import Traffic, backward_of
 from superscaler.simulate.predict import overheads_of, shared_cores

@@ -10,12 +10,12 @@ from superscaler.cluster import LOCAL, DeviceKind
 from superscaler.cluster.devices import Speeds
 from superscaler.compiler import compile_graph
 from superscaler.ir.program import Collective
+from superscaler.planner.costs import outside
 from superscaler.planner.estimate import Estimator
 from superscaler.planner.kinds import reduced, runs
 from superscaler.planner.menu import Menu
 from superscaler.planner.small import pieces
 from superscaler.planner.space import Choice, Use
-from superscaler.planner.stages.balance import outside
 from superscaler.plans import resolve
 from superscaler.simulate.transfers.ports import Ports
 from tests.helpers.graphs import graph_of

@@ -10,13 +10,13 @@ import pytest
 
 import superscaler as ss
 from superscaler.planner.constraints import left, read
-from superscaler.planner.costs import Cost, Costs
+from superscaler.planner.costs import NOTHING, Cost, Costs
 from superscaler.planner.estimate import Estimator
 from superscaler.planner.memory import NONE
 from superscaler.planner.menu import Menu
 from superscaler.planner.search import search
 from superscaler.planner.space import Choice, choices
-from superscaler.planner.stages.balance import NOTHING, balanced
+from superscaler.planner.stages.balance import balanced
 from superscaler.planner.stages.folded import Folded
 from superscaler.planner.stages.moves import Moves
 from tests.helpers.graphs import graph_of

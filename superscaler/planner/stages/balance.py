@@ -8,23 +8,11 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.planner.costs import NOTHING, Cost, Costs
+from superscaler.planner.costs import Costs, outside
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Allowed = Callable[[int, int], NDArray[np.bool_]]
-
-
-def outside(rest: Cost, share: float, is_last: bool) -> Cost:
-    """Return the cost on the last stage, or on the first, of what is outside of the blocks: it has a share of the
-    weights, and of the work what is early or late in the model. What it keeps is in the bytes beyond the costs.
-    """
-    seconds, once = (rest.seconds - rest.early, rest.once) if is_last else (rest.early, 0.0)
-    part = seconds / rest.seconds if rest.seconds else 0.0
-    own = NOTHING.plus(rest, share)
-    return own._replace(
-        seconds=seconds, work=rest.work * part, host=rest.host * part, once=once, kept=0.0, early=0.0
-    )  # fmt: skip
 
 
 def balanced(costs: Costs, run_of: Ints, stages: int, has_rest: bool, allowed: Allowed) -> list[int] | None:
