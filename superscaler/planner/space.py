@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from superscaler.cluster import Cluster
 
-# Names of the decisions, as `--where` and the answer have them, and the terms of a product that say so.
+# The decisions for which an answer has reasons, by their names in `--where`.
+DECISIONS = ("batch", "pp", "tp", "dp", "rows", "layout", "recompute", "zero", "schedule", "loss", "swap")
+# The names of their values, and the terms of a product that say so.
 RECOMPUTE = {
     "none": "", "selective": "recompute:1,what=attention", "full": "recompute:1,what=block",
     "co_shard": "co_shard:1,parts=4",
@@ -45,10 +47,6 @@ _SERVERS = 4
 _BOTH_WAYS = 16
 # The most devices of pipelines under ZeRO. Data-parallel devices do not fold there: more take minutes to compile.
 _UNFOLDED = 256
-
-
-# The decisions for which an answer has reasons.
-DECISIONS = ("batch", "pp", "tp", "dp", "rows", "layout", "recompute", "zero", "schedule", "loss", "swap")
 
 
 class Use(NamedTuple):
