@@ -92,7 +92,7 @@ class Estimator:
         passes = 0.0 if choice.schedule == "zbv" else (2 * choice.pp // choice.directions - 2) * send
         peak = max(self.bytes_at(choice.stage(k), costs[k], stages, k) for k in range(choice.pp))
         # Later stages of 1F1B are done while the first one has its last backward, after all others.
-        drained = sum(stage.turn for stage in stages[:largest]) * self._drains(choice)
+        drained = sum(stage.turn for stage in stages[:largest]) * backward_of(choice) * (choice.schedule == "1f1b")
         update, tail = (updates[0], updates[largest] - drained) if drained else (max(updates),) * 2
         busy = self.shared(self._busy(choice, stages))
         least = max(works + first + updates[0] + passes, busy)
@@ -185,10 +185,6 @@ class Estimator:
         stages of all blocks.
         """
         return self.update(c, stage) + self.traffic.exposed(c, stage) + stage.once
-
-    def _drains(self, c: Choice) -> float:
-        """Return the share of the seconds of a stage in which later ones have nothing to do at the end of a step."""
-        return backward_of(c) if c.schedule == "1f1b" else 0.0
 
     def _of_device(self, c: Choice, stages: Sequence[Cost], device: int) -> Sequence[Cost]:
         """Return the stages of a device of the pipeline."""
