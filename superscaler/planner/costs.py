@@ -93,7 +93,7 @@ class Costs(NamedTuple):
 
     def unkept(self) -> Costs:
         """Return the costs without what is kept of a microbatch, and without the bytes beyond weights."""
-        return Costs(tuple(run._replace(kept=0.0) for run in self.runs), self.rest._replace(kept=0.0), NONE)
+        return Costs(tuple(run._replace(kept=0.0) for run in self.runs), self.rest, NONE)
 
     def of_rows(self, other: Costs, times: float) -> Costs:
         """Return the costs with the bytes beyond them of so many times the rows of others."""
@@ -121,15 +121,16 @@ class Costs(NamedTuple):
 
 
 def differences(base: Cost, pairs: Sequence[tuple[Cost, Cost]], held: Sequence[Beyond]) -> Costs:
-    """Return the costs of a block of each run, and of what is left of a model with one of each. `pairs`: with
-    a block more, and with one less. `held`: what that model and the larger ones hold beside their weights.
+    """Return the costs of a block of each run, and of what is left of a model with one of each: what that keeps is in
+    the bytes beyond the costs. `pairs`: with a block more, and with one less. `held`: what that model and the larger
+    ones hold beside their weights.
     """
     blocks, rest = tuple(more - less for more, less in pairs), base
     for cost in blocks:
         rest -= cost
     kept = sum(cost.kept for cost in blocks)
     own = (held[0].less(kept), *(some.less(kept + cost.kept) for some, cost in zip(held[1:], blocks, strict=True)))
-    return Costs(blocks, rest, reduce(Beyond.most, own))
+    return Costs(blocks, rest._replace(kept=0.0), reduce(Beyond.most, own))
 
 
 def between(slow: Costs, fast: Costs, share: float) -> Costs:
@@ -156,14 +157,12 @@ def spans(costs: Costs, run_of: NDArray[np.int64]) -> Cost:
 
 def outside(rest: Cost, share: float, is_last: bool) -> Cost:
     """Return the cost on the last stage, or on the first, of what is outside of the blocks: it has a share of the
-    weights, and of the work what is early or late in the model. What it keeps is in the bytes beyond the costs.
+    weights, and of the work what is early or late in the model.
     """
     seconds, once = (rest.seconds - rest.early, rest.once) if is_last else (rest.early, 0.0)
     part = seconds / rest.seconds if rest.seconds else 0.0
     own = NOTHING.plus(rest, share)
-    return own._replace(
-        seconds=seconds, work=rest.work * part, host=rest.host * part, once=once, kept=0.0, early=0.0
-    )  # fmt: skip
+    return own._replace(seconds=seconds, work=rest.work * part, host=rest.host * part, once=once, early=0.0)
 
 
 @lru_cache(maxsize=2**10)

@@ -143,9 +143,7 @@ class Estimator:
         bounds = None if costs is None else self.cuts.best(plain)
         if costs is None or bounds is None:
             return 0.0
-        runs = costs.runs if c.recompute == "none" else tuple(run._replace(kept=0.0) for run in costs.runs)
-        rest = costs.rest if c.loss == "whole" and c.recompute == "none" else costs.rest._replace(kept=0.0)
-        least = Costs(runs, rest, NONE)
+        least = costs._replace(beyond=NONE) if c.recompute == "none" else costs.unkept()
         stages = self.stage_costs(c, [least] * (len(bounds) - 1), bounds)
         return max(self.bytes_at(c, least, stages, device) for device in range(c.pp))
 
@@ -159,7 +157,7 @@ class Estimator:
             for n, run in enumerate(own.runs):
                 total = total.plus(run, int((self.run_of[first:end] == n).sum()))
             if c.schedule == "interlaced" or len(costs) == 1:
-                stages.append(total.plus(own.rest._replace(kept=0.0), 1 / c.pp))
+                stages.append(total.plus(own.rest, 1 / c.pp))
             else:
                 stages.append(self.with_ends(total, own.rest, k, len(costs)))
         return stages
