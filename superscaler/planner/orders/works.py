@@ -91,12 +91,6 @@ class Works:
             behind = around + 2 * self.sends[s - 1]
         return found[::-1]
 
-    @cached_property
-    def loads(self) -> list[float]:
-        """Return the seconds of a microbatch on each device."""
-        halves = [own["W"] if s in self.split else 0.0 for s, own in enumerate(self.seconds)]
-        return [sum(self.seconds[s]["F"] + self.back[s] + halves[s] for s in own) for own in self.own]
-
 
 class State:
     """Works that are done, in the order of their devices. `do` and `undo` go on and back. `needs`: the room that a
