@@ -42,7 +42,7 @@ class Cuts:
         self.tails = tails
         self.graph, self.menu, self.run_of, self.limits = graph, menu, run_of, limits
         self.sizes, self.ends = menu.sizes(), outer_ends(graph)
-        self._known: dict[tuple[Use, int, bool, bool], Bounds] = {}
+        self._known: dict[tuple[Use, int, bool], Bounds] = {}
         self._folded: dict[tuple[Use, int], Folded] = {}
         self._best: dict[Choice, list[int]] = {}
         self._parts: dict[int, Bounds] = {}
@@ -78,15 +78,14 @@ class Cuts:
         return self._folded[key]
 
     def _balanced(self, c: Choice) -> Bounds:
-        key = c.use, c.pp * c.chunks, c.is_even and c.schedule != "interlaced", c.schedule != "interlaced"
-        if key not in self._known:
-            costs, stages, is_even, has_rest = self.menu.costs(c.use), *key[1:]
-            if is_even and stages > 1:
-                self._known[key] = self.even(stages) if stages <= len(self.run_of) else None
-            else:
-                given = self.run_of, stages, has_rest, partial(self.allowed, has_rest=has_rest)
-                self._known[key] = None if costs is None else balanced(costs, *given)
-        return self._known[key]
+        has_rest = c.schedule != "interlaced"
+        if c.is_even and has_rest and c.stages > 1:
+            return self.even(c.stages) if c.stages <= len(self.run_of) else None
+        key = c.use, c.stages, has_rest
+        if key not in self._known and (costs := self.menu.costs(c.use)):
+            allowed = partial(self.allowed, has_rest=has_rest)
+            self._known[key] = balanced(costs, self.run_of, c.stages, has_rest, allowed)
+        return self._known.get(key)
 
     def allowed(self, stage: int, stages: int, has_rest: bool = True) -> NDArray[np.bool_]:
         """Return whether a stage, one of so many, may have the blocks from a first one up to an end: none, if it is the
