@@ -48,8 +48,7 @@ def best_order(
     stages whose backward can be in halves. `known`: an order of so many microbatches.
     """
     best, least = Found(inf, works, []), bound(works, can_split)
-    counts = (works.count, _few(works)) if known is not None else ()
-    own = [_in(works.of(count), known(count)) for count in counts if known is not None]
+    own = [_in(works.of(count), known(count)) for count in (works.count, _few(works))] if known else []
     for found in chain(own[:1], _regular(works, kept, can_split), _irregular(works, kept, can_split, own[1:])):
         if found.seconds < _WORTH * best.seconds:
             best = found
