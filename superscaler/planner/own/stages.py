@@ -21,7 +21,7 @@ _ALMOST = 1.1
 CLOSE = 0.95
 # The most devices of pipelines whose stages have a (dp, tp) of their own: data-parallel devices do not fold there.
 _UNFOLDED = 32
-_OWN, _SCHEDULES = tuple(RECOMPUTE)[:3], ("1f1b", "zb_h1")
+_OWN = tuple(RECOMPUTE)[:3]
 Fits = Callable[[Estimate], bool]
 
 
@@ -32,10 +32,8 @@ class OwnStages:
 
     def __init__(self, estimator: Estimator, space: Iterable[Choice], layout: str, most: int, room: float) -> None:
         self.estimator, self.room = estimator, room
-        plain = (c for c in space if c.pp > 1 and c.schedule in _SCHEDULES and c.zero < 2 and c.recompute in _OWN)
-        # Fewer microbatches do not fill the idle time of ZB-H1.
-        full = (c for c in plain if c.schedule == "1f1b" or c.microbatches >= c.pp)
-        own = (c for c in full if c.loss == "whole" and c.swap == "none" and c.tp <= most)
+        plain = (c for c in space if c.pp > 1 and _is_chain(c) and c.zero < 2 and c.recompute in _OWN)
+        own = (c for c in plain if c.loss == "whole" and c.swap == "none" and c.tp <= most)
         self.groups = collect((_group(c), c) for c in own if c.layout == (layout if c.tp > 1 else "tensor"))
         self._given: dict[tuple[Choice, ...], Estimate | None] = {}
 
@@ -81,13 +79,9 @@ def least_beside(estimator: Estimator, e: Estimate, peak: float, room: float) ->
     """Return the least seconds of a plan of other blocks than those of an estimate, whose bytes are `peak` when it is
     compiled whole, above the `room` of a device: the bytes of all have the same error.
     """
-    plain = replace(e.choice, blocks=())
-    if (
-        e.choice.own
-        or e.choice.schedule not in _SCHEDULES
-        or (plain.schedule, plain.microbatches < plain.pp) == ("zb_h1", True)
-    ):
+    if e.choice.own or not _is_chain(e.choice):
         return e.bound
+    plain = replace(e.choice, blocks=())
     return max(e.bound, Ways(estimator, [plain], room * e.peak / peak, is_bound=True).bound())
 
 
@@ -99,6 +93,11 @@ def even(estimator: Estimator, c: Choice) -> list[float]:
         return []
     pairs = zip(*(estimator.stage_costs(c, [costs] * c.stages, bounds) for bounds in (even, own)), strict=True)
     return [a.seconds - b.seconds for a, b in pairs]
+
+
+def _is_chain(c: Choice) -> bool:
+    """Return whether chains have the schedule of a plan. Fewer microbatches do not fill the idle time of ZB-H1."""
+    return c.schedule == "1f1b" or (c.schedule == "zb_h1" and c.microbatches >= c.pp)
 
 
 def _group(c: Choice) -> tuple[object, ...]:
