@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +44,6 @@ _FEW, _MANY, _MOST = 1, 4, 16
 _LARGER = 0.96
 # A link that takes no time.
 _FREE = Link(0.0, 1e30)
-# The cost of a small model on slow and on fast devices, and its bytes beyond weights.
-Small = tuple[Cost, Cost, Beyond]
 # The costs of a use on slow devices, and on fast ones.
 Pair = tuple[Costs, Costs]
 # The least seconds of rows that were not measured, in those on the line through few and many; those of all devices of a
@@ -53,6 +51,14 @@ Pair = tuple[Costs, Costs]
 _LEAST_OF_ROWS, _LEAST_OF_GROUPS = 0.85, 0.98
 # So many uses that come next, and are not measured, are looked at.
 _NEAR = 8
+
+
+class Small(NamedTuple):
+    """A small model: its cost on slow devices, and on fast ones, and its bytes beyond weights."""
+
+    slow: Cost
+    fast: Cost
+    beyond: Beyond
 
 
 class _LackingError(Exception):
@@ -258,9 +264,9 @@ class Menu:
             pairs = [self._beside(use, n, base) for n in count]
         except PlanError:
             return None
-        held = [base[2], *(more[2] for more, _ in pairs)]
-        slow = differences(base[0], [(more[0], less[0]) for more, less in pairs], held)
-        return slow, differences(base[1], [(more[1], less[1]) for more, less in pairs], held)
+        held = [base.beyond, *(more.beyond for more, _ in pairs)]
+        slow = differences(base.slow, [(more.slow, less.slow) for more, less in pairs], held)
+        return slow, differences(base.fast, [(more.fast, less.fast) for more, less in pairs], held)
 
     def _beside(self, use: Use, run: int, base: Small) -> tuple[Small, Small]:
         """Return the costs of two small models that differ in a block of a run; `base` has one block of each. A block
@@ -279,11 +285,10 @@ class Menu:
         return None
 
     def _simulated(self, use: Use, counts: Sequence[int]) -> Small:
-        """Return the cost of a small model on slow and on fast devices, and its bytes beyond weights."""
         program, cluster, several = self._compiled(use, counts)
         found = simulate(program, cluster, None, self.system, among=ALL)
         inside = {op.name for run in self.runs for block in run for op in block.ops}
-        return *costs_of(found, inside, several, self.system), beyond(found, inside, use.is_gathered)
+        return Small(*costs_of(found, inside, several, self.system), beyond(found, inside, use.is_gathered))
 
     def _compiled(self, use: Use, counts: Sequence[int]) -> tuple[Program, Cluster, int]:
         """Return the program of a small model, its cluster, and the microbatches of its step."""
