@@ -43,6 +43,16 @@ class Chain(NamedTuple):
     ways: list[Way]
 
 
+class _Table(NamedTuple):
+    """Of a stage, by first block, end and (dp, tp), in the fastest way that fits: the seconds that it adds to a step of
+    others, those of its own step, and the number of the way.
+    """
+
+    waits: Floats
+    steps: Floats
+    ways: Ints
+
+
 class Ways:
     """The ways of the stages of a pipeline. `room`: the bytes of a device. `is_bound`: a way is no slower than it is,
     and one that was not measured has the least costs.
@@ -87,16 +97,13 @@ class Ways:
         return self.estimator.with_ends(way.cost, way.costs.rest, stage, self.pp)
 
     @cached_property
-    def _tables(self) -> list[tuple[Floats, Floats, Ints]]:
-        """Return for each stage the seconds that it adds to a step of others, those of its own step, and the way, by
-        first block, end and (dp, tp): in the fastest way that fits.
-        """
+    def _tables(self) -> list[_Table]:
         return [self._table(stage) for stage in range(self.pp)]
 
-    def _table(self, stage: int) -> tuple[Floats, Floats, Ints]:
+    def _table(self, stage: int) -> _Table:
         count = len(self.estimator.run_of) + 1
         shape = count, count, len(self.by_cut)
-        waits, steps, numbers = np.full(shape, inf), np.full(shape, inf), np.zeros(shape, dtype=int)
+        found = _Table(np.full(shape, inf), np.full(shape, inf), np.zeros(shape, dtype=int))
         is_some = self.estimator.cuts.allowed(stage, self.pp)
         for at, ways in enumerate(self.by_cut):
             for number, way in enumerate(ways):
@@ -104,10 +111,10 @@ class Ways:
                 peak = self.estimator.bytes_at(c, way.costs, [cost] * self.pp, stage)
                 # All others are done before the first one.
                 wait = self.idle * cost.turn + (0.0 if stage else self.estimator.tail(c, cost))
-                chosen = is_some & (peak <= self.room) & (wait < waits[:, :, at])
-                for table, value in ((waits, wait), (steps, self._own_step(c, cost)), (numbers, number)):
+                chosen = is_some & (peak <= self.room) & (wait < found.waits[:, :, at])
+                for table, value in zip(found, (wait, self._own_step(c, cost), number), strict=True):
                     table[:, :, at] = np.where(chosen, value, table[:, :, at])
-        return waits, steps, numbers
+        return found
 
     def _own_step(self, c: Choice, cost: Cost) -> Any:
         """Return the seconds of a stage in a step beside those in which it waits for itself, too."""
@@ -129,8 +136,8 @@ class Ways:
     def _slowest(self) -> float:
         """Return the least that the slowest stage of a chain takes."""
         before = np.where(np.arange(len(self.estimator.run_of) + 1) == 0, 0.0, inf)
-        for _, steps, _ in self._tables:
-            before = np.maximum(before[:, None, None], steps).min(axis=(0, 2))
+        for table in self._tables:
+            before = np.maximum(before[:, None, None], table.steps).min(axis=(0, 2))
         return float(before[-1])
 
     def _sums(self) -> tuple[Floats, Floats, list[tuple[Ints, Ints]]]:
@@ -144,9 +151,8 @@ class Ways:
         before[:, 0] = 0.0
         ways = list[tuple[Ints, Ints]]()
         origin = np.zeros(before.shape, dtype=int)
-        for waits, steps, _ in self._tables:
-            own = np.where(steps <= limits[:, None, None, None], waits, inf)
-            table = before[:, :, None, :] + own
+        for own in self._tables:
+            table = before[:, :, None, :] + np.where(own.steps <= limits[:, None, None, None], own.waits, inf)
             ways.append((table.argmin(axis=1), origin))
             after = table.min(axis=1)[..., None] + self._passes
             before, origin = after.min(axis=2), after.argmin(axis=2)
@@ -162,10 +168,10 @@ class Ways:
 
     def _traced(self, ways: Sequence[tuple[Ints, Ints]], limit: int, cut: int) -> Chain:
         end, bounds, found = len(self.estimator.run_of), list[int](), list[Way]()
-        for (_, _, numbers), (firsts, origin) in zip(self._tables[::-1], ways[::-1], strict=True):
+        for table, (firsts, origin) in zip(self._tables[::-1], ways[::-1], strict=True):
             bounds.append(end)
             first = int(firsts[limit, end, cut])
-            found.append(self.by_cut[cut][numbers[first, end, cut]])
+            found.append(self.by_cut[cut][table.ways[first, end, cut]])
             cut, end = int(origin[limit, first, cut]), first
         return Chain([end, *bounds[::-1]], found[::-1])
 
