@@ -94,9 +94,9 @@ class Programs:
 
     def done(self, job: Job) -> Whole | None:
         """Return a plan that is compiled whole; None if the model does not allow it."""
-        way = self.memory, self.system, job.of, job == _job(job.of, certified=True), self.runs
+        certified = job.name == "certified"
         with suppress(PlanError):
-            return predicted(self.graph, self.cluster, *way)
+            return predicted(self.graph, self.cluster, self.memory, self.system, job.of, certified, self.runs)
         return None
 
     def prediction(self, choice: Choice) -> Prediction | None:
