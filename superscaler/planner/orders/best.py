@@ -77,10 +77,7 @@ def _regular(works: Works, kept: Sequence[int], can_split: Sequence[int]) -> Ite
         own, rows = _split(few, lanes), rows_of(lanes, few.count)
         return finish(own, rows), sum(map(len, rows))
 
-    def others(lanes: tuple[Lane, ...]) -> Iterable[tuple[Lane, ...]]:
-        return regular.beside(lanes, can_split)
-
-    tried = _climbed(regular.first(kept, can_split), others, seconds, _REGULAR)
+    tried = _climbed(regular.first(kept, can_split), lambda some: regular.beside(some, can_split), seconds, _REGULAR)
     for lanes in tried[:1]:
         own, rows = _split(works, lanes), rows_of(lanes, works.count)
         yield Found(finish(own, rows), own, rows)
@@ -123,11 +120,8 @@ def _irregular(works: Works, kept: Sequence[int], can_split: Sequence[int], know
         found, rows = listed(replace(few, split=way.split), way)
         return found, sum(map(len, rows))
 
-    def others(way: Way) -> Iterable[Way]:
-        return _beside(few, way, can_split)
-
-    ways = _climbed(_first(few, kept, can_split), others, seconds, _LISTED)[:_REPEATED]
-    owns = [(replace(few, split=way.split), way) for way in ways]
+    ways = _climbed(_first(few, kept, can_split), lambda way: _beside(few, way, can_split), seconds, _LISTED)
+    owns = [(replace(few, split=way.split), way) for way in ways[:_REPEATED]]
     for found in (*known, *(Found(end, own, rows) for own, way in owns for end, rows in [listed(own, way)])):
         if found.seconds < inf:
             yield _shorter(found, works.count)
