@@ -202,7 +202,7 @@ def left(
     """
     for one in constraints:
         if not _left(space, [one], sizes, ends):
-            known = _known(space, one, sizes, ends)
+            known = _values_text(space, one, sizes, ends)
             raise InputError(f"--where: no plan of the space satisfies '{one.words}'; {known}.")
     found = _left(space, constraints, sizes, ends)
     if not found:
@@ -241,7 +241,7 @@ def _can_be_cut(stages: int, limits: Sequence[Limit], sizes: Sequence[int], ends
     return len(sizes) in reached
 
 
-def _known(space: Sequence[Choice], one: Constraint, sizes: Sequence[int], ends: tuple[bool, bool]) -> str:
+def _values_text(space: Sequence[Choice], one: Constraint, sizes: Sequence[int], ends: tuple[bool, bool]) -> str:
     """Return the values of what a constraint is about in a space, in words."""
     most = max(c.stages for c in space)
     if one.about == "blocks":

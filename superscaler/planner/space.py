@@ -247,7 +247,7 @@ def choices(
     return _choices(len(cluster.devices), cluster.devices_per_server, batch, blocks, layouts, is_coupled)
 
 
-def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
+def _nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
     """Return the batches next to one that have plans on a cluster, the smaller first, and the most of its whole servers
     (its devices, if it has one server) on which this batch has one.
     """
@@ -265,7 +265,7 @@ def nearest(cluster: Cluster, batch: int, blocks: int) -> tuple[list[int], int]:
 
 def undivided(cluster: Cluster, batches: Sequence[int], blocks: int) -> str:
     """Return the error of batches that cannot be divided among devices, with what can be."""
-    rows, fewer = nearest(cluster, batches[-1], blocks)
+    rows, fewer = _nearest(cluster, batches[-1], blocks)
     given, others = ", ".join(map(str, batches)), " or ".join(map(str, rows))
     least = f", or {fewer} devices" if fewer else ""
     return (
