@@ -33,11 +33,11 @@ def costs_of(found: Simulation, blocks: Set[str], several: int, system: System) 
     work = min((p.mean("compute") + p.mean("launch") - p.mean("host") - sums) / several, seconds)
     weights = memory["weights"] + memory["gathered"]
     slow = Cost(
-        seconds, work, max(step - update - sums - several * end, 0.0), copied, added, update,
+        seconds=seconds, work=work, once=max(step - update - sums - several * end, 0.0), copied=copied, added=added,
         # The host also starts what the step does once.
-        min(host, ends[1] - ends[0]) if several > 1 else host, end - seconds,
-        weights, weights * _gradients(found.program.model), memory["optimizer"], kept_bytes(found),
-        pieces(found.program), min(_early(found, blocks, ends[0]), seconds),
+        update=update, host=min(host, ends[1] - ends[0]) if several > 1 else host, idle=end - seconds,
+        weights=weights, gradients=weights * _gradients(found.program.model), optimizer=memory["optimizer"],
+        kept=kept_bytes(found), pieces=pieces(found.program), early=min(_early(found, blocks, ends[0]), seconds),
     )  # fmt: skip
     saved = step - p.low if share_of(found.cluster, ALL) < share_of(found.cluster, 1) else 0.0
     return slow, slow.faster(1 - saved / (several * slow.work + sums + update))
