@@ -171,10 +171,8 @@ class Estimator:
         is_last = stage > 0
         return blocks.plus(outside(rest, self.traffic.shares[is_last], is_last), 1)
 
-    def _tails(self, c: Choice) -> list[Any]:
+    def _tails(self, c: Choice, costs: Costs) -> list[Any]:
         """Return the seconds of each stage of a plan after its last work, by first block and end."""
-        costs = self.menu.costs(c.use)
-        assert costs is not None
         inner = spans(costs, self.run_of)
         return [self.tail(c, self.with_ends(inner, costs.rest, k, c.pp)) for k in range(c.pp)]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.planner.constraints import Limit
+from superscaler.planner.costs import Costs
 from superscaler.planner.menu import Menu
 from superscaler.planner.space import Choice, Use
 from superscaler.planner.stages.balance import Floats, Ints, balanced
@@ -37,7 +38,7 @@ class Cuts:
         menu: Menu,
         run_of: Ints,
         limits: Sequence[Limit],
-        tails: Callable[[Choice], Sequence[Floats]],
+        tails: Callable[[Choice, Costs], Sequence[Floats]],
     ) -> None:
         self.tails = tails
         self.graph, self.menu, self.run_of, self.limits = graph, menu, run_of, limits
@@ -67,7 +68,7 @@ class Cuts:
     def _moves(self, c: Choice) -> Moves:
         costs = self.menu.costs(c.use)
         assert costs is not None
-        return Moves(costs, self.run_of, c.schedule, c.pp, self.allowed, self.tails(c))
+        return Moves(costs, self.run_of, c.schedule, c.pp, self.allowed, self.tails(c, costs))
 
     def _of_v(self, c: Choice, slow: list[int]) -> Folded:
         key = c.use, c.pp
