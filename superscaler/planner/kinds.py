@@ -83,9 +83,7 @@ def form_of(model: Model, ops: Sequence[Op]) -> Form:
             number.get(o.tensor) or (model.tensors[o.tensor].kind, outside.setdefault(o.tensor, len(outside)))
             for o in op.inputs
         )
-        shapes = tuple(
-            (model.tensors[o.tensor].shape, model.tensors[o.tensor].dtype) for o in (*op.inputs, *op.outputs)
-        )
+        shapes = tuple(_meta(model, o.tensor) for o in (*op.inputs, *op.outputs))
         given = _alike(op.args), _alike(op.kwargs)
         found.append((op.target, *given, inputs, shapes, op.has_mirror, bool(op.checkpoint)))
     return tuple(found)
