@@ -47,12 +47,12 @@ class Estimator:
     """Estimates of plans of a graph on a cluster. `limits`: on the blocks of stages."""
 
     def __init__(self, graph: Graph, cluster: Cluster, menu: Menu, limits: Sequence[Limit] = ()) -> None:
-        self.graph, self.cluster, self.menu = graph, cluster, menu
+        self.cluster, self.menu = cluster, menu
         # The run of each block, and the number of the model's blocks in it, as `blocks=` counts them.
         self.run_of = np.array([n for n, run in enumerate(menu.runs) for _ in run], dtype=int)
         self.has_passes = any(len(block.calls) > 1 for block in graph.blocks)
-        self.traffic = Traffic(graph, cluster, menu)
-        self.cuts = Cuts(graph, menu, self.run_of, limits, self._tails)
+        self.traffic = Traffic(menu)
+        self.cuts = Cuts(menu, self.run_of, limits, self._tails)
         self.overheads = overheads_of(cluster)
         # Of all servers, if devices share them.
         self.cores = shared_cores(cluster, len(cluster.devices)) * cluster.servers

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.cluster import Cluster
-from superscaler.ir.graph import Graph
 from superscaler.ir.model import Op
 from superscaler.materialize.buckets import BUCKET_BYTES
 from superscaler.planner.costs import Cost
@@ -35,9 +33,9 @@ def backward_of(c: Choice) -> float:
 class Traffic:
     """The prices of traffic on a cluster. Equal communication is priced once."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, menu: Menu) -> None:
-        self.graph, self.cluster, self.menu = graph, cluster, menu
-        speeds = check_speeds(cluster).speeds
+    def __init__(self, menu: Menu) -> None:
+        self.menu, self.model, self.cluster = menu, menu.graph.model, menu.cluster
+        speeds = check_speeds(self.cluster).speeds
         self._slowdown = speeds.slowdown if speeds else 1.0
         self._sends: dict[tuple[Way, Way, int], float] = {}
         self._prices: dict[tuple[str, int, int, int, float], float] = {}
@@ -90,7 +88,7 @@ class Traffic:
     @cached_property
     def _largest(self) -> float:
         """Return the bytes of the largest piece of gradients."""
-        return float(max([BUCKET_BYTES, *(t.gradient_bytes for t in self.graph.model.trained_parameters())]))
+        return float(max([BUCKET_BYTES, *(t.gradient_bytes for t in self.model.trained_parameters())]))
 
     @cached_property
     def _outside(self) -> tuple[float, float, float]:
@@ -98,8 +96,8 @@ class Traffic:
         block, those that are read later, and of all. They may be the same weights.
         """
         inside = {op.name for block in chain(*self.menu.runs) for op in block.ops}
-        every = [op for op in self.graph.model.forward_ops if op.name not in inside]
-        before = [*takewhile(lambda op: op.name not in inside, self.graph.model.forward_ops)]
+        every = [op for op in self.model.forward_ops if op.name not in inside]
+        before = [*takewhile(lambda op: op.name not in inside, self.model.forward_ops)]
         return self._read(before), self._read(every[len(before) :]), self._read(every)
 
     @property
@@ -111,7 +109,7 @@ class Traffic:
     def _read(self, ops: Sequence[Op]) -> float:
         """Return the bytes of the gradients of the weights that ops read."""
         names = {o.tensor for op in ops for o in op.inputs}
-        return float(sum(t.gradient_bytes for t in self.graph.model.trained_parameters() if t.name in names))
+        return float(sum(t.gradient_bytes for t in self.model.trained_parameters() if t.name in names))
 
     def send(self, c: Choice, after: Choice) -> float:
         """Return the seconds of the messages of a microbatch from a stage to the next one, which may be cut in another
@@ -130,7 +128,7 @@ class Traffic:
     @cached_property
     def _handed(self) -> float:
         """Return the bytes that a block hands to the next one for a row of the batch."""
-        ends = [self.graph.model.tensors[block.ops[-1].outputs[0].tensor] for run in self.menu.runs for block in run]
+        ends = [self.model.tensors[block.ops[-1].outputs[0].tensor] for run in self.menu.runs for block in run]
         return max((t.nbytes for t in ends), default=0) / self.menu.batch
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.errors import InputError
-from superscaler.ir.graph import Graph
 from superscaler.planner.constraints import Limit
 from superscaler.planner.costs import Costs
 from superscaler.planner.menu import Menu
@@ -34,15 +33,14 @@ class Cuts:
 
     def __init__(
         self,
-        graph: Graph,
         menu: Menu,
         run_of: Ints,
         limits: Sequence[Limit],
         tails: Callable[[Choice, Costs], Sequence[Floats]],
     ) -> None:
         self.tails = tails
-        self.graph, self.menu, self.run_of, self.limits = graph, menu, run_of, limits
-        self.sizes, self.ends = menu.sizes(), outer_ends(graph)
+        self.menu, self.run_of, self.limits = menu, run_of, limits
+        self.sizes, self.ends = menu.sizes(), outer_ends(menu.graph)
         self._known: dict[tuple[Use, int, bool], Bounds] = {}
         self._folded: dict[tuple[Use, int], Folded] = {}
         self._best: dict[Choice, list[int]] = {}
@@ -108,7 +106,7 @@ class Cuts:
 
     def _cut(self, count: int) -> Bounds:
         try:
-            parts = cut_stages(self.graph, count)
+            parts = cut_stages(self.menu.graph, count)
         except InputError:
             return None
         of = {op.name: n for n, block in enumerate(chain(*self.menu.runs)) for op in block.ops}
