@@ -120,7 +120,7 @@ class Second:
         return self._done[job]
 
     def fill(self, name: str, ahead: Callable[[], Iterable[Job]]) -> None:
-        """Give the process jobs of a name that come next. None waits for longer ones."""
+        """Give the process jobs of a name that come next, but none that would wait for longer jobs."""
         self._receive()
         while self._process and len(self._asked) < _ASKED and all(o.name == name or o.is_short for o in self._asked):
             if (other := next((other for other in ahead() if not self.has(other)), None)) is None:

@@ -66,9 +66,9 @@ NONE = Beyond(0.0, 0.0, 0.0, 0.0)
 
 
 class Moment(NamedTuple):
-    """A moment of a device of a pipeline: whether the last stage works, whether gradients are there, for how many
-    microbatches the blocks of each of its stages keep activations until their backward, and for how many between its
-    halves, which is a share of all activations, also of blocks that are recomputed.
+    """A moment of a device of a pipeline: whether the last stage works, and whether gradients are there. `alive`: the
+    microbatches whose activations the blocks of each of its stages keep until their backward. `between`: those between
+    the halves of a backward: blocks keep a share of the activations, recomputed ones too.
     """
 
     is_last: bool

@@ -25,7 +25,7 @@ class Folded(Moves):
     def __init__(self, costs: Costs, run_of: Ints, devices: int, allowed: Allowed, slow: Sequence[int]) -> None:
         super().__init__(costs, run_of, "zbv", devices, allowed)
         self.slow = [*slow]
-        # The seconds of the blocks between two.
+        # The seconds of the blocks from a first one to an end.
         self.inner = np.triu(self.until[None, :] - self.until[:, None]) + np.tril(
             np.full((len(self.until),) * 2, inf), -1
         )
@@ -48,8 +48,8 @@ class Folded(Moves):
         return max(a + b for a, b in zip(stages[: self.devices], stages[: self.devices - 1 : -1], strict=True))
 
     def _reached(self, limit: float) -> list[Floats]:
-        """Return for 0, 1, ... devices the seconds of the blocks between their stages, by the first of these and the
-        end; infinite where they cannot have the others within a limit.
+        """Return for 0, 1, ... devices the seconds of the blocks between their stages, by first block and end: infinite
+        where their stages cannot have all other blocks within a limit.
         """
         found = [np.full(self.inner.shape, inf)]
         found[0][0, -1] = self.inner[0, -1]
