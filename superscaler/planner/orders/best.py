@@ -4,6 +4,7 @@ few microbatches, with a part that repeats.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,7 +15,7 @@ from superscaler.planner.orders import regular
 from superscaler.planner.orders.branch import bound, improved
 from superscaler.planner.orders.lists import Way, listed, moved, repeated
 from superscaler.planner.orders.regular import Lane, rows_of
-from superscaler.planner.orders.works import Rows, Works, finish
+from superscaler.planner.orders.works import Rows, Work, Works, finish
 
 # An order of more activations, or more halves, or that is less regular, is taken below so many times the seconds.
 _WORTH = 0.998
@@ -54,7 +55,24 @@ def best_order(
             best = found
         if _WORTH * best.seconds <= least:
             break
-    return best
+    ended = _in(best.works, _ended(best.works, best.rows)) if best.rows else best
+    return ended if _WORTH * ended.seconds <= best.seconds else best
+
+
+def _ended(works: Works, rows: Rows) -> Rows:
+    """Return an order in which each device does the longer halves for weights before shorter ones, as soon as they are
+    ready: those that it does last have the fewest gradients to send when no work is left.
+    """
+    found = list[list[Work]]()
+    for row in rows:
+        ready, own = Counter[int](), list[Work]()
+        for stage, kind in row:
+            ready[stage] += kind == "I"
+            longest = max(+ready, key=lambda s: works.seconds[s]["W"]) if kind == "W" else stage
+            ready[longest] -= kind == "W"
+            own.append((longest, kind))
+        found.append(own)
+    return found
 
 
 def _few(works: Works) -> int:
