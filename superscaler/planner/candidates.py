@@ -11,7 +11,7 @@ from math import inf
 from typing import TypeVar
 
 from superscaler.planner.estimate import Estimate, Estimator
-from superscaler.planner.own.stages import Fits, OwnStages
+from superscaler.planner.own.stages import Fits, OwnStages, fitting, is_free
 from superscaler.planner.space import BY_SEQUENCE, DECISIONS, SPLIT, Choice
 from superscaler.planner.whole.programs import Found
 from superscaler.simulate.prediction import Prediction
@@ -26,6 +26,9 @@ _TRUST = 0.25
 _VARIED = 1.15
 # So many of a family are compiled whole to find its best one.
 _TRIED = 3
+# Estimates of bytes above so many times those of a device are not near it: no other stages, nor corrections, make them
+# fit.
+FAR = 1.5
 Ranked = TypeVar("Ranked", bound=Estimate | Found)
 
 
@@ -70,6 +73,16 @@ class Candidates:
                     limit = min(limit, e.a_row) if fits(e) else limit
         menu.look(())
         self.waiting = [c for c in self.waiting if c not in self.found]
+        # Where the fastest stages of a plan do not fit, others may.
+        for e in sorted(filter(None, self.found.values()), key=lambda e: e.a_row):
+            is_near = e.bound < NEAR * limit * e.choice.batch and e.peak <= FAR * self.room
+            plan = replace(e.choice, blocks=())
+            is_tried = is_free(plan) and is_near and not fits(e)
+            other = fitting(self.estimator, [plan], self.room, fits) if is_tried else None
+            if other and other.choice not in self.found:
+                self.found[other.choice] = other
+                new.append(other)
+                limit = min(limit, other.a_row)
         # Stages of their own are worth the time where they are better than those of all plans that are known to fit.
         best = min((e.a_row for e in self.found.values() if e and fits(e)), default=inf)
         for e in self.own.better(limit, fits):
@@ -159,11 +172,14 @@ class Errors:
 
     def __init__(self) -> None:
         self.known: dict[Choice, list[tuple[float, float]]] = {}
+        # Of plans that differ in their stages only.
+        self.same: dict[Choice, tuple[float, float]] = {}
         self.refused: set[Choice] = set()
 
     def learn(self, e: Estimate, p: Prediction) -> None:
         found = p.step_seconds / e.seconds, p.fullest.peak_bytes / e.peak
         self.known.setdefault(kind_of(e.choice), []).append(found)
+        self.same[replace(e.choice, blocks=())] = found
 
     def refuse(self, choice: Choice, waiting: dict[Choice, Estimate]) -> None:
         """Note a plan that does not hold; remove all of its kind if it is the second, and none has held."""
@@ -180,7 +196,9 @@ class Errors:
         if whole is not None:
             return e._replace(seconds=whole.step_seconds, peak=float(whole.fullest.peak_bytes))
         own = self.known.get(kind_of(e.choice), ())
-        time, room = ((_TRUST + sum(pair[k] for pair in own)) / (_TRUST + len(own)) for k in (0, 1))
+        time, room = self.same.get(replace(e.choice, blocks=())) or (
+            (_TRUST + sum(pair[k] for pair in own)) / (_TRUST + len(own)) for k in (0, 1)
+        )
         return e._replace(seconds=e.seconds * time, peak=e.peak * room)
 
 

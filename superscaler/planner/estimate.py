@@ -57,13 +57,15 @@ class Estimator:
         # Of all servers, if devices share them.
         self.cores = shared_cores(cluster, len(cluster.devices)) * cluster.servers
 
-    def of(self, choice: Choice, limit: float = inf) -> Estimate | None:
+    def of(self, choice: Choice, limit: float = inf, pace: float = 1.0) -> Estimate | None:
         """Return the estimate of a plan with its best stages; None if the model does not allow it. Where none could
-        take less than `limit` seconds a row, they are those whose slowest device is fastest.
+        take less than `limit` seconds a row, they are those whose slowest device is fastest. `pace`: the seconds of
+        work in those that are known.
         """
         costs, least = self.menu.costs(choice.use), self.cuts.least(choice)
         if costs is None or least is None:
             return None
+        costs = costs.faster(pace)
         other = self.with_stages(choice, [costs] * (len(least) - 1), least)
         bounds = self.cuts.best(choice) if other.bound < limit * choice.batch else least
         if bounds is None or bounds == least:
@@ -182,7 +184,7 @@ class Estimator:
         """
         return self.update(c, stage) + self.traffic.exposed(c, stage) + stage.once
 
-    def _of_device(self, c: Choice, stages: Sequence[Cost], device: int) -> Sequence[Cost]:
+    def of_device(self, c: Choice, stages: Sequence[Cost], device: int) -> Sequence[Cost]:
         """Return the stages of a device of the pipeline."""
         if c.schedule == "zbv":
             return stages[device], stages[2 * c.pp - 1 - device]
@@ -206,7 +208,7 @@ class Estimator:
         """Return the seconds in which the slowest device works, or waits for the others, and those after these in which
         a device of a V still works. `rest`: the seconds of what is outside of the blocks.
         """
-        own = [self._of_device(c, stages, device) for device in range(c.pp)]
+        own = [self.of_device(c, stages, device) for device in range(c.pp)]
         devices = [reduce(lambda a, b: a.plus(b, 1), some) for some in own]
         works = [float(device.turn) / c.directions for device in devices]
         slowest, total = max(works), sum(works)
@@ -250,7 +252,7 @@ class Estimator:
         """Return the bytes of a device of the pipeline at its peak: while it has most activations, at the end of its
         last backward, or in the update.
         """
-        own, beyond, shards = self._of_device(c, stages, device), costs.beyond, c.dp if c.zero else 1
+        own, beyond, shards = self.of_device(c, stages, device), costs.beyond, c.dp if c.zero else 1
         weights = sum(stage.weights for stage in own) * (1 + 1 / shards if c.zero == 1 else 1 / shards)
         rest = weights + (sum(stage.optimizer for stage in own) / shards if c.swap == "none" else 0.0)
         gradients = sum(stage.gradients for stage in own) / (c.dp if c.zero == 3 else 1)

@@ -14,17 +14,17 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.launch.second import Second
 from superscaler.planner import WORK
-from superscaler.planner.candidates import NEAR, Candidates, Errors, finalists, kind_of, next_finalist
+from superscaler.planner.bounds import ALMOST, least_of
+from superscaler.planner.candidates import FAR, NEAR, Candidates, Errors, finalists, kind_of, next_finalist
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.kinds import has_own
 from superscaler.planner.menu import Menu
-from superscaler.planner.own.stages import CLOSE, Fits, even, least_beside
+from superscaler.planner.own.stages import CLOSE, Fits, even
 from superscaler.planner.space import Choice, choices, undivided
 from superscaler.planner.whole.improve import Improved, improve
 from superscaler.planner.whole.programs import Found, Programs
 from superscaler.simulate.predict import check_system
-from superscaler.simulate.prediction import Prediction
 from superscaler.simulate.system import PLAIN, System
 from superscaler.specs.arguments import checked
 from superscaler.specs.sizes import duration, size
@@ -33,9 +33,6 @@ from superscaler.specs.sizes import duration, size
 MOST, _LEAST = 25, 3
 # The most whole plans by which a bound is raised.
 _PROOFS = 4
-# Estimates of bytes that are compiled whole, in those of a device: to find a plan that fits, and to see how far the
-# least is from that.
-_ALMOST, _FAR = 1.04, 1.5
 
 
 @dataclass(frozen=True)
@@ -142,19 +139,21 @@ def _found(
         return could and e.choice not in programs.refused
 
     try:
-        while (new := candidates.more(_best(found), fits)) and not (found and is_late()):
-            menu.keep()
-            waiting |= {e.choice: e for e in new}
-            note(f"{len(new)} plans estimated; compiling the best")
-            programs.spare = partial(next, candidates.compare(fits), False)
-            for whole in _whole_plans(waiting, room, errors, programs):
-                note(_line(whole))
-                if is_late():
-                    break
-            programs.certify_ahead()
-        for whole in _proofs(waiting, room, programs, fits) if not is_late() else ():
-            note(_line(whole))
-            if is_late():
+        proofs = _proofs(waiting, room, errors, programs, fits)
+        while not (found and is_late()):
+            if new := candidates.more(_best(found), fits):
+                menu.keep()
+                waiting |= {e.choice: e for e in new}
+                note(f"{len(new)} plans estimated; compiling the best")
+                programs.spare = partial(next, candidates.compare(fits), False)
+                for whole in _whole_plans(waiting, room, errors, programs):
+                    note(_line(whole))
+                    if is_late():
+                        break
+                programs.certify_ahead()
+            elif proof := next(proofs, None):
+                note(_line(proof))
+            else:
                 break
         for whole in _measured_plans(waiting, room, errors, programs, measured):
             note(_line(whole))
@@ -219,31 +218,20 @@ def _answer(
     estimated for the reasons only: what saves memory is no faster than the plainer plan, which fits.
     """
     programs.certify()
-    found, room, left_out = programs.found, candidates.room, programs.refused.union(e.choice for e in beside)
+    found, left_out = programs.found, programs.refused.union(e.choice for e in beside)
     estimates = [e for e in candidates.found.values() if e and e.choice not in left_out]
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
+    least = [candidates.least(fits, found[0].a_row), *least_of(estimates, programs, candidates)]
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
-    least = [_least(e, programs.prediction(e.choice), room, candidates.estimator) for e in estimates]
-    bound = min(candidates.least(fits, found[0].a_row), *least)
+        least.append(ordered.bound / found[0].choice.batch)
     corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
-    return Answer(found, bound * found[0].choice.batch, corrected, [*candidates.slower(fits)])
+    return Answer(found, min(least) * found[0].choice.batch, corrected, [*candidates.slower(fits)])
 
 
 def _is_late(end: float) -> bool:
     return time.monotonic() > end
-
-
-def _least(e: Estimate, whole: Prediction | None, room: float, estimator: Estimator) -> float:
-    """Return the least seconds of a row of the batch: those of the whole plan, if its stages have no other blocks; if
-    it does not fit, of those that could.
-    """
-    if whole is not None and not e.choice.blocks:
-        return whole.step_seconds / e.choice.batch if whole.fits else inf
-    if whole is not None and not whole.fits:
-        return least_beside(estimator, e, whole.fullest.peak_bytes, room) / e.choice.batch
-    return e.bound / e.choice.batch if e.peak <= _ALMOST * room else inf
 
 
 def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, programs: Programs) -> Iterator[Found]:
@@ -254,14 +242,14 @@ def _whole_plans(waiting: dict[Choice, Estimate], room: float, errors: Errors, p
 
     def rank(e: Estimate) -> tuple[bool, bool, float]:
         """Those that fit come first, the fastest first; of others one of each kind, by their bytes."""
-        is_over = e.peak > _ALMOST * room
+        is_over = e.peak > ALMOST * room
         return is_over, is_over and kind_of(e.choice) in errors.known, e.peak if is_over else e.a_row
 
     def is_worth(e: Estimate, count: int) -> bool:
         """Return whether a plan is compiled after so many others."""
         is_over, is_known, _ = rank(e)
         best = _best(programs.found)
-        is_hopeless = is_over and (is_known or best < inf or e.peak > _FAR * room)
+        is_hopeless = is_over and (is_known or best < inf or e.peak > FAR * room)
         return count < _LEAST or not (is_hopeless or e.a_row > NEAR * best)
 
     for count in range(len(programs.found), MOST):
@@ -291,13 +279,15 @@ def _ahead(ranked: Sequence[Estimate], is_worth: Callable[[Estimate, int], bool]
     return (e.choice for n, e in enumerate(others, count + 1) if is_worth(e, n))
 
 
-def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs, fits: Fits) -> Iterator[Found]:
+def _proofs(
+    waiting: dict[Choice, Estimate], room: float, errors: Errors, programs: Programs, fits: Fits
+) -> Iterator[Found]:
     """Yield plans that are compiled whole since nothing else says that they are not far better than the best: those of
     the lowest bounds, until these are close to the best step, or belong to a plan that fits, whose stages could be
     faster with other blocks.
     """
     for _ in range(min(_PROOFS, MOST - len(programs.found))):
-        others = (e for e in waiting.values() if e.peak <= _ALMOST * room)
+        others = (e for e in waiting.values() if e.peak <= ALMOST * room)
         low = min(others, key=lambda e: e.bound / e.choice.batch, default=None)
         if low is None or low.bound / low.choice.batch >= CLOSE * _best(programs.found):
             return
@@ -305,6 +295,7 @@ def _proofs(waiting: dict[Choice, Estimate], room: float, programs: Programs, fi
             return
         del waiting[low.choice]
         if whole := programs.compiled(low.choice):
+            errors.learn(low, whole.prediction)
             yield whole
 
 
@@ -313,7 +304,7 @@ def _measured_plans(
 ) -> Iterator[Found]:
     """Yield plans that are compiled whole since so many are measured: those that are not among the best, either."""
     for _ in range(MOST if count and programs.found and programs.found[0].prediction.fits else 0):
-        others = [e for e in map(errors.corrected, waiting.values()) if e.peak <= _ALMOST * room]
+        others = [e for e in map(errors.corrected, waiting.values()) if e.peak <= ALMOST * room]
         some: list[Found | Estimate] = [*(f for f in programs.found if f.prediction.fits), *others]
         choice = next_finalist(sorted(some, key=lambda one: one.a_row), count)
         if choice is None:

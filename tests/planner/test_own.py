@@ -4,24 +4,28 @@ import random
 from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise, product
 from math import inf
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Send
+from superscaler.planner.bounds import least_beside
 from superscaler.planner.constraints import Constraint, Limit, left, read
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.estimate import Estimator
 from superscaler.planner.memory import Beyond
 from superscaler.planner.menu import Menu
 from superscaler.planner.own.chains import Chain, Ways
-from superscaler.planner.own.stages import OwnStages, least_beside
+from superscaler.planner.own.stages import OwnStages
 from superscaler.planner.search import search
 from superscaler.planner.space import Choice, Own, Use, choices
 from superscaler.planner.traffic import meetings
 from superscaler.plans import resolve
 from superscaler.simulate.memory import NO_OVERHEADS
+from superscaler.simulate.prediction import Prediction
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import few, slow
 
@@ -109,7 +113,8 @@ def test_a_plan_that_does_not_fit_is_bound_by_those_of_other_blocks(schedule: st
     every = [found.with_stages(choice, [costs] * 2, (0, n, 5)) for n in range(6)]
     best = min(every, key=lambda e: e.bound)
     room = 1e9
-    least = least_beside(found, best, 1.05 * room, room)
+    whole = cast(Prediction, SimpleNamespace(fullest=SimpleNamespace(peak_bytes=1.05 * room)))
+    least = least_beside(found, best, whole, room)
     others = [e.bound for e in every if e.peak * 1.05 * room / best.peak <= room]
     assert others
     assert best.bound < 0.97 * least

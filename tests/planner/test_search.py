@@ -16,7 +16,7 @@ import pytest
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.planner import menu as menus
-from superscaler.planner.candidates import finalists, next_finalist
+from superscaler.planner.candidates import Errors, finalists, next_finalist
 from superscaler.planner.constraints import NUMBERS, WORDS, left, read
 from superscaler.planner.estimate import Estimate
 from superscaler.planner.kinds import reduced, runs
@@ -267,12 +267,12 @@ def test_plans_of_low_bounds_are_compiled_whole(bounds: list[float], compiled: l
             return one
 
     known, found = dict(waiting), Compiled(graph_of(GPT), ss.Cluster.parse("a100:1x2"), None, PLAIN, found=[one])
-    assert len(list(_proofs(waiting, inf, found, lambda e: True))) == len(compiled)
+    assert len(list(_proofs(waiting, inf, Errors(), found, lambda e: True))) == len(compiled)
     assert tried == compiled
     other = _estimate(0.5, pp=2, blocks=(2, 2))
     known[other.choice] = other
-    assert not list(_proofs({**known}, inf, found, lambda e: True))
-    assert len(list(_proofs({other.choice: other}, inf, found, lambda e: False))) == 1
+    assert not list(_proofs({**known}, inf, Errors(), found, lambda e: True))
+    assert len(list(_proofs({other.choice: other}, inf, Errors(), found, lambda e: False))) == 1
 
 
 def test_the_plans_to_measure_are_of_several_families() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import inf
-
-import numpy as np
 
 from superscaler.groups import collect
 from superscaler.planner.estimate import Estimate, Estimator
@@ -32,7 +29,7 @@ class OwnStages:
 
     def __init__(self, estimator: Estimator, space: Iterable[Choice], layout: str, most: int, room: float) -> None:
         self.estimator, self.room = estimator, room
-        plain = (c for c in space if c.pp > 1 and _is_chain(c) and c.zero < 2 and c.recompute in _OWN)
+        plain = (c for c in space if is_free(c) and c.zero < 2 and c.recompute in _OWN)
         own = (c for c in plain if c.loss == "whole" and c.swap == "none" and c.tp <= most)
         self.groups = collect((_group(c), c) for c in own if c.layout == (layout if c.tp > 1 else "tensor"))
         self._given: dict[tuple[Choice, ...], Estimate | None] = {}
@@ -47,9 +44,7 @@ class OwnStages:
             is_done = known in self._given and ((last := self._given[known]) is None or fits(last))
             if len(known) < 2 or is_done or Ways(self.estimator, known).least >= limit * known[0].batch:
                 continue
-            ways = (Ways(self.estimator, known, share * self.room) for share in _SHARES)
-            found = (own.estimate(chain) for own in ways if (chain := own.chain()))
-            if e := next(filter(fits, found), None):
+            if e := fitting(self.estimator, known, self.room, fits):
                 yield e
             self._given[known] = e
 
@@ -75,29 +70,28 @@ class OwnStages:
         return limit
 
 
-def least_beside(estimator: Estimator, e: Estimate, peak: float, room: float) -> float:
-    """Return the least seconds of a plan of other blocks than those of an estimate, whose bytes are `peak` when it is
-    compiled whole, above the `room` of a device: the bytes of all have the same error.
+def is_free(c: Choice) -> bool:
+    """Return whether stages with any blocks are chains: fewer microbatches do not fill the idle time of ZB-H1."""
+    return c.pp > 1 and not c.own and c.schedule in _SCHEDULES and (c.schedule == "1f1b" or c.microbatches >= c.pp)
+
+
+def fitting(estimator: Estimator, plans: Sequence[Choice], room: float, fits: Fits) -> Estimate | None:
+    """Return the estimate of the best stages that fit, each with the cuts and the recomputation of one of some plans;
+    None if none do.
     """
-    if e.choice.own or not _is_chain(e.choice):
-        return e.bound
-    plain = replace(e.choice, blocks=())
-    return max(e.bound, Ways(estimator, [plain], room * e.peak / peak, is_bound=True).bound())
+    every = (Ways(estimator, plans, share * room) for share in _SHARES)
+    found = (ways.estimate(chain) for ways in every if (chain := ways.chain()))
+    return next(filter(fits, found), None)
 
 
 def even(estimator: Estimator, c: Choice) -> list[float]:
     """Return the seconds that each stage of a plan takes longer with equal FLOPs in all; none if not known."""
-    costs, blocks = estimator.menu.costs(c.use), np.cumsum([0, *estimator.cuts.sizes])
-    own, even = np.searchsorted(blocks, np.cumsum([0, *c.blocks])).tolist(), estimator.cuts.even(c.stages)
+    costs, even = estimator.menu.costs(c.use), estimator.cuts.even(c.stages)
     if costs is None or even is None:
         return []
-    pairs = zip(*(estimator.stage_costs(c, [costs] * c.stages, bounds) for bounds in (even, own)), strict=True)
+    both = even, estimator.cuts.of(c)
+    pairs = zip(*(estimator.stage_costs(c, [costs] * c.stages, bounds) for bounds in both), strict=True)
     return [a.seconds - b.seconds for a, b in pairs]
-
-
-def _is_chain(c: Choice) -> bool:
-    """Return whether chains have the schedule of a plan. Fewer microbatches do not fill the idle time of ZB-H1."""
-    return c.schedule == "1f1b" or (c.schedule == "zb_h1" and c.microbatches >= c.pp)
 
 
 def _group(c: Choice) -> tuple[object, ...]:

@@ -63,6 +63,11 @@ class Cuts:
         found = self._balanced(c)
         return self._of_v(c, found).least if found is not None and c.schedule == "zbv" else found
 
+    def of(self, c: Choice) -> list[int]:
+        """Return the stages of a plan that says how many blocks each has."""
+        found: list[int] = np.searchsorted(np.cumsum([0, *self.sizes]), np.cumsum([0, *c.blocks])).tolist()
+        return found
+
     def _moves(self, c: Choice) -> Moves:
         costs = self.menu.costs(c.use)
         assert costs is not None
