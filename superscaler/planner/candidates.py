@@ -46,6 +46,7 @@ class Candidates:
         self.estimator, self.tensor, self.per_server, self.room = estimator, tensor, per_server, room
         self.waiting = sorted(space, key=lambda c: (c.tp > per_server, c.savings, self._is_other(c)))
         self.found: dict[Choice, Estimate | None] = {}
+        self.errors = Errors()
         self.own = OwnStages(estimator, space, tensor, per_server, room)
 
     def more(self, limit: float, fits: Fits) -> list[Estimate]:
@@ -76,9 +77,10 @@ class Candidates:
         # Where the fastest stages of a plan do not fit, others may.
         for e in sorted(filter(None, self.found.values()), key=lambda e: e.a_row):
             is_near = e.bound < NEAR * limit * e.choice.batch and e.peak <= FAR * self.room
-            plan = replace(e.choice, blocks=())
-            is_tried = is_free(plan) and is_near and not fits(e)
-            other = fitting(self.estimator, [plan], self.room, fits) if is_tried else None
+            if not is_near or not is_free(plan := replace(e.choice, blocks=())) or fits(e):
+                continue
+            room = self.room * e.peak / self.errors.corrected(e).peak
+            other = fitting(self.estimator, [plan], [room], fits)
             if other and other.choice not in self.found:
                 self.found[other.choice] = other
                 new.append(other)

@@ -130,8 +130,9 @@ class Menu:
         of smaller groups, and of what saves no memory. None if nothing is known.
         """
         if use not in self._least:
-            known = self.known(use)
-            self._least[use] = self._below(use) if known is None and use not in self._known else known
+            lower = None if use in self._known else self._below(use)
+            # Costs at hand may be known now.
+            self._least[use] = self._known.get(use, lower)
         return self._least[use]
 
     def _below(self, use: Use) -> Costs | None:

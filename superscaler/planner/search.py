@@ -131,7 +131,7 @@ def _found(
 ) -> Answer:
     """Return the best plans of the candidates; see `search`."""
     found, waiting, ordered, beside = programs.found, dict[Choice, Estimate](), None, list[Estimate]()
-    menu, room, errors = candidates.estimator.menu, candidates.room, Errors()
+    menu, room, errors = candidates.estimator.menu, candidates.room, candidates.errors
 
     def fits(e: Estimate) -> bool:
         whole = programs.prediction(e.choice)
@@ -175,7 +175,7 @@ def _found(
         cluster = programs.cluster
         raise InputError(f"no plan of the space holds for this model on {cluster}; superscaler plans lists others.")
     note("certifying the best plan")
-    return _answer(programs, candidates, errors, fits, ordered, beside)
+    return _answer(programs, candidates, fits, ordered, beside)
 
 
 def _space(estimator: Estimator, batches: Sequence[int], layouts: Sequence[str]) -> list[Choice]:
@@ -209,7 +209,6 @@ def _uncut(menu: Menu, space: list[Choice], per_server: int, constraints: Sequen
 def _answer(
     programs: Programs,
     candidates: Candidates,
-    errors: Errors,
     fits: Fits,
     ordered: Improved | None,
     beside: Sequence[Estimate],
@@ -226,7 +225,7 @@ def _answer(
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))
         least.append(ordered.bound / found[0].choice.batch)
-    corrected = [errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
+    corrected = [candidates.errors.corrected(e, programs.prediction(e.choice)) for e in (*estimates, *beside)]
     return Answer(found, min(least) * found[0].choice.batch, corrected, [*candidates.slower(fits)])
 
 

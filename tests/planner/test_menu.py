@@ -92,3 +92,12 @@ def test_the_least_costs_of_a_use_are_below_its_own(layout: str) -> None:
     assert least[2, 16] == pytest.approx(0.85 * (few + 5 * (many - few)))
     for way, low in least.items():
         assert 0.4 * (own := seconds(*way)) < low < own, way
+
+
+def test_the_least_costs_of_a_use_that_was_measured_before_are_its_own() -> None:
+    """As in a second search, which reads the costs of few and of many rows from the disk."""
+    menu, again, use = menu_of(GPT, "a100:1x2"), menu_of(GPT, "a100:1x2"), Use(2, "sequence", "none", "whole", 1)
+    costs = menu.costs(use)
+    again._measured |= menu._measured
+    assert again.known(use) is None
+    assert again.least(use) == costs is not None

@@ -19,10 +19,10 @@ from superscaler.planner.constraints import left, read
 from superscaler.planner.estimate import Estimator
 from superscaler.planner.kinds import of_batch
 from superscaler.planner.menu import Menu
-from superscaler.planner.orders.best import best_order
+from superscaler.planner.orders.best import _ended, best_order
 from superscaler.planner.orders.branch import bound, improved
 from superscaler.planner.orders.lists import Way, listed
-from superscaler.planner.orders.measured import measured
+from superscaler.planner.orders.measured import MANY, measured, rows_of
 from superscaler.planner.orders.works import Rows, Works, finish, kept_by
 from superscaler.planner.own.stages import even
 from superscaler.planner.reasons import reasons
@@ -201,6 +201,25 @@ def test_works_take_the_seconds_of_the_simulated_step(plan: str, rows: Rows) -> 
     ]
     step = finish(replace(works, split=halved), order)
     assert step == pytest.approx(found.prediction.step_seconds, rel=0.005)
+
+
+def test_the_last_halves_of_a_device_have_the_fewest_gradients_to_send() -> None:
+    """Works end as before, and the simulated step is shorter: the network sends gradients beside the other halves."""
+    graph, cluster, stages = graph_of(GPT), ss.Cluster.parse("a100:4x1"), range(4)
+    choice = Choice(2, 1, 2, 1, 4, schedule="zbv", chunks=2, blocks=(1, 1, 3, 3))
+    rows = rows_of(choice, frozenset(stages))
+    found = simulate(compile_graph(graph, resolve(choice.spec), cluster, certified=False).program, cluster)
+    known = measured(found, rows)
+    assert known is not None
+    works = replace(known, split=frozenset(stages), rooms=(MANY, MANY))
+    late = [sorted(row, key=lambda work: work[0] if work[1] == "W" else -1) for row in rows]
+    ended = _ended(works, late)
+    assert finish(works, ended) == finish(works, late)
+    short, long = (
+        ss.compile(graph, replace(choice, schedule="ordered", order=print_order(order)).spec, cluster).simulate()
+        for order in (ended, late)
+    )
+    assert short.step_seconds < 0.99 * long.step_seconds
 
 
 def test_a_stage_without_second_halves_has_whole_backwards() -> None:

@@ -30,6 +30,8 @@ from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import few, slow
 
 GPT = "gpt2:size=tiny,layers=5,batch=8"
+# A model whose head is as long as some blocks, so that stages are uneven.
+HEAVY = "gpt2:layers=5,hidden=1024,heads=16,seq=256,vocab=16384,batch=8,device=meta"
 
 
 class Drawn(Menu):
@@ -119,6 +121,20 @@ def test_a_plan_that_does_not_fit_is_bound_by_those_of_other_blocks(schedule: st
     assert others
     assert best.bound < 0.97 * least
     assert least <= min(others) * (1 + 1e-12)
+
+
+def test_a_plan_whose_fastest_stages_do_not_fit_has_the_best_that_do() -> None:
+    """Beside all numbers of blocks, compiled whole."""
+    graph, where = graph_of(HEAVY), "pp = 2, rows = 1, schedule = 1f1b, no recompute, no swap, no chunked, no co_shard"
+    every = [ss.compile(graph, f"hybrid:pp=2,microbatches=8,blocks={n}+{5 - n}", "a100:1x2") for n in (1, 2, 3, 4)]
+    memory = 2_290_000_000
+    steps = {fits: [p.step_seconds for p in found if p.fits is fits] for fits in (False, True)
+             for found in [[plan.simulate(memory) for plan in every]]}  # fmt: skip
+    assert min(steps[False]) < 0.9 * min(steps[True])
+    answer = search(graph, "a100:1x2", memory, where=where)
+    assert answer.best.prediction.fits
+    assert answer.best.prediction.step_seconds == min(steps[True])
+    assert 0.95 * min(steps[True]) <= answer.bound <= min(steps[True])
 
 
 def test_the_least_seconds_of_a_plan_are_below_its_bound() -> None:

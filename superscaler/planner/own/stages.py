@@ -44,7 +44,7 @@ class OwnStages:
             is_done = known in self._given and ((last := self._given[known]) is None or fits(last))
             if len(known) < 2 or is_done or Ways(self.estimator, known).least >= limit * known[0].batch:
                 continue
-            if e := fitting(self.estimator, known, self.room, fits):
+            if e := fitting(self.estimator, known, (share * self.room for share in _SHARES), fits):
                 yield e
             self._given[known] = e
 
@@ -63,7 +63,8 @@ class OwnStages:
 
     def least(self, limit: float) -> float:
         """Return the least seconds a row of any of these plans, or `limit`."""
-        for group in self.groups.values():
+        # Of one way, the plan with equal stages has an estimate.
+        for group in (some for some in self.groups.values() if len(some) > 1):
             ways = Ways(self.estimator, group, _ALMOST * self.room, is_bound=True)
             if ways.least < limit * group[0].batch:
                 limit = min(limit, ways.bound() / group[0].batch)
@@ -75,11 +76,11 @@ def is_free(c: Choice) -> bool:
     return c.pp > 1 and not c.own and c.schedule in _SCHEDULES and (c.schedule == "1f1b" or c.microbatches >= c.pp)
 
 
-def fitting(estimator: Estimator, plans: Sequence[Choice], room: float, fits: Fits) -> Estimate | None:
+def fitting(estimator: Estimator, plans: Sequence[Choice], rooms: Iterable[float], fits: Fits) -> Estimate | None:
     """Return the estimate of the best stages that fit, each with the cuts and the recomputation of one of some plans;
-    None if none do.
+    None if none do. `rooms`: bytes of a device, of which the first are taken.
     """
-    every = (Ways(estimator, plans, share * room) for share in _SHARES)
+    every = (Ways(estimator, plans, room) for room in rooms)
     found = (ways.estimate(chain) for ways in every if (chain := ways.chain()))
     return next(filter(fits, found), None)
 
