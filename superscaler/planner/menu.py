@@ -130,7 +130,8 @@ class Menu:
         of smaller groups, and of what saves no memory. None if nothing is known.
         """
         if use not in self._least:
-            lower = None if use in self._known else self._below(use)
+            known = self.known(use)
+            lower = self._below(use) if known is None and use not in self._known else known
             # Costs at hand may be known now.
             self._least[use] = self._known.get(use, lower)
         return self._least[use]

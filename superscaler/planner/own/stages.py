@@ -73,7 +73,8 @@ class OwnStages:
 
 def is_free(c: Choice) -> bool:
     """Return whether stages with any blocks are chains: fewer microbatches do not fill the idle time of ZB-H1."""
-    return c.pp > 1 and not c.own and c.schedule in _SCHEDULES and (c.schedule == "1f1b" or c.microbatches >= c.pp)
+    is_full = c.schedule == "1f1b" or (c.schedule == "zb_h1" and c.microbatches >= c.pp)
+    return c.pp > 1 and not c.own and is_full
 
 
 def fitting(estimator: Estimator, plans: Sequence[Choice], rooms: Iterable[float], fits: Fits) -> Estimate | None:
