@@ -546,6 +546,13 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "and (0.0,) * self.devices", "planner/test_stages"),
     ("norms in halves are those of a GPU", "\"bmm\", \"addmm\",", "\"bmm\", \"native_layer_norm\", \"addmm\",",
      "simulate/test_made"),
+    ("stages that fit have the errors of none", "room = self.room * e.peak / self.errors.corrected(e).peak",
+     "room = self.room", "planner/test_own"),
+    ("a V of other blocks has the estimated works", "pace=_pace(estimator, e.choice, whole)", "pace=1.0",
+     "planner/test_own"),
+    ("a device ends with the halves of the most gradients", "longest = max(+ready, key=",
+     "longest = min(+ready, key=", "planner/test_orders"),
+    ("least costs of a use at hand are those of others", "self._known.get(use, lower)", "lower", "planner/test_menu"),
 )]  # fmt: skip
 
 

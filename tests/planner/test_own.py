@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, product
 from math import inf
 from types import SimpleNamespace
@@ -135,6 +136,25 @@ def test_a_plan_whose_fastest_stages_do_not_fit_has_the_best_that_do() -> None:
     assert answer.best.prediction.fits
     assert answer.best.prediction.step_seconds == min(steps[True])
     assert 0.95 * min(steps[True]) <= answer.bound <= min(steps[True])
+
+
+def test_a_v_of_other_blocks_has_works_that_take_as_long_as_those_of_a_whole_plan() -> None:
+    """Its bound is below the steps of all, and grows with the works that take longest beside their estimate."""
+    graph, cluster, choice = (
+        graph_of(HEAVY),
+        ss.Cluster.parse("a100:1x2"),
+        Choice(1, 1, 2, 1, 8, schedule="zbv", chunks=2),
+    )
+    found = Estimator(graph, cluster, Menu(graph, cluster))
+    e = found.of(choice)
+    assert e is not None
+    some = {e.choice.blocks, (2, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 0), (1, 1, 3, 0)}
+    wholes = {n: ss.compile(graph, replace(choice, blocks=n).spec, cluster).simulate() for n in some}
+    whole = wholes[e.choice.blocks]
+    least = least_beside(found, e, whole, inf)
+    assert 0.9 * whole.step_seconds < least <= min(p.step_seconds for p in wholes.values())
+    slow = [replace(times, compute=more * times.compute) for more, times in zip((2, 1.1), whole.devices, strict=True)]
+    assert 1.05 * least < least_beside(found, e, replace(whole, devices=slow), inf) < 1.15 * least
 
 
 def test_the_least_seconds_of_a_plan_are_below_its_bound() -> None:
