@@ -6,8 +6,8 @@ Each row of the table replaces a text that occurs exactly once in `superscaler/`
 fail. Every bug is made in a temporary copy of the tree, where only these files run. Prints a line for each, and exits
 with 1 if a bug is not found. A word stands for the rows that change a file with the word in its path. `--record` puts
 each line, with its day, in the place of the one that `benchmarks/results/mutations.txt` has of the bug. A text that is
-missing or occurs twice, a test file that does not exist, and tests that fail without any bug are errors, so that the
-table cannot rot in silence; `--check` looks for the first two only.
+missing or occurs twice, a bug that is no Python, a test file that does not exist, and tests that fail without any bug
+are errors, so that the table cannot rot in silence; `--check` looks for all but the last.
 """
 
 from __future__ import annotations
@@ -310,8 +310,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "(add, pair) for pair in zip(terms, terms, strict=True)]", "runtime/test_compiled"),
     ("each step is compiled again", "        if key not in self._made:", "        if True:", "runtime/test_compiled"),
     ("eager draws the others", "u < (x if p is None else p)", "u > (x if p is None else p)", "verify/test_eager"),
-    ("layers with two names keep the weights of verify", "places, args, dict(kwargs or {}), tie_weights=False)",
-     "tensors, args, dict(kwargs or {}))", "verify/test_eager"),
+    ("layers with two names keep the weights of verify", "untouched(self.call.module),\n                default,",
+     "default,", "verify/test_eager"),
     ("floats of integers are float32 in plans in float64", "default_dtype(torch.float64):\n            results =",
      "default_dtype(torch.float32):\n            results =", "verify/test_eager"),
     ("numbers in the dtype of a tensor are in float64", "if is_fill or not any(", "if not any(", "verify/test_eager"),
@@ -456,7 +456,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "is_wrong, is_there = is_there == i.to_host, False", "certify/test_storage certify/test_rounds"),
     ("kept weights are regathered in silence", "    check_regathers(attempt.flow, schedule.segments)\n", "",
      "integration/test_regather"),
-    ("gradients live until all are in their sums", "    del found\n", "", "plans/test_memory"),
+    ("gradients live until all are in their sums", "        del found\n", "", "plans/test_memory"),
     ("a result that others read is left out", "is_unread &= self.unread.issuperset(o.tensor for o in op.outputs)",
      "is_unread &= bool(op.origin)", "integration/test_recompute"),
     ("a schedule's momentum is not saved", 'more |= {"options": kept} if any(kept) else {}', "",
@@ -605,7 +605,7 @@ def bug_of(line: str) -> str:
 
 
 def check() -> list[Path]:
-    """Return the file of each text. Raises SystemExit for texts that are not there once, and for missing tests."""
+    """Return the file of each text. Raises SystemExit for what `--check` looks for."""
     files = {file: file.read_text() for file in sorted((ROOT / "superscaler").rglob("*.py"))}
     places = []
     for number, mutation in enumerate(MUTATIONS, 1):
@@ -614,6 +614,10 @@ def check() -> list[Path]:
             raise SystemExit(f"mutation {number} ({mutation.bug}): {mutation.old!r} is there {len(found)} times.")
         if missing := [name for name in paths(mutation) if not (ROOT / name).is_file()]:
             raise SystemExit(f"mutation {number} ({mutation.bug}): there is no {missing[0]}; mend the table.")
+        try:
+            compile(files[found[0]].replace(mutation.old, mutation.new), str(found[0]), "exec")
+        except SyntaxError as error:
+            raise SystemExit(f"mutation {number} ({mutation.bug}) is no Python: {error}") from None
         places += found
     return places
 

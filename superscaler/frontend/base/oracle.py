@@ -105,17 +105,9 @@ def call_with(
 ) -> Any:
     """Call a module with other parameters and buffers, by name; `tensors` then has those that it ended with.
 
-    Each is put in all of its places, and in each place once: torch would leave it in a submodule with two names.
+    In a block that leaves the module `untouched`: torch leaves its tensors in a submodule with two names.
     """
-    own = [*module.named_parameters(), *module.named_buffers()]
-    of, places = {id(x): tensors[name] for name, x in own if name in tensors}, dict[str, Tensor]()
-    for path, part in module.named_modules():
-        for named in (part.named_parameters, part.named_buffers):
-            found = named(path, recurse=False, remove_duplicate=False)
-            places |= {name: of[id(x)] for name, x in found if id(x) in of}
-    result = functional_call(module, places, args, dict(kwargs or {}), tie_weights=False)
-    tensors |= {name: places[name] for name in tensors}
-    return result
+    return functional_call(module, tensors, args, dict(kwargs or {}))
 
 
 def largest(x: Tensor) -> float:
