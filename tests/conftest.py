@@ -53,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = folder.name
     config.add_cleanup(folder.cleanup)
     if config.getoption("numprocesses"):
+        # Without bytecode each worker compiles all tests, and the package, for five seconds.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["QUICK_PYTHON"] = str(quick_python(Path(folder.name)))
     else:
         os.environ.pop("QUICK_PYTHON", None)
