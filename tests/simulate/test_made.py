@@ -72,9 +72,9 @@ def test_plain_operators_make_what_a_mode_of_fake_tensors_makes(monkeypatch: pyt
     others.__dict__.update(draws=[], text=None)
     monkeypatch.setattr(made.Made, "_plain", compared)
     Recorder().segment(others, [((2, 8), "float32")], Call(True, (True, True), (), (), (), (), ()))
-    for model in ("gpt2:size=tiny", "llama:size=tiny", "bert:size=tiny", "swin:size=tiny", "mixtral:size=tiny"):
+    for model in ("gpt2:size=tiny,layers=1", "swin:size=tiny,depths=2,batch=12", "mixtral:size=tiny,layers=1,batch=2"):
         ss.compile(graph_of(model), "tensor_parallel", "a100:1x2").simulate()
-    built = build("gpt2:size=tiny")
+    built = build("gpt2:size=tiny,layers=1")
     sgd = torch.optim.SGD(built.module.parameters(), 0.1)
     halves = ss.capture(built.module, built.args, built.kwargs, sgd, precision="bf16", check=False)
     ss.compile(halves, "single", "a100:1x1").simulate()

@@ -167,7 +167,7 @@ def test_the_busiest_device_of_experts_sets_the_pace(is_compiled: bool) -> None:
 
 
 def test_a_balance_that_a_plan_does_not_have_is_refused() -> None:
-    mixtral = graph_of("mixtral:size=tiny,batch=8,balance=0")
+    mixtral = graph_of("mixtral:size=tiny,layers=1,experts=4,batch=8")
     with pytest.raises(InputError, match=r"experts of this plan have as many rows.* expert_parallel:capacity=1\.3\."):
         ss.compile(mixtral, "expert_parallel:capacity=2.0", "a100:1x2").simulate(system=ss.System(balance=1.3))
     plan = ss.compile(graph_of(GPT), "single", "a100:1x1")
