@@ -1,6 +1,7 @@
 """What all tests share: a cache, workers, the generators of random graphs and faults, the flag for golden files."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -111,8 +112,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _seed(sys.modules["torch"])
     mark = item.get_closest_marker("dist")
     if mark is None or mark.kwargs.get("python") == "real":
-        sys.executable = PYTHON
+        _start_by(PYTHON)
         return
     if "QUICK_PYTHON" not in os.environ:
         os.environ["QUICK_PYTHON"] = str(quick_python(Path(os.environ["XDG_CACHE_HOME"])))
-    sys.executable = os.environ["QUICK_PYTHON"]
+    _start_by(os.environ["QUICK_PYTHON"])
+
+
+def _start_by(program: str) -> None:
+    """Let a program be the Python that starts processes, and the server of those that multiprocessing forks."""
+    sys.executable = program
+    multiprocessing.set_executable(program)

@@ -1,8 +1,9 @@
 """Python processes that start at once: forks of one that has imported what takes seconds.
 
 `quick_python(folder)` starts that one, and returns a program that takes the place of `sys.executable`: it hands its
-arguments, environment, files and limits to a fork, passes signals on, and ends as the fork does. Where it is killed the
-fork is, too. What it cannot show is how Python itself starts: tests of imports or of hashes take the real one.
+arguments, environment, files, limits and ignored signals to a fork, passes signals on, and ends as the fork does. Where
+it is killed the fork is, too. What it cannot show is how Python itself starts: tests of imports or of hashes take the
+real one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import multiprocessing
 import os
 import resource
 import runpy
@@ -37,11 +39,18 @@ import os, resource, signal, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits, os.getpid()]).encode()
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+ignored = [int(number) for number in signals if signal.getsignal(number) == signal.SIG_IGN]
+files = [0, 1, 2]
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        files += [number] * (number > 2 and os.get_inheritable(number))
+    except OSError:
+        pass  # That of the list itself.
+asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits, os.getpid(), files, ignored]).encode()
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
+socket.send_fds(server, [struct.pack("<Q", len(asked))], files)
 server.sendall(asked)
 (fork,) = struct.unpack("<q", server.recv(8))
 def hand_on(number, frame):
@@ -49,7 +58,7 @@ def hand_on(number, frame):
         os.kill(fork, number)
     except ProcessLookupError:
         pass  # It has ended already, and its exit code is on its way.
-for number in signals:
+for number in {{*signals}} - {{*ignored}}:
     signal.signal(number, hand_on)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 answer = server.recv(8)
@@ -61,6 +70,8 @@ if code < 0:
 os._exit(code)
 """
 _SIZE = struct.Struct("<Q")
+# The most files that a process is given, and a number that none of them has.
+_FILES, _HIGH = 64, 512
 
 
 def quick_python(folder: Path, is_warm: bool = True) -> Path:
@@ -154,7 +165,7 @@ def _warm() -> None:
 def _tend(connection: socket.socket, base: list[str]) -> NoReturn:
     """Fork once more, and tell how that one ends."""
     connection.setblocking(True)
-    head, files, _, _ = socket.recv_fds(connection, _SIZE.size, 3)
+    head, files, _, _ = socket.recv_fds(connection, _SIZE.size, _FILES)
     (left,) = _SIZE.unpack(head)
     asked = b""
     while len(asked) < left:
@@ -175,21 +186,31 @@ def _tend(connection: socket.socket, base: list[str]) -> NoReturn:
 
 def _be(connection: socket.socket, files: list[int], asked: list[Any], base: list[str]) -> NoReturn:
     """Do what Python does with arguments, and end."""
-    (program, *arguments), environment, folder, limits, client = asked
+    (program, *arguments), environment, folder, limits, client, numbers, ignored = asked
+    # Out of the way of the numbers that the client has.
+    own = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    connection.close()
+    connection = socket.socket(fileno=own)
     # Where the client is killed, this process is.
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, 10, signal.SIGKILL)  # F_SETSIG
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
-    for number, file in enumerate(files):
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(numbers, moved, strict=True):
         os.dup2(file, number)
         os.close(file)
     _join(client)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = program
+    multiprocessing.set_executable(program)
     # What its parent is asks who watches over it.
     os.getppid = lambda: _parent_of(client)
     code = _end(lambda: _run(arguments, base))
@@ -218,7 +239,7 @@ def _run(arguments: list[str], base: list[str]) -> None:
     if arguments[0] == "-W":
         warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
         arguments = arguments[2:]
-    arguments = [a for n, a in enumerate(arguments) if n or a not in ("-u", "-IS")]
+    arguments = [a for n, a in enumerate(arguments) if n or a not in ("-u", "-B", "-IS")]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     how = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""
@@ -257,7 +278,8 @@ def _end(work: Any) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if not stream.closed:
+            stream.flush()
     if code == 130:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
