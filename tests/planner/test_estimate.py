@@ -1,6 +1,7 @@
 """Estimates: their communication beside that of whole programs."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import superscaler as ss
 from superscaler.cluster import LOCAL, DeviceKind
 from superscaler.cluster.devices import Speeds
 from superscaler.compiler import compile_graph
-from superscaler.ir.program import Collective
+from superscaler.ir.program import Collective, Program
 from superscaler.planner.costs import outside
 from superscaler.planner.estimate import Estimator
 from superscaler.planner.kinds import reduced, runs
@@ -17,6 +18,7 @@ from superscaler.planner.menu import Menu
 from superscaler.planner.small import pieces
 from superscaler.planner.space import Choice, Use
 from superscaler.plans import resolve
+from superscaler.simulate.predict import simulate
 from superscaler.simulate.transfers.ports import Ports
 from tests.helpers.graphs import graph_of
 from tests.helpers.sweeps import slow
@@ -82,8 +84,13 @@ def test_the_embedding_works_on_the_first_stage() -> None:
     assert 1.1 * costs.runs[0].seconds < first <= works[0]
 
 
+@cache
+def _program(spec: str) -> Program:
+    return compile_graph(graph_of(SMALL), resolve(spec), OWN, certified=False).program
+
+
 def _step(choice: Choice, cluster: ss.Cluster) -> float:
-    return ss.compile(graph_of(SMALL), choice.spec, cluster).simulate().step_seconds
+    return simulate(_program(choice.spec), cluster).prediction.step_seconds
 
 
 def test_processes_that_share_cores_lose_nothing_by_waiting() -> None:
