@@ -14,7 +14,6 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph
 from superscaler.launch.second import Second
 from superscaler.planner import WORK
-from superscaler.planner.bounds import ALMOST, least_of
 from superscaler.planner.candidates import FAR, NEAR, Candidates, Errors, finalists, kind_of, next_finalist
 from superscaler.planner.constraints import Constraint, left, read, satisfies
 from superscaler.planner.estimate import Estimate, Estimator
@@ -22,6 +21,7 @@ from superscaler.planner.kinds import has_own
 from superscaler.planner.menu import Menu
 from superscaler.planner.own.stages import CLOSE, Fits, even
 from superscaler.planner.space import Choice, choices, undivided
+from superscaler.planner.whole.bounds import ALMOST, least_of
 from superscaler.planner.whole.improve import Improved, improve
 from superscaler.planner.whole.programs import Found, Programs
 from superscaler.simulate.predict import check_system
@@ -220,7 +220,10 @@ def _answer(
     found, left_out = programs.found, programs.refused.union(e.choice for e in beside)
     estimates = [e for e in candidates.found.values() if e and e.choice not in left_out]
     ordered = ordered if ordered is not None and found[0].choice == ordered.plan.choice else None
-    least = [candidates.least(fits, found[0].a_row), *least_of(estimates, programs, candidates)]
+    least = [
+        candidates.least(fits, found[0].a_row),
+        *least_of(estimates, programs, candidates.estimator, candidates.room),
+    ]
     if ordered:
         origin = next(e for e in estimates if e.choice == ordered.origin.choice)
         estimates.append(origin._replace(choice=found[0].choice, bound=ordered.bound))

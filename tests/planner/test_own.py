@@ -13,7 +13,6 @@ import pytest
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Send
-from superscaler.planner.bounds import least_beside
 from superscaler.planner.constraints import Constraint, Limit, left, read
 from superscaler.planner.costs import Cost, Costs
 from superscaler.planner.estimate import Estimator
@@ -24,6 +23,7 @@ from superscaler.planner.own.stages import OwnStages
 from superscaler.planner.search import search
 from superscaler.planner.space import Choice, Own, Use, choices
 from superscaler.planner.traffic import meetings
+from superscaler.planner.whole.bounds import least_beside
 from superscaler.plans import resolve
 from superscaler.simulate.memory import NO_OVERHEADS
 from superscaler.simulate.prediction import Prediction

@@ -79,7 +79,7 @@ def is_free(c: Choice) -> bool:
 
 def fitting(estimator: Estimator, plans: Sequence[Choice], rooms: Iterable[float], fits: Fits) -> Estimate | None:
     """Return the estimate of the best stages that fit, each with the cuts and the recomputation of one of some plans;
-    None if none do. `rooms`: bytes of a device, of which the first are taken.
+    None if none do. `rooms`: bytes of a device, the first of them first.
     """
     every = (Ways(estimator, plans, room) for room in rooms)
     found = (ways.estimate(chain) for ways in every if (chain := ways.chain()))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import inf
 
 from superscaler.groups import collect
-from superscaler.planner.candidates import Candidates
 from superscaler.planner.estimate import Estimate, Estimator
 from superscaler.planner.own.chains import Ways
 from superscaler.planner.own.stages import CLOSE, is_free
@@ -19,18 +18,18 @@ from superscaler.simulate.prediction import Prediction
 ALMOST = 1.04
 
 
-def least_of(estimates: Sequence[Estimate], programs: Programs, candidates: Candidates) -> Iterator[float]:
+def least_of(estimates: Sequence[Estimate], programs: Programs, estimator: Estimator, room: float) -> Iterator[float]:
     """Yield the least seconds of a row of the batch of plans with estimates, where they could be below the best step:
-    those of the whole plan, if its stages have no other blocks.
+    those of the whole plan, if its stages have no other blocks. `room`: the bytes of a device.
     """
-    room, limit = candidates.room, programs.found[0].a_row / CLOSE
+    limit = programs.found[0].a_row / CLOSE
     near = (e for e in estimates if e.bound < limit * e.choice.batch)
     for plan, own in collect((replace(e.choice, blocks=()), e) for e in near).items():
         wholes = [(e, whole) for e in own if (whole := programs.prediction(e.choice))]
         # Other blocks have the largest error of the bytes of some.
         e, whole = max(wholes, key=lambda pair: pair[1].fullest.peak_bytes / pair[0].peak, default=(own[0], None))
         if whole is None or plan != e.choice:
-            yield least_beside(candidates.estimator, e, whole, room) / plan.batch
+            yield least_beside(estimator, e, whole, room) / plan.batch
         elif whole.fits:
             yield whole.step_seconds / plan.batch
 
