@@ -37,7 +37,7 @@ from superscaler.runtime import executor
 from superscaler.runtime.load import load
 from superscaler.train.loop import main
 
-watch.SILENCE, watch.LEAST = 6.0, 3.0
+watch.SILENCE, watch.LEAST = 4.0, 3.0
 here = Path(__file__).parent
 whole = executor.Rank.forward
 

@@ -125,9 +125,9 @@ def test_a_plan_that_does_not_fit_is_bound_by_those_of_other_blocks(schedule: st
 
 
 def test_a_plan_whose_fastest_stages_do_not_fit_has_the_best_that_do() -> None:
-    """Beside all numbers of blocks, compiled whole."""
+    """Beside those of other numbers of blocks, compiled whole."""
     graph, where = graph_of(HEAVY), "pp = 2, rows = 1, schedule = 1f1b, no recompute, no swap, no chunked, no co_shard"
-    every = [ss.compile(graph, f"hybrid:pp=2,microbatches=8,blocks={n}+{5 - n}", "a100:1x2") for n in (1, 2, 3, 4)]
+    every = [ss.compile(graph, f"hybrid:pp=2,microbatches=8,blocks={n}+{5 - n}", "a100:1x2") for n in (1, 2, 3)]
     memory = 2_290_000_000
     steps = {fits: [p.step_seconds for p in found if p.fits is fits] for fits in (False, True)
              for found in [[plan.simulate(memory) for plan in every]]}  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_v_of_other_blocks_has_works_that_take_as_long_as_those_of_a_whole_pla
     found = Estimator(graph, cluster, Menu(graph, cluster))
     e = found.of(choice)
     assert e is not None
-    some = {e.choice.blocks, (2, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 0), (1, 1, 3, 0)}
+    some = {e.choice.blocks, (2, 1, 1, 1), (1, 1, 3, 0)}
     wholes = {n: ss.compile(graph, replace(choice, blocks=n).spec, cluster).simulate() for n in some}
     whole = wholes[e.choice.blocks]
     least = least_beside(found, e, whole, inf)
