@@ -116,7 +116,14 @@ def test_a_plan_that_does_not_fit_is_bound_by_those_of_other_blocks(schedule: st
     every = [found.with_stages(choice, [costs] * 2, (0, n, 5)) for n in range(6)]
     best = min(every, key=lambda e: e.bound)
     room = 1e9
-    whole = cast(Prediction, SimpleNamespace(fullest=SimpleNamespace(peak_bytes=1.05 * room)))
+    stages = found.stage_costs(choice, [costs] * 2, found.cuts.of(best.choice))
+    times = [
+        SimpleNamespace(
+            devices=(2 * d, 2 * d + 1), compute=4 * s.work + found.sums(choice, s), launch=0, host=0, copies=0
+        )
+        for d, s in enumerate(stages)
+    ]
+    whole = cast(Prediction, SimpleNamespace(fullest=SimpleNamespace(peak_bytes=1.05 * room), devices=times))
     least = least_beside(found, best, whole, room)
     others = [e.bound for e in every if e.peak * 1.05 * room / best.peak <= room]
     assert others

@@ -55,18 +55,23 @@ class _Table(NamedTuple):
 
 class Ways:
     """The ways of the stages of a pipeline. `room`: the bytes of a device. `is_bound`: a way is no slower than it is,
-    and one that was not measured has the least costs.
+    and one that was not measured has the least costs. `pace`: the seconds of work in those that are known.
     """
 
     def __init__(
-        self, estimator: Estimator, group: Sequence[Choice], room: float = inf, is_bound: bool = False
+        self,
+        estimator: Estimator,
+        group: Sequence[Choice],
+        room: float = inf,
+        is_bound: bool = False,
+        pace: float = 1.0,
     ) -> None:
         self.estimator, self.room, self.is_bound = estimator, room, is_bound
         # A device waits for so many of the seconds that the others take for a microbatch.
         self.pp, self.microbatches, self.idle = group[0].pp, group[0].microbatches, IDLE.get(group[0].schedule, 1.0)
         costs_of = estimator.menu.least if is_bound else estimator.menu.known
         costs = ((c, costs_of(c.use)) for c in group)
-        self.known = [(c, own) for c, own in costs if own]
+        self.known = [(c, own.faster(pace)) for c, own in costs if own]
 
     @property
     def least(self) -> float:

@@ -42,7 +42,8 @@ def least_beside(estimator: Estimator, e: Estimate, whole: Prediction | None, ro
     c = replace(e.choice, blocks=())
     if is_free(c):
         most = room * e.peak / whole.fullest.peak_bytes if whole else ALMOST * room
-        return Ways(estimator, [c], most, is_bound=True).bound()
+        pace = _pace(estimator, e.choice, whole) if whole else 1.0
+        return Ways(estimator, [c], most, is_bound=True, pace=pace).bound()
     if whole is None and e.peak > ALMOST * room:
         return inf
     other = estimator.of(c, pace=_pace(estimator, e.choice, whole)) if whole and c.schedule == "zbv" else e
@@ -50,13 +51,16 @@ def least_beside(estimator: Estimator, e: Estimate, whole: Prediction | None, ro
 
 
 def _pace(estimator: Estimator, c: Choice, whole: Prediction) -> float:
-    """Return the seconds of the works of a whole plan in those of its estimate: of the device where that is least."""
+    """Return the seconds of the works of a whole plan in those of its estimate, of the device where that is least: with
+    waits for copies from the host, but for those of an update.
+    """
     costs, each = estimator.menu.costs(c.use), c.dp * c.tp
     assert costs is not None
     stages, paces = estimator.stage_costs(c, [costs] * c.stages, estimator.cuts.of(c)), list[float]()
     for device in range(c.pp):
         own = estimator.of_device(c, stages, device)
         times = next(times for times in whole.devices if device * each in times.devices)
+        copies = max(times.copies - sum(float(estimator.update(c, stage)) for stage in own), 0.0)
         seconds = sum(c.microbatches * stage.work + estimator.sums(c, stage) for stage in own)
-        paces.append((times.compute + times.launch - times.host) / seconds)
+        paces.append((times.compute + times.launch - times.host + copies) / seconds)
     return min(paces)
