@@ -552,6 +552,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "planner/test_own"),
     ("a device ends with the halves of the most gradients", "longest = max(+ready, key=",
      "longest = min(+ready, key=", "planner/test_orders"),
+    ("plans near the shortest step keep their first turns", "found | {plan: min(found[plan], seconds)",
+     "found | {plan: found[plan]", "planner/test_resumed"),
     ("least costs of a use at hand are those of others", "self._known.get(use, lower)", "lower", "planner/test_menu"),
 )]  # fmt: skip
 

@@ -14,6 +14,7 @@ import pytest
 import superscaler as ss
 from superscaler.cluster import LOCAL, PRESETS
 from superscaler.errors import InputError
+from superscaler.planner import measured as measuring
 from superscaler.planner.constraints import read_batches
 from superscaler.planner.search import search
 from tests.helpers.commands import answer, run
@@ -82,6 +83,20 @@ def test_a_checkpoint_of_another_model_or_precision_is_refused(
     for more, why in refused.items():
         assert run("search", "--like", kept, *given, *more) == 2
         assert re.search(why, capfd.readouterr().err)
+
+
+def test_plans_near_the_shortest_step_take_more_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that seem alike the slower one may be the faster; the slowest rank counts, and the fastest turn."""
+    turns = [{"0": [1.0, 1.0], "1": [1.02, 1.04], "2": [1.5, 1.5]}, {"0": [1.01, 1.03], "1": [0.9, 0.95]}]
+
+    def call(_: object, world: int, folder: str, count: str, numbers: str, *options: str) -> list[list[float]]:
+        found = turns.pop(0)
+        assert numbers.split(",") == [*found]
+        return [[found[number][rank] for number in found] for rank in range(world)]
+
+    monkeypatch.setattr(measuring, "call", call)
+    assert measuring.measured(["a", "b", "c"], lambda plan, folder: None, 2) == {"a": 1.0, "b": 0.95, "c": 1.5}
+    assert not turns
 
 
 @pytest.mark.slow
