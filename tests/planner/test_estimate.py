@@ -124,8 +124,9 @@ def test_bounds_know_that_cores_are_shared(choice: Choice) -> None:
 @pytest.mark.parametrize(
     ("layers", "choice"),
     [
-        (4, Choice(1, 1, 4, 2, 8, schedule="chimera")),
+        (4, Choice(1, 1, 2, 4, 4, schedule="chimera")),
         *slow(
+            (4, Choice(1, 1, 4, 2, 8, schedule="chimera")),
             (8, Choice(2, 1, 4, 2, 4, schedule="chimera")),
             (8, Choice(2, 1, 4, 4, 2, schedule="chimera")),
             (8, Choice(4, 1, 2, 1, 4, schedule="chimera")),

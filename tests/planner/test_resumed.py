@@ -61,6 +61,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_what_can_be() -> None:
         search(graph_of(f"{TINY},batch=5"), "a100:11x1")
 
 
+@pytest.mark.dist
 def test_a_checkpoint_of_another_model_or_precision_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
