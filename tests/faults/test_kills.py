@@ -16,7 +16,7 @@ from tests.faults.kills import losses_of, make_plan, restart, trial
 @pytest.mark.dist
 def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "plan")
-    whole = losses_of(plan, tmp_path)
+    whole = losses_of(plan)
     (tmp_path / "torchrun").mkdir()
     assert "trained again" in restart(plan, tmp_path / "torchrun", whole, random.Random(0))
 
@@ -26,7 +26,7 @@ def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["rank", "launcher", "job"])
 def test_training_goes_on_after_a_process_is_killed(victim: str, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "plan")
-    trial(plan, tmp_path, losses_of(plan, tmp_path), random.Random(0), victim, is_saving=victim == "rank")
+    trial(plan, tmp_path, losses_of(plan), random.Random(0), victim, is_saving=victim == "rank")
 
 
 @pytest.mark.dist
